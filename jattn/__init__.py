@@ -1,0 +1,16 @@
+"""jattn: paged attention for JAX on NVIDIA GPUs, and the serving loop around it."""
+
+from importlib import import_module
+
+_LAZY = {
+    "LLM": "jattn.serving.llm",
+    "SamplingParams": "jattn.serving.request",
+    "Completion": "jattn.serving.llm",
+    "Delta": "jattn.serving.llm",
+}
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,102 @@
+"""AttentionBackend: the surface between a model and the kernels, and the names of its implementations."""
+
+import dataclasses
+import functools
+import importlib
+import typing
+from typing import Protocol
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import KVPool
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """What a backend must know about the layer that calls it: the functional RadixAttention of SGLang.
+
+    Attributes:
+        layer_id: Index within the layer's pool group; may be traced, so that one compiled body serves a scan.
+        tp_q_head_num, tp_k_head_num, tp_v_head_num: Heads on this device.
+        head_dim, v_head_dim: Widths of a key and a value head.
+        scaling: Factor on q.k.
+        logit_cap: Soft cap; 0 is off.
+        sliding_window_size: Keys to the left, own one not counted; -1 is off.
+        group: Which group of the pool holds this layer's keys.
+    """
+
+    layer_id: Int[Array, ""] | int
+    tp_q_head_num: int = dataclasses.field(metadata={"static": True})
+    tp_k_head_num: int = dataclasses.field(metadata={"static": True})
+    tp_v_head_num: int = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+    v_head_dim: int = dataclasses.field(metadata={"static": True})
+    scaling: float = dataclasses.field(metadata={"static": True})
+    logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
+    sliding_window_size: int = dataclasses.field(default=-1, metadata={"static": True})
+    group: int = dataclasses.field(default=0, metadata={"static": True})
+
+
+class AttentionBackend(Protocol):
+    """SGLang's attention backend made functional: metadata is returned, the pool is passed and returned.
+
+    An implementation is static and hashable and holds no arrays. The metadata's type is its own affair.
+    """
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> typing.Any:
+        """Metadata of a batch, once for all layers; jit-able."""
+        ...
+
+    def forward_extend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: typing.Any,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; many tokens a sequence."""
+        ...
+
+    def forward_decode(
+        self,
+        q: Float[Array, "B N H"],
+        k: Float[Array, "B K H"] | None,
+        v: Float[Array, "B K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: typing.Any,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "B N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; one token a sequence."""
+        ...
+
+
+def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
+    """Sends a layer's call to the phase that the batch is in; models call this one."""
+    mode: ForwardMode = forward_batch.forward_mode
+    phase = backend.forward_decode if mode.is_decode_or_idle() else backend.forward_extend
+    return phase(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+
+
+BACKENDS = {"flash_attention": "jattn.flash_attention:FlashAttentionBackend"}
+
+
+def backend_class(name: str) -> type:
+    """The backend that goes by `name`.
+
+    Raises:
+        ValueError: No backend has that name; the message lists those there are.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"`name` must be one of {', '.join(sorted(BACKENDS))}. Got {name!r}.")
+    module, attribute = BACKENDS[name].split(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,121 @@
+"""Checkpoint: a Hugging Face model folder, read without running anything that it holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jattn.safetensors_file import SafetensorsFile
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth")
+
+
+class Checkpoint:
+    """The configuration and the weights of a folder: config.json and safetensors, in one file or in shards.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        FileNotFoundError: The folder, config.json, the weights or a shard are missing.
+        ValueError: A file is corrupt or truncated, or the weights are only there as pickle.
+
+    Attributes:
+        path: The folder.
+        config: config.json.
+        architecture: The first of the configuration's architectures.
+        generation_config: generation_config.json; empty if absent.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"`path` must be a checkpoint folder. Got {str(path)!r}.")
+        if not (self.path / "config.json").is_file():
+            raise FileNotFoundError(f"`path` must be a folder with a `config.json`. Got {str(path)!r}.")
+        self.config = _read_json(self.path / "config.json")
+        self.architecture = self._architecture()
+        generation_config = self.path / "generation_config.json"
+        self.generation_config = _read_json(generation_config) if generation_config.is_file() else {}
+        self._files, self._listing = self._open_weights()
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Where the tokenizer's file is, if the checkpoint has one."""
+        return self.path / "tokenizer.json"
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(self._files)
+
+    def read(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """A tensor as a read-only view of its file, in the dtype that it is stored in.
+
+        Args:
+            name: Its name.
+            shape: What the caller expects; None takes any.
+
+        Raises:
+            ValueError: There is no such tensor, or it has another shape.
+        """
+        if name not in self._files:
+            raise ValueError(f"{self._listing} must hold the tensor {name!r}, which is missing.")
+        tensor = self._files[name].read(name)
+        if shape is not None and tensor.shape != shape:
+            raise ValueError(
+                f"Tensor {name!r} of {self._files[name].path} must have shape {list(shape)}. Got {list(tensor.shape)}."
+            )
+        return tensor
+
+    def _architecture(self) -> str:
+        architectures = self.config.get("architectures")
+        if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+            raise ValueError(
+                f"{self.path / 'config.json'} must name the model's class in `architectures`. Got {architectures!r}."
+            )
+        return architectures[0]
+
+    def _open_weights(self) -> tuple[dict[str, SafetensorsFile], Path]:
+        """The file of each tensor, and the path that lists them all."""
+        single, index = self.path / _SINGLE, self.path / _INDEX
+        if single.is_file():
+            file = SafetensorsFile(single)
+            return dict.fromkeys(file.entries, file), single
+        if index.is_file():
+            return self._open_shards(index), index
+        if any(next(self.path.glob(pattern), None) for pattern in _PICKLES):
+            raise ValueError(
+                f"{self.path} holds its weights only as pickle, which can run code and is refused: "
+                f"convert them to safetensors."
+            )
+        raise FileNotFoundError(f"{self.path} must hold `{_SINGLE}` or `{_INDEX}`.")
+
+    def _open_shards(self, index: Path) -> dict[str, SafetensorsFile]:
+        weight_map = _read_json(index).get("weight_map")
+        well_formed = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
+        if not well_formed or not weight_map:
+            raise ValueError(f"{index} must map each tensor to its file in `weight_map`.")
+        shards = {}
+        for shard in sorted(set(weight_map.values())):
+            if Path(shard).name != shard:
+                raise ValueError(f"{index} must name shards that lie in the folder itself. Got {shard!r}.")
+            if not (self.path / shard).is_file():
+                raise FileNotFoundError(f"{self.path / shard} is missing; {_INDEX} names it.")
+            shards[shard] = SafetensorsFile(self.path / shard)
+        for name, shard in weight_map.items():
+            if name not in shards[shard].entries:
+                raise ValueError(f"{self.path / shard} must hold the tensor {name!r}, which {_INDEX} places there.")
+        return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} must be JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON object. Got a {type(content).__name__}.")
+    return content

@@ -1,0 +1,126 @@
+"""Compiled steps: one executable a bucket, made ahead of time and replayed; what CUDA graphs are elsewhere."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_COMPILING_AT_ONCE = min(8, os.cpu_count() or 1)  # XLA compiles outside Python's lock
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """A step still to be compiled.
+
+    Attributes:
+        function: Pure function of arrays.
+        arguments: Example arguments; only shapes and dtypes matter (`jax.ShapeDtypeStruct` will do).
+        donate: Positions of the arguments whose memory the step may reuse.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+
+class CompiledSteps:
+    """Executables by key. A call never compiles: another shape, dtype or key is an error."""
+
+    def __init__(self, executables: Mapping[Hashable, jax.stages.Compiled]):
+        self._executables = dict(executables)
+
+    def __getitem__(self, key: Hashable) -> jax.stages.Compiled:
+        """The executable of a bucket.
+
+        Raises:
+            KeyError: The bucket was not compiled; the message lists those that were.
+        """
+        if key not in self._executables:
+            raise KeyError(f"No step was compiled for {key}. Compiled: {', '.join(map(str, self._executables))}.")
+        return self._executables[key]
+
+    def __call__(self, key: Hashable, *arguments: Any) -> Any:
+        return self[key](*arguments)
+
+
+def compile_steps(plans: Mapping[Hashable, StepPlan], *, progress: bool = False) -> CompiledSteps:
+    """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`."""
+    bar = Progress(
+        TextColumn("Compiling steps"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not (progress and sys.stderr.isatty()),
+    )
+    with bar, ThreadPoolExecutor(_COMPILING_AT_ONCE) as pool:
+        task = bar.add_task("compile", total=len(plans))
+        compiling = {pool.submit(_lowered(plan).compile): key for key, plan in plans.items()}
+        executables = {}
+        for done in as_completed(compiling):
+            executables[compiling[done]] = done.result()
+            bar.advance(task)
+    return CompiledSteps({key: executables[key] for key in plans})
+
+
+def _lowered(plan: StepPlan) -> jax.stages.Lowered:
+    step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=compiler_options())
+    return step.lower(*plan.arguments)
+
+
+def compiler_options() -> dict[str, Any] | None:
+    """What XLA is told for a step on the device in use.
+
+    A scan over stacked weights copies each layer's slice before a Triton GEMM, and hands cuBLASLt a view of it: 11.4 ms
+    against 4.7 ms for a step of Llama-3-8B shapes on an H200.
+    """
+    return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+
+
+def smallest_bucket(buckets: Iterable[int], size: int) -> int:
+    """The smallest bucket that holds `size`.
+
+    Raises:
+        ValueError: None does.
+    """
+    holding = [bucket for bucket in buckets if bucket >= size]
+    if not holding:
+        raise ValueError(f"`size` must fit the largest bucket. Got {size}, buckets {sorted(buckets)}.")
+    return min(holding)
+
+
+def power_of_two_buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
+    """`smallest`, doubled until it holds `largest`; the last one is `largest` itself."""
+    buckets = []
+    size = min(smallest, largest)
+    while size < largest:
+        buckets.append(size)
+        size *= 2
+    return (*buckets, largest)
+
+
+def use_persistent_cache(folder: Path | None = None) -> None:
+    """Keeps compiled steps between runs in a private folder; does nothing where JAX already has a cache folder.
+
+    Args:
+        folder: Where; `$XDG_CACHE_HOME/jattn/xla` or `~/.cache/jattn/xla` if None.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "xla"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError:
+        return  # a read-only home: compile each time
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,58 @@
+"""The face that a model shows to the serving loop, and how one is found by its architecture's name."""
+
+from importlib.metadata import entry_points
+from typing import Any, Protocol, Self
+
+from jaxtyping import Array, Float
+
+from jattn.backend import AttentionBackend
+from jattn.checkpoint import Checkpoint
+from jattn.forward_batch import ForwardBatch
+from jattn.kv_pool import KVGroupSpec, KVPool
+from jattn.parallel import ONE_DEVICE, Parallel
+
+
+class CausalLM(Protocol):
+    """A Flax nnx module that turns tokens into logits through a backend and a pool."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def context_len(self) -> int:
+        """Positions that the model was made for, in tokens."""
+        ...
+
+    @property
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]:
+        """The pool that the model's layers need."""
+        ...
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> Self:
+        """The model with a checkpoint's weights, held and computed in `dtype`."""
+        ...
+
+    def __call__(
+        self, forward_batch: ForwardBatch, metadata: Any, backend: AttentionBackend, pool: KVPool
+    ) -> tuple[Float[Array, "T D"], KVPool]:
+        """The last hidden states, after the final norm, and the pool with this pass's keys and values."""
+        ...
+
+    def compute_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """float32 logits of the chosen hidden states."""
+        ...
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """The class announced for a Hugging Face architecture name (entry points, group `jattn.models`).
+
+    Raises:
+        ValueError: No installed package announces it; the message lists those that are.
+    """
+    known = {point.name: point for point in entry_points(group="jattn.models")}
+    if architecture not in known:
+        raise ValueError(
+            f"The checkpoint's architecture {architecture!r} is unknown. Known: {', '.join(sorted(known)) or 'none'}."
+        )
+    return known[architecture].load()

@@ -1,0 +1,51 @@
+"""Parallel: how one model is split over devices, and the only place where a model meets a collective."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Tensor parallelism as a static fact of a model; the identity on one device.
+
+    A model built with it holds this device's share of the heads and of the hidden units. With `axis` set, its methods
+    must run inside `jax.shard_map` over a mesh axis of that name.
+
+    Attributes:
+        axis: Name of the mesh axis; None on one device.
+        size: Devices along the axis.
+    """
+
+    axis: str | None = None
+    size: int = 1
+
+    def __post_init__(self):
+        if self.size < 1 or (self.axis is None and self.size != 1):
+            raise ValueError(
+                f"`size` must be at least 1, and 1 without an axis. Got axis={self.axis}, size={self.size}."
+            )
+
+    def share(self, count: int, what: str) -> int:
+        """This device's part of `count` heads or units.
+
+        Raises:
+            ValueError: `count` does not divide by the number of devices.
+        """
+        if count % self.size:
+            raise ValueError(f"{what} must divide by the number of devices. Got {count} over {self.size} devices.")
+        return count // self.size
+
+    def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Sum over the devices of what each computed from its share."""
+        return partial if self.axis is None else jax.lax.psum(partial, self.axis)
+
+    def gather_logits(self, logits: Float[Array, "B V_local"]) -> Float[Array, "B V"]:
+        """Whole rows of logits from each device's part of the vocabulary."""
+        if self.axis is None:
+            return logits
+        return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
+
+
+ONE_DEVICE = Parallel()

@@ -1,0 +1,70 @@
+"""What the host sends with each launch: the scheduler's plans as arrays of a bucket's sizes."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jattn.serving.config import EngineConfig
+from jattn.serving.loop_state import LoopState, empty_rows
+from jattn.serving.request import Request
+from jattn.serving.scheduler import Chunk
+from jattn.serving.steps import PrefillBatch
+
+
+def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The requests' rows, and the page that each one's new token opens (-1: none), padded to `bucket`."""
+    rows = np.full(bucket, config.max_num_seqs, np.int32)
+    new_pages = np.full(bucket, -1, np.int32)
+    for i, request in enumerate(requests):
+        assert request.row is not None
+        rows[i] = request.row
+        page, offset = divmod(request.num_computed - 1, config.page_size)
+        if offset == 0:
+            new_pages[i] = request.pages[page]
+    return rows, new_pages
+
+
+def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig) -> PrefillBatch:
+    """Parts of prompts, padded to `bucket` tokens."""
+    size = config.prefill_seqs
+    batch = PrefillBatch(
+        input_ids=_host_array(bucket, 0, np.int32),
+        cu_q_lens=_host_array(size + 1, 0, np.int32),
+        rows=_host_array(size, config.max_num_seqs, np.int32),
+        is_last=_host_array(size, False, np.bool_),
+        values=_rows_on_host(size, config),
+    )
+    end = 0
+    for i, chunk in enumerate(chunks):
+        begin, end = end, end + chunk.stop - chunk.start
+        batch.input_ids[begin:end] = chunk.request.tokens[chunk.start : chunk.stop]
+        batch.cu_q_lens[i + 1 :] = end
+        batch.rows[i] = chunk.request.row
+        batch.is_last[i] = chunk.is_last
+        batch.values.seq_lens[i] = chunk.stop
+        _fill_row(batch.values, i, chunk.request)
+    return batch
+
+
+def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
+    """A NumPy array where a launch takes a JAX one."""
+    return np.full(size, value, dtype)
+
+
+def _rows_on_host(size: int, config: EngineConfig) -> LoopState:
+    shapes = jax.eval_shape(lambda: empty_rows(size, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids))
+    rows = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    rows.stop_ids[:] = -1
+    return rows
+
+
+def _fill_row(rows: LoopState, i: int, request: Request) -> None:
+    rows.page_table[i, : len(request.pages)] = request.pages
+    stop_ids = sorted(request.stop_ids)
+    rows.stop_ids[i, : len(stop_ids)] = stop_ids
+    params = request.params
+    rows.sampling.temperature[i] = params.temperature
+    rows.sampling.top_k[i] = params.top_k
+    rows.sampling.top_p[i] = params.top_p
+    rows.sampling.seed[i] = request.number if params.seed is None else params.seed

@@ -1,0 +1,53 @@
+"""EngineConfig: the sizes that are fixed when the steps are compiled."""
+
+import dataclasses
+
+from jattn.compiled_steps import power_of_two_buckets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes that are fixed when the steps are compiled.
+
+    Attributes:
+        num_pages: Pages of the pool, the reserved page 0 included.
+        page_size: Tokens a page.
+        max_num_seqs: Requests served at the same time.
+        max_context_len: Longest request, prompt and generated tokens together.
+        prefill_tokens: Tokens of a prefill launch at most; longer prompts come in chunks.
+        prefill_seqs: Requests of a prefill launch at most.
+        max_stop_ids: Tokens that may end a request, the model's own included.
+        smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
+        smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
+        implementation: Which kernels to use; None lets dispatch choose.
+    """
+
+    num_pages: int
+    page_size: int = 16
+    max_num_seqs: int = 8
+    max_context_len: int = 1024
+    prefill_tokens: int = 256
+    prefill_seqs: int = 8
+    max_stop_ids: int = 8
+    smallest_decode_bucket: int = 8
+    smallest_prefill_bucket: int = 64
+    implementation: str | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"`{field.name}` must be at least 1. Got {value}.")
+
+    @property
+    def max_pages(self) -> int:
+        """Width of a page table."""
+        return -(-self.max_context_len // self.page_size)
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        return power_of_two_buckets(self.max_num_seqs, self.smallest_decode_bucket)
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        return power_of_two_buckets(self.prefill_tokens, self.smallest_prefill_bucket)

@@ -1,0 +1,235 @@
+"""LLM: text in, text out, over one engine."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jattn.checkpoint import Checkpoint
+from jattn.compiled_steps import use_persistent_cache
+from jattn.kv_pool import KVGroupSpec
+from jattn.model import model_class
+from jattn.serving.config import EngineConfig
+from jattn.serving.engine import Engine, TokenEvent
+from jattn.serving.request import FinishReason, Request, SamplingParams
+from jattn.serving.text import StreamDecoder, Tokenizer
+
+Prompt = str | Sequence[int]
+
+_POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
+_POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """New text of one request.
+
+    Attributes:
+        index: Which prompt.
+        text: May be empty while a character is incomplete.
+        token_ids: The tokens behind it.
+        finish_reason: Set on the request's last delta.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished request."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclasses.dataclass(kw_only=True)
+class RunStats:
+    """Figures of one `generate` or `stream` call; times in seconds, pages in whole pages of the pool."""
+
+    requests: int
+    prompt_tokens: int
+    num_pages: int
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    time_to_first_token: float = 0.0
+    peak_pages: int = 0
+    preemptions: int = 0
+
+
+class LLM:
+    """A checkpoint, ready to serve.
+
+    Args:
+        path: Hugging Face checkpoint folder.
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on CPU, bfloat16 elsewhere.
+        page_size: Tokens a page.
+        num_pages: Pages of the pool, the reserved one included; None takes what the requests can use, or what fits.
+        max_num_seqs: Requests served at the same time.
+        max_context_len: Longest request in tokens; the model's own if None.
+        prefill_tokens: Prompt tokens of a launch at most.
+        implementation: Which attention kernels; None lets dispatch choose.
+        progress: Whether to show a bar on standard error while the steps compile.
+
+    Raises:
+        FileNotFoundError, ValueError: The checkpoint or a size cannot be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dtype: str = "auto",
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_num_seqs: int = 8,
+        max_context_len: int | None = None,
+        prefill_tokens: int = 256,
+        implementation: str | None = None,
+        progress: bool = True,
+    ):
+        use_persistent_cache()
+        checkpoint = Checkpoint(path)
+        self.tokenizer = Tokenizer(checkpoint.path)
+        weights_dtype = _dtype(dtype)
+        model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
+        context = model.context_len if max_context_len is None else max_context_len
+        if num_pages is None:
+            num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, max_num_seqs * context)
+        self.engine = Engine(
+            model,
+            EngineConfig(
+                page_size=page_size,
+                num_pages=num_pages,
+                max_num_seqs=max_num_seqs,
+                max_context_len=context,
+                prefill_tokens=prefill_tokens,
+                prefill_seqs=max_num_seqs,
+                implementation=implementation,
+            ),
+            eos_token_ids=_eos_token_ids(checkpoint),
+            dtype=weights_dtype,
+            progress=progress,
+        )
+        self.stats = RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.allocator.num_pages)
+        self._unread: dict[Request, deque[TokenEvent]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the prompts; see `stream`."""
+        requests = self._requests(prompts, sampling_params)
+        texts = [""] * len(requests)
+        for delta in self._serve(requests):
+            texts[delta.index] += delta.text
+        return [
+            Completion(tuple(request.prompt), tuple(request.generated), text, request.finish_reason or "abort")
+            for request, text in zip(requests, texts, strict=True)
+        ]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """Text as it comes, of all prompts at once. All are checked before the first one starts.
+
+        Leaving the iterator early ends the requests and frees their pages.
+
+        Args:
+            prompts: Texts or token ids; one alone will do.
+            sampling_params: One for all or one for each; None is `SamplingParams()`.
+
+        Raises:
+            ValueError: A prompt cannot be served; none was started.
+        """
+        return self._serve(self._requests(prompts, sampling_params))
+
+    def _requests(self, prompts, sampling_params) -> list[Request]:
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                "`sampling_params` must be one for all prompts or one for each. "
+                f"Got {len(sampling_params)} for {len(prompts)} prompts."
+            )
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        return [self.engine.make_request(*pair) for pair in zip(ids, sampling_params, strict=True)]
+
+    def _serve(self, requests: list[Request]) -> Iterator[Delta]:
+        stats = self.stats = RunStats(
+            requests=len(requests),
+            prompt_tokens=sum(len(request.prompt) for request in requests),
+            num_pages=self.engine.allocator.num_pages,
+        )
+        scheduler = self.engine.scheduler
+        scheduler.peak_pages, preemptions = 0, scheduler.num_preemptions
+        decoders = [StreamDecoder(self.tokenizer) for _ in requests]
+        start = time.perf_counter()
+        for request in requests:
+            self._unread[request] = deque()
+            self.engine.add(request)
+        try:
+            for i, event in self._events(requests):
+                text = decoders[i].push([event.token])
+                if event.finish_reason:
+                    text += decoders[i].finish()
+                stats.generated_tokens += 1
+                stats.seconds = time.perf_counter() - start
+                stats.time_to_first_token = stats.time_to_first_token or stats.seconds
+                stats.peak_pages = scheduler.peak_pages
+                stats.preemptions = scheduler.num_preemptions - preemptions
+                yield Delta(i, text, (event.token,), event.finish_reason)
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+                del self._unread[request]
+
+    def _events(self, requests: list[Request]) -> Iterator[tuple[int, TokenEvent]]:
+        """The requests' events, in the order of their arrival; other streams' events wait for their readers."""
+        while any(self._unread[request] or not request.finished for request in requests):
+            for i, request in enumerate(requests):
+                while self._unread[request]:
+                    yield i, self._unread[request].popleft()
+            for event in self.engine.step():
+                if event.request in self._unread:
+                    self._unread[event.request].append(event)
+
+
+def _dtype(name: str):
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"`dtype` must be one of auto, float32, bfloat16, float16. Got {name!r}.")
+    return jnp.dtype(name)
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    ids = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_tokens: int) -> int:
+    """Pages for `most_tokens` in full pages, or as many as the device holds beside the weights."""
+    if page_size < 1:
+        raise ValueError(f"`page_size` must be at least 1. Got {page_size}.")
+    stats = jax.local_devices()[0].memory_stats() or {}
+    budget = _POOL_BYTES_WITHOUT_STATS
+    if "bytes_limit" in stats:
+        budget = _POOL_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
+    fitting = int(budget) // sum(group.page_bytes(page_size, dtype) for group in groups)
+    return min(-(-most_tokens // page_size) + 1, fitting)

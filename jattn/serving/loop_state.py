@@ -1,0 +1,60 @@
+"""LoopState: what the serving loop keeps on the device between launches, one row a request."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jattn.serving.sampler import SamplingState
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """Rows of requests; donated to every launch.
+
+    A launch works on some of the rows, named by index; an index out of range is padding, reads zeros and writes
+    nowhere. The host writes a row only through a prefill launch.
+
+    Attributes:
+        last_tokens: The newest token, whose key is not in the pool yet.
+        seq_lens: Tokens whose keys are in the pool.
+        page_table: Each row's pages; 0 past its last page.
+        sampling: How each row's tokens are chosen.
+        stop_ids: Tokens that end a row; padded with -1.
+        finished: Rows that met a stop token. They stay inert until a prefill takes the row over.
+    """
+
+    last_tokens: Int[Array, " R"]
+    seq_lens: Int[Array, " R"]
+    page_table: Int[Array, "R max_pages"]
+    sampling: SamplingState
+    stop_ids: Int[Array, "R stops"]
+    finished: Bool[Array, " R"]
+
+    def take(self, rows: Int[Array, " B"]) -> "LoopState":
+        """The named rows, zeros for padding."""
+        return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="fill", fill_value=0), self)
+
+    def put(self, rows: Int[Array, " B"], values: "LoopState") -> "LoopState":
+        """The state with the named rows replaced."""
+        return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), self, values)
+
+
+def empty_rows(num_rows: int, *, max_pages: int, max_stop_ids: int) -> LoopState:
+    """Rows that no request uses yet."""
+    zeros = functools.partial(jnp.zeros, (num_rows,))
+    return LoopState(
+        last_tokens=zeros(jnp.int32),
+        seq_lens=zeros(jnp.int32),
+        page_table=jnp.zeros((num_rows, max_pages), jnp.int32),
+        sampling=SamplingState(
+            temperature=zeros(jnp.float32), top_k=zeros(jnp.int32), top_p=zeros(jnp.float32), seed=zeros(jnp.uint32)
+        ),
+        stop_ids=jnp.full((num_rows, max_stop_ids), -1, jnp.int32),
+        finished=zeros(jnp.bool_),
+    )

@@ -1,0 +1,147 @@
+"""The sampler: one token a row from its logits, on the device, as each row's request asks."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingState:
+    """How each row's token is chosen.
+
+    Attributes:
+        temperature: 0 is greedy, whatever the other fields say.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Then keep the smallest set of the likeliest tokens that holds this share of what is left; 1 is off.
+        seed: Of the row's request; together with the token's position it fixes the row's randomness.
+    """
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    seed: UInt32[Array, " B"]
+
+
+def sample(
+    logits: Float[Array, "B V"], params: SamplingState, positions: Int[Array, " B"], *, greedy_only: bool
+) -> Int[Array, " B"]:
+    """Chooses a token for each row: temperature, then top-k, then top-p, then a draw.
+
+    The draw is keyed on fold_in(seed, position), so a row's token depends on no other row, nor on the row's place or
+    the number of rows. Among equal logits the lower token id counts as the likelier one: top-k keeps exactly k
+    tokens, and top-k of 1 is greedy. A NaN logit counts as -inf; a row of nothing else gives token 0.
+
+    Args:
+        params: A row that is padding may hold anything; zeros are cheapest.
+        positions: Of the token to be chosen, in its sequence.
+        greedy_only: Every row has temperature 0; the step is an argmax and reads neither `params` nor `positions`.
+    """
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if greedy_only:
+        return greedy
+    is_drawn = params.temperature > 0
+    scaled = _scale(logits, params.temperature)
+    is_filtered = is_drawn & ((params.top_k > 0) | (params.top_p < 1))
+    kept = lax.cond(
+        jnp.any(is_filtered),
+        lambda: _kept_tokens(logits, scaled, params.top_k, params.top_p),
+        lambda: jnp.ones_like(logits, bool),
+    )
+    noise = jax.vmap(functools.partial(_gumbel, vocab_size=logits.shape[1]))(params.seed, positions)
+    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(is_drawn, drawn, greedy)
+
+
+def _scale(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
+    """Logits over temperature, the greatest moved to 0 first, so that no temperature overflows."""
+    info = jnp.finfo(logits.dtype)
+    logits = jnp.minimum(logits, info.max)
+    # A row of -inf alone stays -inf: its greatest is not subtracted from itself, which would be NaN.
+    greatest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), info.min)
+    return (logits - greatest) / jnp.maximum(temperature, info.tiny)[:, None]
+
+
+def _kept_tokens(
+    logits: Float[Array, "B V"], scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The tokens that top-k and then top-p leave; at least one a row."""
+    vocab_size = logits.shape[1]
+    keys = _sortable(logits)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
+    in_top_k = _likeliest(keys, jnp.ones_like(keys), k.astype(jnp.float32))
+    weights = jnp.where(in_top_k, jnp.round(jnp.exp(scaled) * _UNIT), 0.0).astype(jnp.uint32)
+    in_top_p = _likeliest(keys, weights, jnp.maximum(top_p * _total(weights), 1.0))
+    return in_top_k & (in_top_p | (top_p >= 1)[:, None])
+
+
+def _likeliest(
+    keys: UInt32[Array, "B V"], amounts: UInt32[Array, "B V"], least: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The fewest tokens, greatest keys first and then lowest ids, whose amounts sum to `least` or more.
+
+    Found by bisection: no sort, and as fast in a vocabulary of 100,000.
+    """
+
+    def is_enough(tokens):
+        return _total(jnp.where(tokens, amounts, 0)) >= least
+
+    smallest = _greatest(lambda key: is_enough(keys >= key[:, None]), least.shape, bits=32)[:, None]
+    above, tied = keys > smallest, keys == smallest
+    vocab_size = keys.shape[1]
+    from_end = jnp.arange(vocab_size, dtype=jnp.uint32)[None, ::-1]
+    last = _greatest(
+        lambda end: is_enough(above | (tied & (from_end >= end[:, None]))), least.shape, bits=vocab_size.bit_length()
+    )
+    return above | (tied & (from_end >= last[:, None]))
+
+
+def _greatest(
+    holds: Callable[[UInt32[Array, " B"]], Bool[Array, " B"]], shape: tuple[int, ...], *, bits: int
+) -> UInt32[Array, " B"]:
+    """The greatest number for which `holds`, which holds for 0 and never again once it does not."""
+
+    def step(i, number):
+        larger = number | jnp.left_shift(jnp.uint32(1), jnp.uint32(bits - 1) - i.astype(jnp.uint32))
+        return jnp.where(holds(larger), larger, number)
+
+    return lax.fori_loop(0, bits, step, jnp.zeros(shape, jnp.uint32))
+
+
+# The likeliest token's amount. Two halves of 14 bits each sum without overflow over 2**18 tokens.
+_UNIT = float(2**28 - 1)
+_HALF = 14
+
+
+def _total(amounts: UInt32[Array, "B V"]) -> Float[Array, " B"]:
+    """The sum of each row, exact but for its last rounding.
+
+    Integers, because XLA chooses the order of a float sum by the number of rows, and with the order the last bit.
+    """
+    low = jnp.sum(amounts & jnp.uint32(2**_HALF - 1), axis=-1, dtype=jnp.uint32)
+    high = jnp.sum(amounts >> _HALF, axis=-1, dtype=jnp.uint32) + (low >> _HALF)
+    low = low & jnp.uint32(2**_HALF - 1)
+    return high.astype(jnp.float32) * float(2**_HALF) + low.astype(jnp.float32)
+
+
+def _sortable(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """Numbers in the order of `x`."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # -0 is 0
+    sign = jnp.uint32(2**31)
+    return jnp.where(bits & sign, ~bits, bits | sign)
+
+
+def _gumbel(seed: UInt32[Array, ""], position: Int[Array, ""], *, vocab_size: int) -> Float[Array, " V"]:
+    """Noise whose argmax over `scaled + noise` draws from softmax(scaled)."""
+    # Threefry by name: under vmap the other generators mix the rows.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
+    # "high": 23 random bits give ties among 100,000 tokens, and argmax would favour the lower ids.
+    return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")

@@ -1,0 +1,163 @@
+"""The scheduler: which requests get pages and go into the next launches; host only, no arrays.
+
+It plans with lengths that no stop token has shortened yet: a row that has ended on the device stays planned until the
+host has read its last token, and writes nowhere meanwhile.
+"""
+
+import dataclasses
+from collections import deque
+
+from jattn.page_allocator import PageAllocator
+from jattn.serving.request import FinishReason, Request, RequestStatus
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A part of a request's tokens to compute in one prefill launch.
+
+    Attributes:
+        start, stop: Positions, the second one excluded.
+        is_last: Whether it ends the prefill, so that its last token yields a new one.
+    """
+
+    request: Request
+    start: int
+    stop: int
+    is_last: bool
+
+
+class Scheduler:
+    """First come, first served: admission by free pages, preemption of the latest arrival by recompute.
+
+    Args:
+        allocator: The pool's pages; the scheduler alone takes and returns them.
+        page_size: Tokens a page.
+        max_num_seqs: Requests that hold a row at the same time.
+        prefill_tokens, prefill_seqs: Bounds of one prefill launch.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, *, page_size: int, max_num_seqs: int, prefill_tokens: int, prefill_seqs: int
+    ):
+        self._allocator = allocator
+        self._page_size = page_size
+        self._prefill_tokens = prefill_tokens
+        self._prefill_seqs = prefill_seqs
+        self._free_rows = list(reversed(range(max_num_seqs)))
+        self._waiting: deque[Request] = deque()
+        self._admitted: list[Request] = []  # in order of arrival
+        self.peak_pages = 0
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._admitted)
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    def check(self, request: Request) -> None:
+        """Says whether the request could be served.
+
+        Raises:
+            ValueError: The pool could not hold the request even if it were alone.
+        """
+        needed = self.pages_for(request.limit)
+        if needed > self._allocator.num_pages:
+            raise ValueError(
+                f"The request may grow to {request.limit} tokens and needs {needed} pages of {self._page_size}; "
+                f"the pool has {self._allocator.num_pages}. Lower `max_tokens` or make the pool larger."
+            )
+
+    def add(self, request: Request) -> None:
+        """Queues a request that passed `check`."""
+        self._waiting.append(request)
+
+    def must_preempt(self) -> bool:
+        """Whether the next decode launch needs more pages than are free."""
+        return sum(self._needs_page(request) for request in self._decodable()) > self._allocator.num_free
+
+    def plan_decode(self) -> list[Request]:
+        """The requests of the next decode launch, each with a page for its next token.
+
+        A preempted request starts over with what `Request.generated` holds, so every launch must have been read
+        when `must_preempt` says so.
+        """
+        planned = []
+        for request in self._decodable():
+            while request.status is RequestStatus.RUNNING and self._needs_page(request):
+                if self._allocator.num_free:
+                    request.pages += self._allocator.allocate(1)
+                else:
+                    self._preempt(self._admitted[-1])
+            if request.status is RequestStatus.RUNNING:
+                planned.append(request)
+        for request in planned:
+            request.num_computed += 1
+        self._note_peak()
+        return planned
+
+    def plan_prefill(self) -> list[Chunk]:
+        """The parts of prompts that go into the next prefill launch, earliest arrivals first."""
+        self._admit()
+        chunks = []
+        budget = self._prefill_tokens
+        for request in self._admitted:
+            if request.status is not RequestStatus.PREFILL or not budget or len(chunks) == self._prefill_seqs:
+                continue
+            total = len(request.tokens)
+            start = request.num_computed
+            stop = min(total, start + budget)
+            budget -= stop - start
+            request.num_computed = stop
+            if stop == total:
+                request.status = RequestStatus.RUNNING
+            chunks.append(Chunk(request, start, stop, stop == total))
+        self._note_peak()
+        return chunks
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request at any stage; its pages and its row are free from the next launch on."""
+        if request.status is RequestStatus.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._release(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def _decodable(self) -> list[Request]:
+        return [r for r in self._admitted if r.status is RequestStatus.RUNNING and not r.at_limit]
+
+    def _needs_page(self, request: Request) -> bool:
+        return self.pages_for(request.num_computed + 1) > len(request.pages)
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_rows:
+            request = self._waiting[0]
+            # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
+            needed = self.pages_for(min(len(request.tokens) + 1, request.limit))
+            if needed > self._allocator.num_free:
+                return
+            self._waiting.popleft()
+            request.pages = self._allocator.allocate(needed)
+            request.row = self._free_rows.pop()
+            request.status = RequestStatus.PREFILL
+            self._admitted.append(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.num_computed = 0
+        request.status = RequestStatus.WAITING
+        self._waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
+        assert request.row is not None
+        self._admitted.remove(request)
+        self._allocator.free(request.pages)
+        request.pages = []
+        self._free_rows.append(request.row)
+        request.row = None
+
+    def _note_peak(self) -> None:
+        self.peak_pages = max(self.peak_pages, self._allocator.num_pages - self._allocator.num_free)

@@ -1,0 +1,151 @@
+"""The two steps of the serving loop, prefill and decode, as pure functions of arrays."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int
+
+from jattn.backend import AttentionBackend
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import KVPool
+from jattn.serving.loop_state import LoopState
+from jattn.serving.sampler import sample
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillBatch:
+    """Parts of prompts, sequence by sequence, padded to a bucket.
+
+    Attributes:
+        input_ids: Tokens; 0 past the last.
+        cu_q_lens: Where each sequence's tokens begin; padded sequences have none.
+        rows: The loop state's row of each sequence; out of range where padded.
+        is_last: Whether the sequence's prompt ends here, so that a token is sampled.
+        values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
+            `finished` are the launch's to fill.
+    """
+
+    input_ids: Int[Array, " T"]
+    cu_q_lens: Int[Array, " B+1"]
+    rows: Int[Array, " B"]
+    is_last: Bool[Array, " B"]
+    values: LoopState
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of one model; static, so that weights, state and pool are all arguments.
+
+    Attributes:
+        graph: The model without its arrays (`nnx.split`).
+        backend: Attention for every layer.
+        page_size: Tokens a page.
+    """
+
+    graph: nnx.GraphDef
+    backend: AttentionBackend
+    page_size: int
+
+    def prefill(
+        self, weights: Any, state: LoopState, pool: KVPool, batch: PrefillBatch, *, greedy_only: bool
+    ) -> tuple[Int[Array, " B"], LoopState, KVPool]:
+        """Computes parts of prompts, and the token that follows each one that ends. State and pool are donated."""
+        num_tokens = batch.input_ids.shape[0]
+        token = jnp.arange(num_tokens, dtype=jnp.int32)
+        owner = jnp.searchsorted(batch.cu_q_lens[1:], token, side="right").astype(jnp.int32)
+        real = token < batch.cu_q_lens[-1]
+        owner = jnp.where(real, owner, 0)
+        seq_lens = batch.values.seq_lens
+        prefix_lens = seq_lens - jnp.diff(batch.cu_q_lens)
+        positions = jnp.where(real, prefix_lens[owner] + token - batch.cu_q_lens[owner], 0)
+        hidden, pool = self._forward(
+            weights,
+            pool,
+            ForwardBatch(
+                forward_mode=ForwardMode.EXTEND,
+                input_ids=batch.input_ids,
+                positions=positions,
+                seq_lens=seq_lens,
+                cu_q_lens=batch.cu_q_lens,
+                out_cache_loc=(self._slots(pool, batch.values.page_table, owner, positions, real),),
+                page_tables=(batch.values.page_table,),
+            ),
+        )
+        last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+        state = state.put(batch.rows, batch.values)
+        tokens, state = self._sampled(
+            weights, hidden[last], state, batch.rows, live=batch.is_last, greedy_only=greedy_only
+        )
+        return tokens, state, pool
+
+    def decode(
+        self,
+        weights: Any,
+        state: LoopState,
+        pool: KVPool,
+        rows: Int[Array, " B"],
+        new_pages: Int[Array, " B"],
+        *,
+        greedy_only: bool,
+    ) -> tuple[Int[Array, " B"], LoopState, KVPool]:
+        """One more token for each of `rows`; finished and padded rows write nowhere. State and pool are donated.
+
+        Args:
+            new_pages: The page that each row's new token opens; -1 where its page is open already.
+        """
+        opens_page = jnp.where(new_pages >= 0, rows, state.finished.shape[0])
+        column = state.seq_lens.at[rows].get(mode="fill", fill_value=0) // self.page_size
+        page_table = state.page_table.at[opens_page, column].set(new_pages, mode="drop")
+        state = dataclasses.replace(state, page_table=page_table)
+        values = state.take(rows)
+        live = (rows < state.finished.shape[0]) & ~values.finished
+        positions = jnp.where(live, values.seq_lens, 0)
+        seq_lens = positions + live.astype(jnp.int32)
+        index = jnp.arange(rows.shape[0], dtype=jnp.int32)
+        hidden, pool = self._forward(
+            weights,
+            pool,
+            ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                input_ids=values.last_tokens,
+                positions=positions,
+                seq_lens=seq_lens,
+                cu_q_lens=jnp.arange(rows.shape[0] + 1, dtype=jnp.int32),
+                out_cache_loc=(self._slots(pool, values.page_table, index, positions, live),),
+                page_tables=(values.page_table,),
+            ),
+        )
+        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(seq_lens, mode="drop"))
+        tokens, state = self._sampled(weights, hidden, state, rows, live=live, greedy_only=greedy_only)
+        return tokens, state, pool
+
+    def _forward(self, weights, pool, forward_batch):
+        model = nnx.merge(self.graph, weights)
+        metadata = self.backend.init_forward_metadata(forward_batch)
+        return model(forward_batch, metadata, self.backend, pool)
+
+    def _slots(self, pool, page_table, owner, positions, written):
+        """Where each token's key goes: a slot of its owner's pages, or out of range."""
+        page = page_table[owner, positions // self.page_size]
+        return jnp.where(written, page * self.page_size + positions % self.page_size, pool.groups[0].num_slots)
+
+    def _sampled(self, weights, hidden, state, rows, *, live, greedy_only):
+        """The live rows' next tokens, drawn with each row's key for the position they will have."""
+        values = state.take(rows)
+        logits = nnx.merge(self.graph, weights).compute_logits(hidden)
+        tokens = sample(logits, values.sampling, values.seq_lens, greedy_only=greedy_only)
+        stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
+        rows = jnp.where(live, rows, state.finished.shape[0])
+        state = dataclasses.replace(
+            state,
+            last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
+            finished=state.finished.at[rows].set(stopped, mode="drop"),
+        )
+        return tokens, state

@@ -1,0 +1,210 @@
+"""The faces of the attention kernels: check, choose an implementation, run it."""
+
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn_kernels import shapes
+from jattn_kernels.call import AttentionCall, AttentionOptions, Operation, default_device
+from jattn_kernels.dispatch import choose
+from jattn_kernels.spec import AttentionSpec
+
+
+def paged_decode(
+    q: Float[Array, "B Q N H"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
+    page_table: Int[Array, "B max_pages"],
+    seq_lens: Int[Array, " B"],
+    *,
+    spec: AttentionSpec,
+    schedule: Any = None,
+    layer_index: Int[Array, ""] | int | None = None,
+    q_start: Int[Array, " B"] | None = None,
+    kv_start: Int[Array, " B"] | None = None,
+    q_positions: Int[Array, "B Q"] | None = None,
+    custom_mask: Bool[Array, " M"] | None = None,
+    q_scale: Float[Array, "..."] | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "B Q N Hv"] | tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
+    """Attention of the last Q tokens of each sequence over its pages.
+
+    Args:
+        k_pages, v_pages: Pages in the spec's layout, with a leading layer axis exactly if `layer_index` is given. A
+            combined pool is passed whole as `k_pages`, with `v_pages` None.
+        page_table: Entries past a sequence's last page are padding and are not read.
+        seq_lens: Keys a sequence in tokens, this step's included and already written. A row of length 0 is padding.
+        schedule: Work list of `make_schedule`; implementations that need none ignore it.
+        layer_index: Which layer of the pages; may be traced.
+        q_start: Absolute position of each sequence's first query; kv_start + seq_lens - Q if None.
+        kv_start: Absolute position of the table's first key; 0 if None.
+        q_positions: Absolute position of each query, in place of q_start + i.
+        custom_mask: Per sequence [Q, seq_len] row-major, one after the other; replaces the causal rule.
+        q_scale, k_scale, v_scale: Factors of fp8 values.
+        alibi_slopes: Slope of the position bias of each head.
+        sinks: A logit of each head that counts in the denominator only.
+        return_lse: Also return the float32 natural log-sum-exp of the logits.
+        implementation: Which one to use; None lets dispatch choose.
+
+    Returns:
+        The output in the dtype of `q`, and the lse if asked for; 0 and -inf for a query that sees no key.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
+        NotImplementedError: No implementation, or not the one asked for, serves this call.
+    """
+    options = AttentionOptions(
+        layer_index=layer_index,
+        q_start=q_start,
+        kv_start=kv_start,
+        q_positions=q_positions,
+        custom_mask=custom_mask,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        schedule=schedule,
+    )
+    page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
+    run = _chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
+    out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
+    return (out, lse) if return_lse else out
+
+
+def paged_extend(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
+    page_table: Int[Array, "B max_pages"],
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    *,
+    spec: AttentionSpec,
+    schedule: Any = None,
+    layer_index: Int[Array, ""] | int | None = None,
+    q_start: Int[Array, " B"] | None = None,
+    kv_start: Int[Array, " B"] | None = None,
+    q_positions: Int[Array, " T"] | None = None,
+    custom_mask: Bool[Array, " M"] | None = None,
+    q_scale: Float[Array, "..."] | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """Attention of ragged queries, the last of each sequence, over its pages.
+
+    Args:
+        cu_q_lens: Sequence b owns the queries cu_q_lens[b] .. cu_q_lens[b + 1] - 1; those from cu_q_lens[-1] on are
+            padding, with output 0 and lse -inf.
+        custom_mask: Per sequence [q_len, seq_len] row-major, one after the other; replaces the causal rule.
+        Others: As in `paged_decode`, q_len in place of Q.
+
+    Returns:
+        As `paged_decode`.
+
+    Raises:
+        ValueError, NotImplementedError: As `paged_decode`.
+    """
+    options = AttentionOptions(
+        layer_index=layer_index,
+        q_start=q_start,
+        kv_start=kv_start,
+        q_positions=q_positions,
+        custom_mask=custom_mask,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        schedule=schedule,
+    )
+    page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec)
+    run = _chosen("paged_extend", q, k_pages, page_size, options, spec, implementation)
+    out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
+    return (out, lse) if return_lse else out
+
+
+def ragged_extend(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "*L S K H"],
+    v: Float[Array, "*L S K Hv"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    cu_kv_lens: Int[Array, " B_plus_1"],
+    *,
+    spec: AttentionSpec,
+    schedule: Any = None,
+    layer_index: Int[Array, ""] | int | None = None,
+    q_start: Int[Array, " B"] | None = None,
+    kv_start: Int[Array, " B"] | None = None,
+    q_positions: Int[Array, " T"] | None = None,
+    custom_mask: Bool[Array, " M"] | None = None,
+    q_scale: Float[Array, "..."] | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """Attention of ragged queries over ragged keys and values that are not paged.
+
+    Args:
+        cu_kv_lens: Sequence b owns the keys cu_kv_lens[b] .. cu_kv_lens[b + 1] - 1; those from cu_kv_lens[-1] on are
+            padding.
+        layer_index: Which layer of `k` and `v`, which then have a leading layer axis; may be traced.
+        Others: As in `paged_extend`.
+
+    Returns:
+        As `paged_decode`.
+
+    Raises:
+        ValueError, NotImplementedError: As `paged_decode`.
+    """
+    options = AttentionOptions(
+        layer_index=layer_index,
+        q_start=q_start,
+        kv_start=kv_start,
+        q_positions=q_positions,
+        custom_mask=custom_mask,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        schedule=schedule,
+    )
+    shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options, spec)
+    run = _chosen("ragged_extend", q, k, None, options, spec, implementation)
+    out, lse = run(q, k, v, cu_q_lens, cu_kv_lens, options, spec=spec)
+    return (out, lse) if return_lse else out
+
+
+def _chosen(
+    operation: Operation,
+    q: jax.Array,
+    k: jax.Array,
+    page_size: int | None,
+    options: AttentionOptions,
+    spec: AttentionSpec,
+    implementation: str | None,
+):
+    call = AttentionCall(
+        operation=operation,
+        spec=spec,
+        q_dtype=q.dtype.name,
+        kv_dtype=k.dtype.name,
+        page_size=page_size,
+        features=options.given(),
+        device=default_device(),
+    )
+    return choose(call, implementation).implementation.operations[operation]

@@ -1,0 +1,54 @@
+"""Merging attention over parts of the keys: outputs with their log-sum-exps."""
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn_kernels.shapes import check_merge
+
+
+def merge_states(
+    outs: Float[Array, "parts *rows N H"], lses: Float[Array, "parts *rows N"]
+) -> tuple[Float[Array, "*rows N H"], Float[Array, "*rows N"]]:
+    """Output and lse over all keys from those of disjoint parts.
+
+    Args:
+        outs: Each part's output; finite where the part is empty.
+        lses: Each part's natural-log lse; -inf marks an empty part, whose output counts for nothing.
+
+    Returns:
+        The output in the dtype of `outs` and the float32 lse; 0 and -inf where every part is empty.
+
+    Raises:
+        ValueError: The shapes do not belong together.
+    """
+    check_merge(outs, lses)
+    lses = lses.astype(jnp.float32)
+    top = jnp.max(lses, axis=0)
+    empty = top == -jnp.inf
+    weights = jnp.exp(lses - jnp.where(empty, 0.0, top)[None])
+    total = jnp.where(empty, 1.0, jnp.sum(weights, axis=0))
+    parts = jnp.where((lses == -jnp.inf)[..., None], 0.0, outs.astype(jnp.float32))
+    out = jnp.sum(parts * weights[..., None], axis=0) / total[..., None]
+    return out.astype(outs.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(total))
+
+
+def merge_state(
+    out_a: Float[Array, "*rows N H"],
+    lse_a: Float[Array, "*rows N"],
+    out_b: Float[Array, "*rows N H"],
+    lse_b: Float[Array, "*rows N"],
+) -> tuple[Float[Array, "*rows N H"], Float[Array, "*rows N"]]:
+    """`merge_states` of two parts."""
+    return merge_states(jnp.stack([out_a, out_b]), jnp.stack([lse_a, lse_b]))
+
+
+def lse_to_base2(lse: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A natural-log lse in base 2, as FlashInfer has it."""
+    return lse * math.log2(math.e)
+
+
+def lse_from_base2(lse: Float[Array, "..."]) -> Float[Array, "..."]:
+    """A base-2 lse in natural log."""
+    return lse * math.log(2)

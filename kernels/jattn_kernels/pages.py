@@ -1,0 +1,104 @@
+"""Writing rows into pages, and copying whole pages."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn_kernels.shapes import PageGeometry, check_int32, check_page_rows, paged_geometry
+from jattn_kernels.spec import CombinedPool, PageLayout
+
+
+def write_pages(
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K Hv"],
+    slots: Int[Array, " T"],
+    *,
+    layout: PageLayout = "NHD",
+    combined_pool: CombinedPool | None = None,
+    layer_index: Int[Array, ""] | int | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
+    """The pages with row t of `k` and `v` at slot page * page_size + offset; in place where the pages are donated.
+
+    Args:
+        slots: Distinct where in range. A slot that is negative, or num_pages * page_size or more, is written nowhere.
+        layer_index: Which layer of pages with a leading layer axis; may be traced.
+        k_scale, v_scale: What is stored is row / scale, a scalar or one for each of K heads; None is 1.
+
+    Returns:
+        Both arrays of pages; rows are rounded to their dtype, and clipped to its finite range if that is fp8.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    facts, _ = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
+    check_page_rows(k_pages, v_pages, k, v, slots, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
+
+    def written(pages, rows, scale, kv_index):
+        index = _row_index(facts, slots, layout, combined_pool, layer_index, kv_index)
+        return pages.at[index].set(_stored(rows, scale, pages.dtype), mode="drop")
+
+    new_k = written(k_pages, k, k_scale, 0)
+    if v_pages is None:
+        return written(new_k, v, v_scale, 1), None
+    return new_k, written(v_pages, v, v_scale, 1)
+
+
+def _row_index(
+    facts: PageGeometry,
+    slots: Int[Array, " T"],
+    layout: PageLayout,
+    combined_pool: CombinedPool | None,
+    layer_index: Int[Array, ""] | int | None,
+    kv_index: int,
+) -> tuple:
+    in_range = (slots >= 0) & (slots < facts.num_pages * facts.page_size)
+    page = jnp.where(in_range, slots // facts.page_size, facts.num_pages)
+    offset = slots % facts.page_size
+    # Every indexed axis precedes the rows' own: a scatter with a window axis between them transposes the pool.
+    if layout == "HND":
+        heads = jnp.arange(facts.num_kv_heads, dtype=jnp.int32)[None]
+        page, offset = page[:, None], offset[:, None]
+        inner = (heads, offset)
+    else:
+        inner = (offset,)
+    layer = () if layer_index is None else (layer_index,)
+    match combined_pool:
+        case None:
+            return (*layer, page, *inner)
+        case "pages_first":
+            return (*layer, page, kv_index, *inner)
+        case "kv_first":
+            return (*layer, kv_index, page, *inner)
+
+
+def _stored(rows: Float[Array, "T K H"], scale: Float[Array, "..."] | None, dtype) -> Float[Array, "T K H"]:
+    if scale is not None:
+        scale = jnp.broadcast_to(scale.astype(jnp.float32), (rows.shape[1],))
+        rows = rows.astype(jnp.float32) / scale[None, :, None]
+    if jnp.finfo(dtype).bits == 8:
+        limit = float(jnp.finfo(dtype).max)
+        rows = jnp.clip(rows.astype(jnp.float32), -limit, limit)
+    return rows.astype(dtype)
+
+
+def copy_pages(
+    pages: Float[Array, "..."], src: Int[Array, " n"], dst: Int[Array, " n"], *, axis: int = 0
+) -> Float[Array, "..."]:
+    """The pages with page src[i] copied to page dst[i]; in place where `pages` is donated.
+
+    All copies read what was there before. A `dst` that is negative or out of range is copied nowhere.
+
+    Args:
+        axis: The axis of pages: 0, or 1 under a leading layer (or K and V) axis.
+
+    Raises:
+        ValueError: `src` and `dst` are not int32 of one length.
+    """
+    check_int32("src", src, (src.size,))
+    check_int32("dst", dst, src.shape)
+    before = (slice(None),) * axis
+    dst = jnp.where(dst < 0, pages.shape[axis], dst)
+    return pages.at[(*before, dst)].set(pages.at[(*before, src)].get(mode="clip"), mode="drop")

@@ -1,0 +1,265 @@
+"""Trace-time checks: the one place where a wrong shape or dtype becomes a sentence."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jattn_kernels.call import AttentionOptions
+from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+class PageGeometry(NamedTuple):
+    """What the shape of an array of pages says; `num_layers` is None without a leading layer axis."""
+
+    num_layers: int | None
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def page_geometry(
+    name: str, pages, *, layout: PageLayout, combined_pool: CombinedPool | None, layer_index
+) -> PageGeometry:
+    """Reads the shape of `pages`, which has a leading layer axis exactly if `layer_index` is given.
+
+    Raises:
+        ValueError: The shape has another number of axes, no 2 where a combined pool has it, or too few layers.
+    """
+    axes = ["P", "page_size", "K", "H"] if layout == "NHD" else ["P", "K", "page_size", "H"]
+    if combined_pool is not None:
+        axes.insert(1 if combined_pool == "pages_first" else 0, "2")
+    if layer_index is not None:
+        axes.insert(0, "L")
+    if pages.ndim != len(axes):
+        raise ValueError(
+            f"`{name}` must be [{', '.join(axes)}], with a leading L exactly if `layer_index` is given. "
+            f"Got {name}.shape={pages.shape}."
+        )
+    size = dict(zip(axes, pages.shape, strict=True))
+    if size.get("2", 2) != 2:
+        raise ValueError(f"`{name}` of a combined pool must be [{', '.join(axes)}]. Got {name}.shape={pages.shape}.")
+    for axis in ("P", "page_size"):
+        if size[axis] < 1:
+            raise ValueError(f"`{name}` must have at least one page of one token. Got {name}.shape={pages.shape}.")
+    if layer_index is not None:
+        _check_layer_index(layer_index, size["L"])
+    return PageGeometry(size.get("L"), size["P"], size["page_size"], size["K"], size["H"])
+
+
+def paged_geometry(
+    k_pages, v_pages, *, layout: PageLayout, combined_pool: CombinedPool | None, layer_index
+) -> tuple[PageGeometry, PageGeometry]:
+    """The geometries of K and V, which differ at most in `head_dim`.
+
+    Raises:
+        ValueError: A shape is wrong, the two do not belong together, or `v_pages` is given to a combined pool.
+    """
+    if combined_pool is not None:
+        if v_pages is not None:
+            raise ValueError("`v_pages` must be None: a combined pool is passed whole as `k_pages`.")
+        both = page_geometry("k_pages", k_pages, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
+        return both, both
+    if v_pages is None:
+        raise ValueError("`v_pages` may be None only with a combined pool. Got combined_pool=None.")
+    k_pages_facts = page_geometry("k_pages", k_pages, layout=layout, combined_pool=None, layer_index=layer_index)
+    v_pages_facts = page_geometry("v_pages", v_pages, layout=layout, combined_pool=None, layer_index=layer_index)
+    if k_pages_facts[:-1] != v_pages_facts[:-1]:
+        raise ValueError(
+            "`k_pages` and `v_pages` must agree in all axes but the last. "
+            f"Got k_pages.shape={k_pages.shape}, v_pages.shape={v_pages.shape}."
+        )
+    same_dtype("k_pages", k_pages, "v_pages", v_pages)
+    return k_pages_facts, v_pages_facts
+
+
+def check_paged_decode(
+    q, k_pages, v_pages, page_table, seq_lens, options: AttentionOptions, spec: AttentionSpec
+) -> int:
+    """Checks a paged decode; returns the page size.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    _check_queries(q, ("B", "Q", "N", "H"), spec)
+    page_size = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
+    if q.shape[0] != seq_lens.shape[0]:
+        raise ValueError(
+            f"`q` must have one row of queries a sequence. Got q.shape={q.shape}, seq_lens.shape={seq_lens.shape}."
+        )
+    _check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:2], spec=spec)
+    return page_size
+
+
+def check_paged_extend(
+    q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options: AttentionOptions, spec: AttentionSpec
+) -> int:
+    """Checks a paged extend; returns the page size.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    _check_queries(q, ("T", "N", "H"), spec)
+    page_size = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
+    check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
+    _check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:1], spec=spec)
+    return page_size
+
+
+def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOptions, spec: AttentionSpec) -> None:
+    """Checks a ragged extend.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    _check_queries(q, ("T", "N", "H"), spec)
+    stacked = options.layer_index is not None
+    for name, array, width in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
+        heads = (spec.num_kv_heads, width)
+        if array.ndim != 3 + stacked or array.shape[-2:] != heads or 0 in array.shape:
+            raise ValueError(
+                f"`{name}` must be [S, num_kv_heads={heads[0]}, {heads[1]}] and not empty, with a leading L exactly if "
+                f"`layer_index` is given. Got {name}.shape={array.shape}."
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"`k` and `v` must have one row a token. Got k.shape={k.shape}, v.shape={v.shape}.")
+    if stacked:
+        _check_layer_index(options.layer_index, k.shape[0])
+    same_dtype("k", k, "v", v)
+    _check_dtypes(q, "k", k)
+    if cu_q_lens.ndim != 1 or cu_q_lens.shape[0] < 2:
+        raise ValueError(f"`cu_q_lens` must be [B + 1] with B at least 1. Got cu_q_lens.shape={cu_q_lens.shape}.")
+    check_int32("cu_q_lens", cu_q_lens, cu_q_lens.shape)
+    check_int32("cu_kv_lens", cu_kv_lens, cu_q_lens.shape)
+    _check_options(options, num_seqs=cu_q_lens.shape[0] - 1, q_shape=q.shape[:1], spec=spec)
+
+
+def check_merge(outs, lses) -> None:
+    """Checks the parts of a merge.
+
+    Raises:
+        ValueError: `outs` and `lses` do not belong together, or there is no part.
+    """
+    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] < 1:
+        raise ValueError(
+            "`lses` must have the shape of `outs` without its last axis, and at least one part. "
+            f"Got outs.shape={outs.shape}, lses.shape={lses.shape}."
+        )
+
+
+def check_int32(name: str, array, shape: tuple[int, ...]) -> None:
+    """Checks that `array` is int32 of this shape.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if array.dtype != jnp.int32 or array.shape != shape:
+        raise ValueError(
+            f"`{name}` must be int32 {list(shape)}. Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
+        )
+
+
+def same_dtype(name_a: str, a, name_b: str, b) -> None:
+    """Checks that two arrays have one dtype.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if a.dtype != b.dtype:
+        raise ValueError(
+            f"`{name_a}` and `{name_b}` must have one dtype. Got {name_a}.dtype={a.dtype}, {name_b}.dtype={b.dtype}."
+        )
+
+
+def _check_queries(q, axes: tuple[str, ...], spec: AttentionSpec) -> None:
+    if q.ndim != len(axes) or 0 in q.shape:
+        raise ValueError(f"`q` must be [{', '.join(axes)}] and not empty. Got q.shape={q.shape}.")
+    if q.shape[-2:] != (spec.num_q_heads, spec.head_dim):
+        raise ValueError(
+            f"`q` must end in [num_q_heads={spec.num_q_heads}, head_dim={spec.head_dim}]. Got q.shape={q.shape}."
+        )
+
+
+def _check_pages(q, k_pages, v_pages, page_table, seq_lens, options: AttentionOptions, spec: AttentionSpec) -> int:
+    k_facts, v_facts = paged_geometry(
+        k_pages, v_pages, layout=spec.page_layout, combined_pool=spec.combined_pool, layer_index=options.layer_index
+    )
+    for name, pages, facts, width in (
+        ("k_pages", k_pages, k_facts, spec.head_dim),
+        ("v_pages", v_pages, v_facts, spec.value_dim),
+    ):
+        if (facts.num_kv_heads, facts.head_dim) != (spec.num_kv_heads, width):
+            raise ValueError(
+                f"`{name}` must have num_kv_heads={spec.num_kv_heads} heads of width {width} in layout "
+                f"{spec.page_layout}. Got {name}.shape={pages.shape}."
+            )
+    _check_dtypes(q, "k_pages", k_pages)
+    if seq_lens.ndim != 1 or page_table.ndim != 2 or page_table.shape[1] < 1:
+        raise ValueError(
+            "`seq_lens` must be [B] and `page_table` [B, max_pages]. "
+            f"Got seq_lens.shape={seq_lens.shape}, page_table.shape={page_table.shape}."
+        )
+    check_int32("seq_lens", seq_lens, seq_lens.shape)
+    check_int32("page_table", page_table, (seq_lens.shape[0], page_table.shape[1]))
+    return k_facts.page_size
+
+
+def _check_layer_index(layer_index, num_layers: int) -> None:
+    if not isinstance(layer_index, int):
+        check_int32("layer_index", layer_index, ())
+    elif not 0 <= layer_index < num_layers:
+        raise ValueError(f"`layer_index` must be in 0 .. {num_layers - 1}. Got layer_index={layer_index}.")
+
+
+def _check_dtypes(q, kv_name: str, kv) -> None:
+    for name, array in (("q", q), (kv_name, kv)):
+        if array.dtype.name not in _FLOATS + _FP8:
+            raise ValueError(f"`{name}` must be one of {', '.join(_FLOATS + _FP8)}. Got {name}.dtype={array.dtype}.")
+    if kv.dtype.name not in _FP8:
+        same_dtype("q", q, kv_name, kv)
+
+
+def _check_options(options: AttentionOptions, *, num_seqs: int, q_shape: tuple[int, ...], spec: AttentionSpec) -> None:
+    for name, shape in (("q_start", (num_seqs,)), ("kv_start", (num_seqs,)), ("q_positions", q_shape)):
+        if getattr(options, name) is not None:
+            check_int32(name, getattr(options, name), shape)
+    mask = options.custom_mask
+    if mask is not None and (mask.dtype != jnp.bool_ or mask.ndim != 1):
+        raise ValueError(
+            f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
+        )
+    for name in ("alibi_slopes", "sinks"):
+        array = getattr(options, name)
+        if array is not None and array.shape != (spec.num_q_heads,):
+            raise ValueError(f"`{name}` must be [num_q_heads={spec.num_q_heads}]. Got {name}.shape={array.shape}.")
+
+
+def check_page_rows(
+    k_pages,
+    v_pages,
+    k,
+    v,
+    slots,
+    *,
+    layout: PageLayout,
+    combined_pool: CombinedPool | None,
+    layer_index,
+) -> None:
+    """Checks rows that are to be written into pages.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    facts = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
+    for name, rows, geometry in zip(("k", "v"), (k, v), facts, strict=True):
+        if rows.ndim != 3 or rows.shape[1:] != (geometry.num_kv_heads, geometry.head_dim):
+            raise ValueError(
+                f"`{name}` must be [T, {geometry.num_kv_heads}, {geometry.head_dim}] as the pages are. "
+                f"Got {name}.shape={rows.shape}."
+            )
+    check_int32("slots", slots, k.shape[:1])
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(f"`k` and `v` must have one row a slot. Got k.shape={k.shape}, v.shape={v.shape}.")

@@ -1,0 +1,65 @@
+"""Flash-style attention of query tiles: online softmax in float32 over tiles of keys.
+
+for t in range(the most tiles of keys that any query tile needs):      one while loop, data-dependent length
+    k, v = fetch(tile t of each query tile's own range)                [W, S, K, H]: memory by T, not by context
+    logits -> running maximum, sum, accumulator                        an all-hidden tile changes no bit
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.xla.fetch import Fetcher
+from jattn_kernels.xla.tiles import QueryTiles
+from jattn_kernels.xla.visibility import TileKeys, key_range, visible
+
+
+def attend(
+    tiles: QueryTiles, keys: TileKeys, fetch: Fetcher, spec: AttentionSpec
+) -> tuple[Float[Array, "W R N Hv"], Float[Array, "W R N"]]:
+    """Output and natural-log lse of every row; 0 and -inf where a row sees no key."""
+    num_tiles, rows, num_heads, head_dim = tiles.q.shape
+    q = tiles.q.reshape(num_tiles, rows, spec.num_kv_heads, spec.group_size, head_dim)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    first, end = key_range(tiles, keys, spec)
+    origin = first // fetch.align * fetch.align
+    trips = jnp.max(-(-(end - origin) // fetch.tile_keys), initial=0)
+
+    def step(trip, state):
+        running_max, running_sum, acc = state
+        first_key = origin + trip * fetch.tile_keys
+        k, v = fetch(tiles.request, first_key, end)
+        key = first_key[:, None] + jnp.arange(fetch.tile_keys, dtype=jnp.int32)[None]
+        seen = visible(tiles, keys, key, spec)
+        logits = jnp.einsum("wrkgh,wskh->wkgrs", q, k, precision=precision, preferred_element_type=jnp.float32)
+        logits = logits * spec.scale
+        if spec.logits_soft_cap is not None:
+            logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+        logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
+
+        new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
+        shift = jnp.where(new_max == -jnp.inf, 0.0, new_max)
+        p = jnp.exp(logits - shift[..., None])
+        keep = jnp.exp(running_max - shift)
+        # A row that nobody owns may hold NaN, and 0 * NaN is NaN: masking p is not enough.
+        v = jnp.where(jnp.any(seen, axis=1)[:, :, None, None], v, jnp.zeros((), v.dtype))
+        new = jnp.einsum(
+            "wkgrs,wskh->wkgrh", p.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return new_max, running_sum * keep + jnp.sum(p, axis=-1), acc * keep[..., None] + new
+
+    stats = (num_tiles, spec.num_kv_heads, spec.group_size, rows)
+    start = (
+        jnp.full(stats, -jnp.inf, jnp.float32),
+        jnp.zeros(stats, jnp.float32),
+        jnp.zeros((*stats, spec.value_dim), jnp.float32),
+    )
+    top, total, acc = jax.lax.fori_loop(0, trips, step, start)
+    # Judged by the maximum, not the sum: a NaN logit must reach the output.
+    empty = top == -jnp.inf
+    safe_total = jnp.where(empty, 1.0, total)
+    out = jnp.where(empty[..., None], 0.0, acc / safe_total[..., None]).astype(q.dtype)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe_total))
+    out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, num_heads, spec.value_dim)
+    return out, lse.transpose(0, 3, 1, 2).reshape(num_tiles, rows, num_heads)

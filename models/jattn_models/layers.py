@@ -1,0 +1,89 @@
+"""Layers that model families share; each device holds its share of heads, hidden units and vocabulary."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from jattn.parallel import Parallel
+
+ONE_DEVICE = Parallel()
+_INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
+
+
+def matmul(x: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
+    """x @ kernel in their dtype; float32 stays float32 on devices that would round it to less."""
+    return jnp.matmul(x, kernel, precision=_precision(x))
+
+
+def _precision(x: Array) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
+    return nnx.Param(nnx.initializers.normal(_INITIAL_DEVIATION)(rngs.params(), shape, dtype))
+
+
+class Linear(nnx.Module):
+    """A projection without bias; its kernel is [inputs, outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs):
+        self.kernel = _random(rngs, (inputs, outputs), dtype)
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        return matmul(x, self.kernel[...])
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in float32; the result has the input's dtype."""
+
+    def __init__(self, size: int, *, eps: float, dtype: Any):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), gate and up side by side in one kernel."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
+        units = parallel.share(intermediate_size, "`intermediate_size`")
+        self.parallel = parallel
+        self.gate_up_proj = Linear(hidden_size, 2 * units, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(units, hidden_size, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.parallel.all_reduce(self.down_proj(jax.nn.silu(gate) * up))
+
+
+class Vocabulary(nnx.Module):
+    """The embedding of tokens and, unless it is tied, the projection back to logits; split by token over devices."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tied: bool, dtype: Any, rngs: nnx.Rngs, parallel: Parallel
+    ):
+        self.share = parallel.share(vocab_size, "`vocab_size`")
+        self.parallel = parallel
+        self.embedding = _random(rngs, (self.share, hidden_size), dtype)
+        self.lm_head = None if tied else Linear(hidden_size, self.share, dtype=dtype, rngs=rngs)
+
+    def embed(self, input_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        if self.parallel.axis is None:
+            return self.embedding[...][input_ids]
+        row = input_ids - jax.lax.axis_index(self.parallel.axis) * self.share
+        mine = (row >= 0) & (row < self.share)
+        rows = self.embedding[...][jnp.where(mine, row, 0)]
+        return self.parallel.all_reduce(jnp.where(mine[:, None], rows, jnp.zeros_like(rows)))
+
+    def logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
+        """float32 whatever the dtype of the weights: close logits stay apart."""
+        kernel = self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        logits = jnp.matmul(hidden, kernel, precision=_precision(hidden), preferred_element_type=jnp.float32)
+        return self.parallel.gather_logits(logits)

@@ -1,0 +1,279 @@
+"""The command line hands on what it was told, prints text in order, and answers bad input with one sentence."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jattn import cli
+from jattn.serving.request import SamplingParams
+
+
+@dataclasses.dataclass
+class Delta:
+    index: int
+    text: str
+    finish_reason: str | None = None
+    token_ids: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass
+class Stats:
+    requests: int = 3
+    prompt_tokens: int = 1234
+    generated_tokens: int = 60
+    seconds: float = 4.0
+    time_to_first_token: float = 0.25
+    peak_pages: int = 7
+    num_pages: int = 99
+
+
+class FakeLLM:
+    """Gives the deltas, or raises the errors, that a test has put on the class."""
+
+    deltas: list
+    stats = Stats()
+    init_error = stream_error = None
+
+    def __init__(self, path, **options):
+        type(self).path, type(self).options = path, options
+        if self.init_error:
+            raise self.init_error
+
+    def stream(self, prompts, sampling_params):
+        type(self).prompts, type(self).sampling_params = prompts, sampling_params
+        yield from self.deltas
+        if self.stream_error:
+            raise self.stream_error
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    class LLM(FakeLLM):
+        deltas = [Delta(0, "one"), Delta(0, " two", "stop")]  # noqa: RUF012
+
+    module = types.ModuleType("jattn.serving.llm")
+    module.LLM = LLM
+    monkeypatch.setitem(sys.modules, "jattn.serving.llm", module)
+    return LLM
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def generate(*arguments):
+    return run("generate", "--model", "folder", *arguments)
+
+
+def test_version_is_the_packages():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout == f"jattn {version('jattn')}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_imports_no_jax(arguments):
+    program = (
+        "import sys; from jattn.cli import app\n"
+        f"try: app({arguments!r})\n"
+        "finally: assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ})
+    assert result.returncode == 0, result.stderr
+    assert "generate" in result.stdout
+
+
+def test_generate_hands_on_the_defaults(llm):
+    assert generate("--prompt", "x").exit_code == 0
+    assert llm.path == Path("folder")
+    assert llm.prompts == ["x"]
+    assert llm.options == {"dtype": "auto", "page_size": 16, "num_pages": None, "max_num_seqs": 8}
+    assert llm.sampling_params == SamplingParams(temperature=0.8)
+
+
+def test_generate_hands_on_every_flag(llm):
+    flags = "--max-tokens 5 --temperature 0 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
+    sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2"
+    assert generate("--prompt", "x", *flags.split(), *sizes.split()).exit_code == 0
+    assert llm.options == {"dtype": "bfloat16", "page_size": 8, "num_pages": 20, "max_num_seqs": 2}
+    assert llm.sampling_params == SamplingParams(
+        max_tokens=5, temperature=0.0, top_k=3, top_p=0.5, seed=9, ignore_eos=True
+    )
+
+
+def test_generate_takes_prompts_then_those_of_the_file(llm, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("third \n\n  \n    vierté\n", encoding="utf-8")
+    assert generate("--prompt-file", file, "--prompt", "first", "--prompt", "second\nline").exit_code == 0
+    assert llm.prompts == ["first", "second\nline", "third ", "    vierté"]
+
+
+def test_generate_without_prompt_uses_the_default_ones(llm):
+    assert generate().exit_code == 0
+    assert llm.prompts == list(cli.DEFAULT_PROMPTS)
+
+
+def test_generate_without_model_uses_the_announced_checkpoint(llm, monkeypatch):
+    announced = types.SimpleNamespace(load=lambda: lambda: Path("bundled"))
+    monkeypatch.setattr(cli, "entry_points", lambda **named: [announced] * (named["name"] == "default"))
+    assert run("generate").exit_code == 0
+    assert llm.path == Path("bundled")
+
+
+def test_generate_without_model_or_checkpoint_is_an_error(llm, monkeypatch):
+    monkeypatch.setattr(cli, "entry_points", lambda **_: [])
+    result = run("generate")
+    assert result.exit_code == 2
+    assert result.stderr == "error: `--model` must be given: no installed package brings a default checkpoint.\n"
+
+
+@pytest.mark.parametrize("last", [" two", " two\n", " \x1b[31m🙂\n"])
+def test_generate_prints_a_single_text_raw(llm, last):
+    llm.deltas = [Delta(0, "one"), Delta(0, ""), Delta(0, last), Delta(0, "", "length")]
+    assert generate("--prompt", "x").stdout == "one" + last.removesuffix("\n") + "\n"
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        [(0, "a"), (0, "b", "stop"), (1, "c"), (1, "d", "stop"), (2, "e\n"), (2, "", "stop")],
+        [(2, "e\n"), (1, "c"), (2, "", "stop"), (1, "d", "stop"), (0, "a"), (0, "b", "stop")],
+        [(1, "c"), (0, "a"), (2, "e\n"), (0, "b", "stop"), (2, "", "stop"), (1, "d", "stop")],
+    ],
+)
+def test_generate_prints_several_texts_in_the_order_of_the_prompts(llm, order):
+    llm.deltas = [Delta(*delta) for delta in order]
+    assert generate("--prompt", "X:", "--prompt", "Y:", "--prompt", "Z:").stdout == (
+        "==> 1 of 3 <==\nX:ab\n\n==> 2 of 3 <==\nY:cd\n\n==> 3 of 3 <==\nZ:e\n"
+    )
+
+
+def test_generate_prints_the_first_unfinished_text_live(llm, capsys):
+    prompts = ["X:", "Y:"]
+    shown = []
+
+    def deltas():
+        for delta in [Delta(1, "c"), Delta(0, "a"), Delta(0, "b", "stop"), Delta(1, "d"), Delta(1, "", "stop")]:
+            yield delta
+            shown.append(capsys.readouterr().out)
+
+    cli._print_text(deltas(), prompts)
+    assert shown == ["==> 1 of 2 <==\nX:", "a", "b\n\n==> 2 of 2 <==\nY:c", "d", "\n"]
+
+
+def test_generate_keeps_control_characters_from_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    cli._print_text([Delta(0, "a\x1b[2J\x9b\r\tb\n", "stop")], ["x"])
+    assert capsys.readouterr().out == "a\ufffd[2J\ufffd\ufffd\tb\n"
+
+
+def test_generate_replaces_what_the_output_cannot_encode(llm):
+    llm.deltas = [Delta(0, "né🙂", "stop")]
+    result = CliRunner(charset="ascii").invoke(cli.app, ["generate", "--model", "folder", "--prompt", "x"])
+    assert result.exit_code == 0
+    assert result.stdout == "n??\n"
+
+
+def test_generate_prints_the_summary_to_stderr(llm):
+    result = generate("--prompt", "x")
+    lines = [line.split() for line in result.stderr.splitlines() if line]
+    assert lines == [
+        ["requests", "3"],
+        ["prompt", "tokens", "1,234"],
+        ["generated", "tokens", "60"],
+        ["tokens/s", "15.0"],
+        ["time", "to", "first", "token", "0.250", "s"],
+        ["pages", "used", "at", "peak", "7", "of", "99"],
+    ]
+
+
+def test_generate_summary_bears_a_run_without_time(llm):
+    llm.stats = Stats(generated_tokens=0, seconds=0.0)
+    result = generate("--prompt", "x")
+    assert result.exit_code == 0
+    assert "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize("where", ["init_error", "stream_error"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("The prompt is\n  too long."),
+        FileNotFoundError("The prompt is too long."),
+        NotImplementedError("The prompt is too long."),
+        PermissionError("The prompt is too long."),
+    ],
+)
+def test_generate_bad_input_is_one_sentence(llm, where, error):
+    setattr(llm, where, error)
+    result = generate("--prompt", "x")
+    assert result.exit_code == 2
+    assert result.stderr == "error: The prompt is too long.\n"
+
+
+def test_generate_error_without_a_message_is_named(llm):
+    llm.init_error = NotImplementedError()
+    assert generate().stderr == "error: NotImplementedError\n"
+
+
+def test_generate_bug_keeps_its_traceback(llm):
+    llm.init_error = TypeError("ours")
+    assert generate().exception is llm.init_error
+
+
+@pytest.mark.parametrize("where", ["init_error", "stream_error"])
+def test_generate_interrupt_is_quiet(llm, where):
+    setattr(llm, where, KeyboardInterrupt())
+    result = generate("--prompt", "x")
+    assert result.exit_code == 130
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\xff\xfe", "`--prompt-file` must be UTF-8 text"),
+        (b" \n\n", "`--prompt-file` must hold at least one prompt"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_generate_bad_prompt_file_is_named(llm, tmp_path, content, sentence):
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    result = generate("--prompt-file", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert sentence in result.stderr
+    assert "prompts.txt" in result.stderr
+    assert not hasattr(llm, "path")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("--temperature -1", "temperature"),
+        ("--temperature nan", "temperature"),
+        ("--max-tokens 0", "max_tokens"),
+        ("--top-k -1", "top_k"),
+        ("--top-p 1.5", "top_p"),
+        ("--seed -1", "seed"),
+    ],
+)
+def test_generate_bad_sampling_flag_is_refused_before_the_model_loads(llm, flags, name):
+    result = generate("--prompt", "x", *flags.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: `{name}` must be ")
+    assert not hasattr(llm, "path")
+
+
+@pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--max-tokens", "many"], ["--nonsense"]])
+def test_generate_bad_usage_exits_2(llm, arguments):
+    assert generate(*arguments).exit_code == 2

@@ -1,0 +1,63 @@
+"""Compiled steps: made once, replayed without compiling, in a private cache."""
+
+import stat
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jattn import compiled_steps
+from jattn.compiled_steps import StepPlan, compile_steps, power_of_two_buckets, smallest_bucket
+
+
+def doubled(x):
+    return 2 * x
+
+
+@pytest.fixture
+def steps():
+    return compile_steps({size: StepPlan(doubled, (jnp.zeros(size),)) for size in (2, 4)})
+
+
+def test_replay_of_a_bucket_runs_its_executable(steps):
+    assert steps(2, jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_replay_of_an_unknown_bucket_lists_those_there_are(steps):
+    with pytest.raises(KeyError, match=r"No step was compiled for 3. Compiled: 2, 4"):
+        steps(3, jnp.ones(3))
+
+
+def test_replay_with_another_shape_is_an_error(steps):
+    with pytest.raises(TypeError):
+        steps(2, jnp.ones(3))
+
+
+def test_donated_arguments_are_consumed():
+    held = jnp.zeros(4)
+    steps = compile_steps({"step": StepPlan(lambda x: x + 1, (held,), donate=(0,))})
+    steps("step", held)
+    assert held.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("largest", "smallest", "buckets"), [(8, 1, (1, 2, 4, 8)), (6, 1, (1, 2, 4, 6)), (1, 1, (1,)), (48, 64, (48,))]
+)
+def test_buckets_double_up_to_the_largest(largest, smallest, buckets):
+    assert power_of_two_buckets(largest, smallest) == buckets
+
+
+def test_smallest_bucket_holds_the_size_or_says_that_none_does():
+    assert smallest_bucket((1, 2, 4), 3) == 4
+    with pytest.raises(ValueError, match=r"Got 5, buckets \[1, 2, 4\]"):
+        smallest_bucket((1, 2, 4), 5)
+
+
+def test_persistent_cache_is_private_and_yields_to_the_users_own(tmp_path, monkeypatch):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled_steps.use_persistent_cache()
+    folder = tmp_path / "jattn" / "xla"
+    assert updates["jax_compilation_cache_dir"] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700

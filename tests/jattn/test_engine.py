@@ -1,0 +1,232 @@
+"""The serving loop on the bundled checkpoint: same tokens in a crowd as alone, no compilation, no page lost."""
+
+import dataclasses
+import random
+from importlib.metadata import entry_points
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.checkpoint import Checkpoint
+from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import make_pool
+from jattn.model import model_class
+from jattn.serving.config import EngineConfig
+from jattn.serving.engine import Engine
+from jattn.serving.request import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SMALL = EngineConfig(
+    num_pages=24,
+    page_size=8,
+    max_num_seqs=8,
+    max_context_len=128,
+    prefill_tokens=64,
+    smallest_decode_bucket=1,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    (point,) = entry_points(group="jattn.checkpoints", name="default")
+    checkpoint = Checkpoint(point.load()())
+    return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return Engine(model, SMALL)
+
+
+def run(engine, requests):
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    return [request.generated for request in requests]
+
+
+def random_prompts(count, vocab_size, longest, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def best_gap(model, tokens):
+    """How far the best logit after `tokens` is ahead of the second best."""
+    pages = -(-len(tokens) // 8)
+    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=128, page_size=8))
+    pool = make_pool(model.kv_groups, num_pages=pages + 1, page_size=8, dtype=jnp.float32)
+    index = jnp.arange(len(tokens), dtype=jnp.int32)
+    batch = ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=jnp.array(tokens, jnp.int32),
+        positions=index,
+        seq_lens=jnp.array([len(tokens)], jnp.int32),
+        cu_q_lens=jnp.array([0, len(tokens)], jnp.int32),
+        out_cache_loc=(index + 8,),
+        page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],),
+    )
+    hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)
+    second, best = np.sort(np.asarray(model.compute_logits(hidden[-1:]))[0])[-2:]
+    return best - second
+
+
+def assert_same_up_to_ties(model, prompt, tokens, expected):
+    for i, (token, wanted) in enumerate(zip(tokens, expected, strict=True)):
+        if token != wanted:
+            assert best_gap(model, prompt + expected[:i]) < 1e-4, f"token {i}: {token} != {wanted}"
+            return
+
+
+def test_crowd_with_preemption_gives_each_request_its_tokens_alone(model, engine):
+    prompts = random_prompts(64, model.vocab_size, longest=60)
+    crowd = [
+        engine.make_request(prompt, dataclasses.replace(GREEDY, max_tokens=1 + i % 40))
+        for i, prompt in enumerate(prompts)
+    ]
+    before = engine.scheduler.num_preemptions
+    together = run(engine, crowd)
+    assert engine.scheduler.num_preemptions > before
+    for prompt, request, tokens in zip(prompts, crowd, together, strict=True):
+        (alone,) = run(engine, [engine.make_request(prompt, request.params)])
+        assert len(tokens) == request.params.max_tokens
+        assert_same_up_to_ties(model, prompt, tokens, alone)
+
+
+def test_crowd_in_one_bucket_gives_exactly_the_tokens_alone(model):
+    one_bucket = dataclasses.replace(SMALL, num_pages=200, smallest_decode_bucket=8, prefill_seqs=1)
+    engine = Engine(model, one_bucket)
+    prompts = random_prompts(8, model.vocab_size, longest=60, seed=1)
+    together = run(engine, [engine.make_request(prompt, GREEDY) for prompt in prompts])
+    alone = [run(engine, [engine.make_request(prompt, GREEDY)])[0] for prompt in prompts]
+    assert together == alone
+
+
+def test_sampled_text_does_not_depend_on_neighbours(model, engine):
+    params = SamplingParams(max_tokens=16, temperature=1.0, top_k=50, top_p=0.9, seed=7, ignore_eos=True)
+    prompts = random_prompts(5, model.vocab_size, longest=20, seed=2)
+    together = run(engine, [engine.make_request(prompt, params) for prompt in prompts])
+    alone = [run(engine, [engine.make_request(prompt, params)])[0] for prompt in prompts]
+    assert together == alone
+    other = run(engine, [engine.make_request(prompts[0], dataclasses.replace(params, seed=8))])[0]
+    assert other != alone[0]
+
+
+def test_stop_token_ends_a_request_and_is_its_last(model, engine):
+    (prompt,) = random_prompts(1, model.vocab_size, longest=20, seed=3)
+    (free,) = run(engine, [engine.make_request(prompt, GREEDY)])
+    stop = free[10]
+    request = engine.make_request(prompt, dataclasses.replace(GREEDY, stop_token_ids=(stop,)))
+    (stopped,) = run(engine, [request])
+    assert stopped == free[: free.index(stop) + 1]
+    assert request.finish_reason == "stop"
+
+
+def test_context_end_stops_a_request(model, engine):
+    prompt = random_prompts(1, model.vocab_size, longest=1)[0] * 120
+    request = engine.make_request(prompt, dataclasses.replace(GREEDY, max_tokens=1000))
+    (tokens,) = run(engine, [request])
+    assert len(tokens) == 8
+    assert request.finish_reason == "length"
+
+
+def test_abort_at_any_stage_frees_its_pages(model, engine):
+    prompts = random_prompts(12, model.vocab_size, longest=60, seed=4)
+    for steps in range(6):
+        requests = [engine.make_request(prompt, GREEDY) for prompt in prompts]
+        for request in requests:
+            engine.add(request)
+        for _ in range(steps):
+            engine.step()
+        for request in requests:
+            engine.abort(request)
+        assert engine.allocator.num_free == engine.allocator.num_pages
+    (alone,) = run(engine, [engine.make_request(prompts[0], GREEDY)])
+    assert len(alone) == GREEDY.max_tokens
+
+
+def test_no_compilation_in_200_steps_of_changing_batches(model, engine):
+    rng = random.Random(5)
+    prompts = iter(random_prompts(400, model.vocab_size, longest=60, seed=5))
+    compilations = []
+
+    def count(event, duration, **_):
+        if "compile" in event:
+            compilations.append(event)
+
+    def arrive():
+        params = SamplingParams(max_tokens=rng.randint(1, 20), temperature=rng.choice([0.0, 0.8]), ignore_eos=True)
+        engine.add(engine.make_request(next(prompts), params))
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        jax.jit(lambda x: x + 1)(jnp.zeros(3))
+        assert compilations, "the listener must see a compilation when there is one"
+        compilations.clear()
+        for _ in range(200):
+            while rng.random() < 0.6:
+                arrive()
+            engine.step()
+        assert not compilations
+        while engine.has_work:
+            engine.step()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+    assert not compilations
+
+
+@pytest.mark.parametrize("step", [("decode", 8, True), ("prefill", 64, False)])
+def test_temporary_memory_does_not_grow_with_the_pool(model, engine, step):
+    small = engine.compiled_steps[step].memory_analysis()
+    large = Engine(model, dataclasses.replace(SMALL, num_pages=24 * 16)).compiled_steps[step].memory_analysis()
+    assert large.alias_size_in_bytes > 10 * 2**20 > small.alias_size_in_bytes
+    assert large.temp_size_in_bytes <= 1.01 * small.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([], GREEDY, "A prompt must have at least one token"),
+        ([1] * 128, GREEDY, r"room for a token in the context of 128 tokens. Got a prompt of 128"),
+        ([1, 2048], GREEDY, r"below 2048. Got 2048"),
+        ([1, -1], GREEDY, r"at least 0 and below 2048. Got -1"),
+        ([1], dataclasses.replace(GREEDY, stop_token_ids=tuple(range(9))), "may have 8 stop tokens"),
+    ],
+)
+def test_request_that_cannot_be_served_is_refused(engine, prompt, params, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        engine.make_request(prompt, params)
+    assert not engine.has_work
+
+
+def test_request_larger_than_the_pool_is_refused(model):
+    engine = Engine(model, dataclasses.replace(SMALL, num_pages=5, max_num_seqs=1))
+    with pytest.raises(ValueError, match=r"needs 5 pages of 8; the pool has 4"):
+        engine.make_request([1] * 20, GREEDY)
+
+
+def test_context_beyond_the_models_is_refused(model):
+    with pytest.raises(ValueError, match=r"`max_context_len` must not exceed the model's 1024. Got 2000"):
+        Engine(model, dataclasses.replace(SMALL, max_context_len=2000))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("top_k", -1),
+        ("max_tokens", 0),
+        ("seed", -1),
+    ],
+)
+def test_sampling_params_out_of_range_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"`{field}` must be .* Got {value}"):
+        SamplingParams(**{field: value})

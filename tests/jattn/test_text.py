@@ -1,0 +1,170 @@
+"""Text survives the tokenizer, and a stream of tokens gives exactly the text of the whole."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as LibraryTokenizer
+
+from jattn.serving.text import StreamDecoder, Tokenizer
+
+CORPUS = ["def main(argv):\n    return 0\n", "class Café:\n    '''naïve'''\n", "日本語 日本語 日本", "price: 5 €\n"] * 4
+
+
+def byte_level():
+    library = LibraryTokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(CORPUS, trainer)
+    library.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", library.token_to_id("<|begin|>"))]
+    )
+    library.add_tokens([AddedToken("<tool>", special=False)])
+    return library
+
+
+def byte_fallback():
+    """As SentencePiece checkpoints have it: words with a leading mark, all else in byte tokens."""
+    words = ["<unk>", "▁", "▁de", "f", "d", "e", "a", "▁a", "b", "日"]
+    vocabulary = {word: index for index, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    library = LibraryTokenizer(models.BPE(vocabulary, [("d", "e"), ("▁", "de"), ("▁", "a")][2:], byte_fallback=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return library
+
+
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback], ids=lambda make: make.__name__)
+def any_tokenizer(request, tmp_path_factory):
+    return saved(request.param(), tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return saved(byte_level(), tmp_path_factory.mktemp("checkpoint"))
+
+
+def saved(library, folder):
+    library.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def split(data, ids):
+    """`ids` cut into the pieces of a stream."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=len(ids))))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+@given(text=st.text(max_size=60))
+def test_tokenizer_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.token(ids[0]) == "<|begin|>"
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|begin|>" + text
+    assert max(ids) < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("text", ["x", "x y z " * 10])
+def test_tokenizer_ignores_the_files_truncation_and_padding(tokenizer, tmp_path, text):
+    library = byte_level()
+    library.enable_truncation(4)
+    library.enable_padding(length=9)
+    assert saved(library, tmp_path).encode(text) == tokenizer.encode(text)
+
+
+def test_tokenizer_knows_special_tokens(tokenizer):
+    end, tool = tokenizer.vocab_size, tokenizer.vocab_size - 1
+    assert tokenizer.token(end) is None
+    assert tokenizer.token(tool) == "<tool>"
+    assert [tokenizer.is_special(i) for i in (0, 1, 2, tool, end)] == [True, True, False, False, False]
+
+
+def test_tokenizer_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no `tokenizer\.json`.*" + tmp_path.name):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"version": "1.0"}), "\0\0"])
+def test_tokenizer_broken_file_is_refused(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"`tokenizer\.json` must be .*" + tmp_path.name):
+        Tokenizer(tmp_path)
+
+
+def test_tokenizer_half_of_a_surrogate_pair_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="must be valid Unicode"):
+        tokenizer.encode("a\ud83d")
+
+
+@given(text=st.text(max_size=60), data=st.data())
+def test_stream_of_text_gives_the_text(any_tokenizer, text, data):
+    ids = any_tokenizer.encode(text)
+    stream = StreamDecoder(any_tokenizer)
+    pieces = [stream.push(piece) for piece in split(data, ids)] + [stream.finish()]
+    assert "".join(pieces) == any_tokenizer.decode(ids)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(data=st.data(), skip_special_tokens=st.booleans())
+def test_stream_of_any_tokens_gives_their_text(any_tokenizer, data, skip_special_tokens):
+    ids = data.draw(st.lists(st.integers(0, any_tokenizer.vocab_size + 3), max_size=60))
+    stream = StreamDecoder(any_tokenizer, skip_special_tokens)
+    pieces = [stream.push(piece) for piece in split(data, ids)] + [stream.finish()]
+    assert "".join(pieces) == any_tokenizer.decode(ids, skip_special_tokens)
+
+
+def test_stream_gives_each_character_with_its_last_token(tokenizer):
+    text = "a🙂b€"
+    ids = tokenizer.encode(text)[1:]
+    assert len(ids) > len(text)
+    stream = StreamDecoder(tokenizer)
+    for end, token_id in enumerate(ids, 1):
+        given_before = tokenizer.decode(ids[: end - 1]).rstrip("\ufffd")
+        assert given_before + stream.push([token_id]) == tokenizer.decode(ids[:end]).rstrip("\ufffd")
+    assert stream.finish() == ""
+
+
+def test_stream_holds_half_of_a_character_over_special_tokens(tokenizer):
+    first, *rest = tokenizer.encode("🙂")[1:]
+    special = [0, 1, tokenizer.vocab_size] * 40
+    stream = StreamDecoder(tokenizer)
+    assert stream.push([first, *special]) == ""
+    assert [stream.push([i, *special]) for i in rest] == ["", "", "🙂"]
+
+
+def test_stream_finish_gives_half_of_a_character_and_starts_anew(tokenizer):
+    ids = tokenizer.encode("🙂")[1:]
+    stream = StreamDecoder(tokenizer)
+    assert stream.push(ids[:2]) == ""
+    assert stream.finish() == "\ufffd"
+    assert stream.push(ids) == "🙂"
+
+
+@pytest.mark.parametrize("text", ["a b", "a🙂", "日本語", "a\n"])
+def test_stream_cost_does_not_grow(any_tokenizer, monkeypatch, text):
+    ids = any_tokenizer.encode(text * 300)
+    decode, lengths = Tokenizer.decode, []
+    monkeypatch.setattr(
+        Tokenizer, "decode", lambda self, ids, skip: lengths.append(len(ids)) or decode(self, ids, skip)
+    )
+    stream = StreamDecoder(any_tokenizer)
+    for token_id in ids:
+        stream.push([token_id])
+    assert 8 < max(lengths) < 32
+
+
+def test_stream_of_invalid_bytes_flows(tokenizer):
+    (byte,) = [i for i in range(tokenizer.vocab_size) if tokenizer.token(i) == "ÿ"]
+    stream = StreamDecoder(tokenizer)
+    assert [stream.push([byte]) for _ in range(100)] == ["", *["\ufffd"] * 99]
+    assert stream.finish() == "\ufffd"

@@ -1,0 +1,180 @@
+"""Each sentence that a wrong shape or dtype becomes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from jattn_kernels import AttentionSpec, shapes
+from jattn_kernels.call import AttentionOptions
+
+SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
+NARROW = dataclasses.replace(SPEC, v_head_dim=6)
+HND = dataclasses.replace(SPEC, page_layout="HND")
+PAGES_FIRST = dataclasses.replace(SPEC, combined_pool="pages_first")
+KV_FIRST = dataclasses.replace(SPEC, combined_pool="kv_first")
+
+
+def zeros(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def ints(*shape):
+    return zeros(*shape, dtype=jnp.int32)
+
+
+DECODE = {
+    "q": zeros(3, 1, 4, 8),
+    "k_pages": zeros(5, 16, 2, 8),
+    "v_pages": zeros(5, 16, 2, 8),
+    "page_table": ints(3, 2),
+    "seq_lens": ints(3),
+}
+EXTEND = DECODE | {"q": zeros(7, 4, 8), "cu_q_lens": ints(4)}
+RAGGED = {"q": zeros(7, 4, 8), "k": zeros(9, 2, 8), "v": zeros(9, 2, 8), "cu_q_lens": ints(4), "cu_kv_lens": ints(4)}
+WRITE = {
+    "k_pages": zeros(5, 16, 2, 8),
+    "v_pages": zeros(5, 16, 2, 8),
+    "k": zeros(6, 2, 8),
+    "v": zeros(6, 2, 8),
+    "slots": ints(6),
+    "layout": "NHD",
+    "combined_pool": None,
+    "layer_index": None,
+}
+
+
+def options(**fields):
+    return {"options": AttentionOptions(**fields)}
+
+
+def check(function, arguments, change):
+    return function(**({"spec": SPEC, "options": AttentionOptions()} | arguments | change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"spec": HND, "k_pages": zeros(5, 2, 16, 8), "v_pages": zeros(5, 2, 16, 8)},
+        {"spec": NARROW, "v_pages": zeros(5, 16, 2, 6)},
+        {"spec": PAGES_FIRST, "k_pages": zeros(5, 2, 16, 2, 8), "v_pages": None},
+        {"spec": KV_FIRST, "k_pages": zeros(3, 2, 5, 16, 2, 8), "v_pages": None, **options(layer_index=2)},
+        {
+            "k_pages": zeros(5, 16, 2, 8, dtype=jnp.float8_e4m3fn),
+            "v_pages": zeros(5, 16, 2, 8, dtype=jnp.float8_e4m3fn),
+        },
+        options(q_start=ints(3), kv_start=ints(3), q_positions=ints(3, 1), custom_mask=zeros(50, dtype=bool)),
+    ],
+)
+def test_check_paged_decode_returns_the_page_size(change):
+    assert check(shapes.check_paged_decode, DECODE, change) == 16
+
+
+BAD_DECODE = [
+    ({"q": zeros(3, 4, 8)}, r"`q` must be \[B, Q, N, H\] and not empty\. Got q.shape=\(3, 4, 8\)"),
+    ({"q": zeros(3, 0, 4, 8)}, r"and not empty\. Got q.shape=\(3, 0, 4, 8\)"),
+    ({"q": zeros(3, 1, 2, 8)}, r"`q` must end in \[num_q_heads=4, head_dim=8\]"),
+    ({"q": zeros(3, 1, 4, 16)}, r"`q` must end in \[num_q_heads=4, head_dim=8\]"),
+    ({"q": zeros(2, 1, 4, 8)}, "`q` must have one row of queries a sequence"),
+    ({"q": ints(3, 1, 4, 8)}, r"`q` must be one of float32, .* Got q.dtype=int32"),
+    ({"q": zeros(3, 1, 4, 8, dtype=jnp.bfloat16)}, "`q` and `k_pages` must have one dtype"),
+    ({"k_pages": zeros(2, 5, 16, 2, 8)}, r"`k_pages` must be \[P, page_size, K, H\], with a leading L exactly if"),
+    (options(layer_index=0), r"`k_pages` must be \[L, P, page_size, K, H\], with a leading L exactly if"),
+    ({"spec": HND}, r"`k_pages` must have num_kv_heads=2 heads of width 8 in layout HND"),
+    ({"spec": NARROW}, r"`v_pages` must have num_kv_heads=2 heads of width 6"),
+    ({"v_pages": zeros(5, 8, 2, 8)}, "`k_pages` and `v_pages` must agree in all axes but the last"),
+    ({"v_pages": zeros(5, 16, 2, 8, dtype=jnp.bfloat16)}, "`k_pages` and `v_pages` must have one dtype"),
+    ({"v_pages": None}, "`v_pages` may be None only with a combined pool"),
+    ({"spec": PAGES_FIRST}, "`v_pages` must be None: a combined pool"),
+    (
+        {"spec": PAGES_FIRST, "k_pages": zeros(5, 3, 16, 2, 8), "v_pages": None},
+        r"combined pool must be \[P, 2, page_size, K, H\]",
+    ),
+    (
+        {"spec": KV_FIRST, "k_pages": zeros(5, 2, 16, 2, 8), "v_pages": None},
+        r"combined pool must be \[2, P, page_size, K, H\]",
+    ),
+    ({"k_pages": zeros(0, 16, 2, 8)}, "`k_pages` must have at least one page of one token"),
+    ({"seq_lens": ints(3, 1)}, r"`seq_lens` must be \[B\] and `page_table` \[B, max_pages\]"),
+    ({"page_table": ints(3)}, r"`seq_lens` must be \[B\] and `page_table` \[B, max_pages\]"),
+    ({"page_table": ints(2, 2)}, r"`page_table` must be int32 \[3, 2\]"),
+    ({"page_table": zeros(3, 2, dtype=jnp.int16)}, r"`page_table` must be int32 .* Got page_table.dtype=int16"),
+    ({"seq_lens": zeros(3, dtype=jnp.uint32)}, r"`seq_lens` must be int32 .* Got seq_lens.dtype=uint32"),
+    (options(q_start=ints(4)), r"`q_start` must be int32 \[3\]"),
+    (options(kv_start=zeros(3)), r"`kv_start` must be int32 \[3\]"),
+    (options(q_positions=ints(3)), r"`q_positions` must be int32 \[3, 1\]"),
+    (options(custom_mask=ints(9)), r"`custom_mask` must be bool \[M\]. Got custom_mask.dtype=int32"),
+    (options(custom_mask=zeros(3, 3, dtype=bool)), r"`custom_mask` must be bool \[M\]"),
+    (options(alibi_slopes=zeros(2)), r"`alibi_slopes` must be \[num_q_heads=4\]"),
+    (options(sinks=zeros(4, 1)), r"`sinks` must be \[num_q_heads=4\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD_DECODE)
+def test_check_paged_decode_says_what_is_wrong(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check(shapes.check_paged_decode, DECODE, change)
+
+
+@pytest.mark.parametrize("layer_index", [-1, 2])
+def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index):
+    stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
+    with pytest.raises(ValueError, match=rf"`layer_index` must be in 0 \.\. 1\. Got layer_index={layer_index}"):
+        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"q": zeros(7, 1, 4, 8)}, r"`q` must be \[T, N, H\]"),
+        ({"cu_q_lens": ints(3)}, r"`cu_q_lens` must be int32 \[4\]"),
+        ({"cu_q_lens": zeros(4)}, r"`cu_q_lens` must be int32 \[4\]"),
+        (options(q_positions=ints(3)), r"`q_positions` must be int32 \[7\]"),
+        ({"seq_lens": ints(2)}, r"`page_table` must be int32 \[2, 2\]"),
+    ],
+)
+def test_check_paged_extend_says_what_is_wrong(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check(shapes.check_paged_extend, EXTEND, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"k": zeros(9, 3, 8)}, r"`k` must be \[S, num_kv_heads=2, 8\] and not empty"),
+        ({"v": zeros(9, 2, 8), "spec": NARROW}, r"`v` must be \[S, num_kv_heads=2, 6\]"),
+        ({"k": zeros(2, 9, 2, 8)}, "with a leading L exactly if `layer_index` is given"),
+        (options(layer_index=0), "with a leading L exactly if `layer_index` is given"),
+        ({"v": zeros(8, 2, 8)}, "`k` and `v` must have one row a token"),
+        ({"v": zeros(9, 2, 8, dtype=jnp.bfloat16)}, "`k` and `v` must have one dtype"),
+        ({"q": zeros(7, 4, 8, dtype=jnp.float16)}, "`q` and `k` must have one dtype"),
+        ({"cu_q_lens": ints(1)}, r"`cu_q_lens` must be \[B \+ 1\]"),
+        ({"cu_kv_lens": ints(5)}, r"`cu_kv_lens` must be int32 \[4\]"),
+    ],
+)
+def test_check_ragged_extend_says_what_is_wrong(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check(shapes.check_ragged_extend, RAGGED, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"k": zeros(6, 2, 4)}, r"`k` must be \[T, 2, 8\] as the pages are"),
+        ({"v": zeros(6, 16)}, r"`v` must be \[T, 2, 8\] as the pages are"),
+        ({"v": zeros(5, 2, 8)}, "`k` and `v` must have one row a slot"),
+        ({"slots": ints(5)}, r"`slots` must be int32 \[6\]"),
+        ({"slots": zeros(6)}, r"`slots` must be int32 \[6\]"),
+        ({"layer_index": 0}, r"`k_pages` must be \[L, P, page_size, K, H\]"),
+    ],
+)
+def test_check_page_rows_says_what_is_wrong(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        shapes.check_page_rows(**(WRITE | change))
+
+
+@pytest.mark.parametrize(("outs", "lses"), [((2, 5, 3, 4), (1, 5, 3)), ((0, 5, 3, 4), (0, 5, 3)), ((4,), ())])
+def test_check_merge_rejects_parts_that_do_not_belong_together(outs, lses):
+    with pytest.raises(ValueError, match=r"`lses` must have the shape of `outs` without its last axis"):
+        shapes.check_merge(zeros(*outs), zeros(*lses))

@@ -1,0 +1,158 @@
+"""The attention faces: every implementation against the oracle, over the table of cases and at random."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+import jattn_kernels
+from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend
+from jattn_kernels.dispatch import IMPLEMENTATIONS
+from jattn_kernels.xla import fetch, tiles
+from tests.kernels.cases import CASES, assert_close, build, random_cases
+
+SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
+
+
+@pytest.fixture(params=[entry.name for entry in IMPLEMENTATIONS])
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that short requests take several; compiled calls do not know of it, hence the clearing."""
+    monkeypatch.setattr(fetch, "KEYS_PER_TILE", 8)
+    monkeypatch.setattr(tiles, "MIN_TILE_ROWS", 2)
+    monkeypatch.setattr(tiles, "MAX_TILE_ROWS", 4)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def attend(case, inputs, implementation):
+    return getattr(jattn_kernels, case.operation)(
+        *inputs.args, **inputs.kwargs, return_lse=True, implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attention_agrees_with_the_oracle(case, implementation):
+    inputs = build(case)
+    assert_close(case, inputs, *attend(case, inputs, implementation))
+
+
+@given(case=random_cases())
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_xla_agrees_with_the_oracle_at_random_in_many_small_tiles(small_tiles, case):
+    inputs = build(case)
+    assert_close(case, inputs, *attend(case, inputs, "xla"))
+
+
+def test_decode_takes_pages_larger_than_a_tile_of_keys():
+    case = dataclasses.replace(next(case for case in CASES if case.name == "paged_decode_giant"), page_size=128)
+    inputs = build(case)
+    assert_close(case, inputs, *attend(case, inputs, "xla"))
+
+
+def pool_of(seed, num_pages=48, page_size=8, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    shape = (num_pages, page_size, SPEC.num_kv_heads, SPEC.head_dim)
+    return tuple(jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
+
+
+def queries(seed, *leading, dtype=jnp.float32):
+    shape = (*leading, SPEC.num_q_heads, SPEC.head_dim)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+TABLE = jnp.arange(1, 41, dtype=jnp.int32).reshape(2, 20)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("neighbour", [0, 5, 160])
+def test_decode_does_not_change_a_bit_with_a_longer_neighbour(small_tiles, dtype, neighbour):
+    arguments = queries(0, 2, 1, dtype=dtype), *pool_of(1, dtype=dtype), TABLE
+    alone = paged_decode(*arguments, jnp.array([21, 21], jnp.int32), spec=SPEC, return_lse=True)
+    beside = paged_decode(*arguments, jnp.array([21, neighbour], jnp.int32), spec=SPEC, return_lse=True)
+    for one, other in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("neighbour", [7, 160])
+def test_extend_does_not_change_a_bit_with_a_longer_neighbour(small_tiles, neighbour):
+    arguments = queries(0, 14), *pool_of(1), TABLE
+    alone = paged_extend(*arguments, jnp.array([21, 0], jnp.int32), jnp.array([0, 7, 7], jnp.int32), spec=SPEC)
+    lens, offsets = jnp.array([21, neighbour], jnp.int32), jnp.array([0, 7, 14], jnp.int32)
+    np.testing.assert_array_equal(paged_extend(*arguments, lens, offsets, spec=SPEC)[:7], alone[:7])
+
+
+@pytest.mark.parametrize("padding", [-1, 47, 10**6])
+def test_decode_does_not_read_what_pads_the_page_table(padding):
+    k_pages, v_pages = (pages.at[jnp.array([0, 47])].set(jnp.nan) for pages in pool_of(1))
+    arguments = queries(0, 2, 1), k_pages, v_pages
+    lens = jnp.array([21, 8], jnp.int32)
+    used = jnp.arange(20)[None] * 8 < lens[:, None]
+    padded = paged_decode(*arguments, jnp.where(used, TABLE, padding), lens, spec=SPEC)
+    np.testing.assert_array_equal(padded, paged_decode(*arguments, TABLE, lens, spec=SPEC))
+
+
+def test_decode_does_not_read_pages_before_the_window():
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, window_left=9)
+    pools = pool_of(1)
+    lens = jnp.array([160, 150], jnp.int32)
+    dropped = jnp.arange(20)[None] * 8 + 8 <= lens[:, None] - 10
+    dropped_pages = tuple(pages.at[jnp.where(dropped, TABLE, 47).reshape(-1)].set(jnp.nan) for pages in pools)
+    q = queries(0, 2, 1)
+    whole = paged_decode(q, *pools, TABLE, lens, spec=spec)
+    np.testing.assert_array_equal(paged_decode(q, *dropped_pages, TABLE, lens, spec=spec), whole)
+    assert jnp.isfinite(whole).all()
+
+
+def test_decode_lets_nan_of_a_visible_key_reach_the_output():
+    k_pages, v_pages = pool_of(1)
+    k_pages = k_pages.at[TABLE[0, 1], 2].set(jnp.nan)
+    out = paged_decode(queries(0, 2, 1), k_pages, v_pages, TABLE, jnp.array([21, 8], jnp.int32), spec=SPEC)
+    assert jnp.isnan(out[0]).all()
+    assert jnp.isfinite(out[1]).all()
+
+
+def test_ragged_extend_takes_one_of_stacked_layers():
+    rng = np.random.default_rng(2)
+    k, v = (jnp.asarray(rng.standard_normal((3, 12, 2, 16)), jnp.float32) for _ in range(2))
+    q, offsets = queries(0, 12), jnp.array([0, 5, 12], jnp.int32)
+    stacked = jax.jit(lambda layer: ragged_extend(q, k, v, offsets, offsets, spec=SPEC, layer_index=layer))
+    expected = ragged_extend(q, k[1], v[1], offsets, offsets, spec=SPEC)
+    np.testing.assert_array_equal(stacked(jnp.int32(1)), expected)
+
+
+def paged_memory(operation, *, num_pages, max_pages, num_tokens=32, num_seqs=4):
+    """Temporary bytes of an attention in a scan over the layers of a pool."""
+    pages = jax.ShapeDtypeStruct((2, num_pages, 8, SPEC.num_kv_heads, SPEC.head_dim), jnp.bfloat16)
+    ints = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+    table = jax.ShapeDtypeStruct((num_seqs, max_pages), jnp.int32)
+
+    def attend_all(q, k_pages, v_pages, table, lens, cu_q_lens):
+        def layer(q, index):
+            arguments = {"spec": SPEC, "layer_index": index}
+            if operation == "paged_decode":
+                return paged_decode(q[:, None], k_pages, v_pages, table, lens, **arguments)[:, 0], None
+            return paged_extend(q, k_pages, v_pages, table, lens, cu_q_lens, **arguments), None
+
+        return jax.lax.scan(layer, q, jnp.arange(2, dtype=jnp.int32))[0]
+
+    rows = num_seqs if operation == "paged_decode" else num_tokens
+    q = jax.ShapeDtypeStruct((rows, SPEC.num_q_heads, SPEC.head_dim), jnp.bfloat16)
+    offsets = jax.ShapeDtypeStruct((num_seqs + 1,), jnp.int32)
+    compiled = jax.jit(attend_all).lower(q, pages, pages, table, ints, offsets).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("operation", ["paged_decode", "paged_extend"])
+def test_temporary_memory_grows_neither_with_the_context_nor_with_the_pool(operation):
+    small = paged_memory(operation, num_pages=64, max_pages=16)
+    assert paged_memory(operation, num_pages=64, max_pages=4096) == small
+    assert paged_memory(operation, num_pages=8192, max_pages=16) == small

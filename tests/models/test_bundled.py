@@ -1,0 +1,132 @@
+"""The checkpoint that comes with the package is small, whole, and as good as its card says."""
+
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from jattn.checkpoint import Checkpoint
+from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import make_pool
+from jattn_models.bundled import checkpoint_path
+from jattn_models.llama import LlamaForCausalLM
+
+FOLDER = checkpoint_path()
+SCRIPT = pathlib.Path(__file__).parents[2] / "models" / "train_checkpoint.py"
+WINDOW = 1024
+PAGE_SIZE = 16
+NUM_PAGES = WINDOW // PAGE_SIZE + 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    return json.loads((FOLDER / "evaluation.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def window_nats():
+    """The summed loss of at most WINDOW + 1 tokens, through shuffled pages and a padded bucket."""
+    model = LlamaForCausalLM.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)
+    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=WINDOW, page_size=PAGE_SIZE))
+    table = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES, dtype=np.int32))
+    places = np.arange(WINDOW, dtype=np.int32)
+    slots = table[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def log_probabilities(batch, pool):
+        hidden, pool = model(batch, backend.init_forward_metadata(batch), backend, pool)
+        return jax.nn.log_softmax(model.compute_logits(hidden))
+
+    def nats(tokens):
+        count = len(tokens) - 1
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=jnp.asarray(np.pad(tokens[:-1], (0, WINDOW - count)), jnp.int32),
+            positions=jnp.asarray(np.where(places < count, places, 0), jnp.int32),
+            seq_lens=jnp.array([count], jnp.int32),
+            cu_q_lens=jnp.array([0, count], jnp.int32),
+            out_cache_loc=(jnp.asarray(np.where(places < count, slots, np.iinfo(np.int32).max), jnp.int32),),
+            page_tables=(jnp.asarray(table[None], jnp.int32),),
+        )
+        pool = make_pool(model.kv_groups, num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32)
+        found = np.asarray(log_probabilities(batch, pool))
+        return -found[np.arange(count), tokens[1:]].sum()
+
+    return nats
+
+
+def test_bundled_checkpoint_is_the_default():
+    (point,) = importlib.metadata.entry_points(group="jattn.checkpoints", name="default")
+    assert point.load()() == FOLDER
+
+
+def test_bundled_files_are_whole_and_small():
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert sorted(sizes) == [
+        "README.md",
+        "config.json",
+        "evaluation.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert sum(sizes.values()) <= 6_000_000
+
+
+@given(text=st.text())
+def test_bundled_tokenizer_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_bundled_tokenizer_begins_as_a_document(tokenizer):
+    ids = tokenizer.encode("import os").ids
+    assert tokenizer.get_vocab_size() == 2048
+    assert ids[0] == tokenizer.token_to_id("<|endoftext|>") == 0
+    assert 0 not in ids[1:]
+
+
+@pytest.mark.parametrize("name", ["bisect.py", "curses/ascii.py", "secrets.py", "xml/sax/__init__.py"])
+def test_bundled_loss_is_as_stated_and_beats_the_bigram(name, tokenizer, evaluation, window_nats):
+    stated = evaluation["held_out_files"][name]
+    text = (pathlib.Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
+    tokens = np.array([0, *tokenizer.encode(text, add_special_tokens=False).ids, 0], np.int32)
+    pieces = [tokens[start : start + WINDOW + 1] for start in range(0, len(tokens) - 1, WINDOW)]
+    nats = sum(window_nats(piece) for piece in pieces) / (len(tokens) - 1)
+    # The file itself differs a little between versions of Python.
+    same_text = len(tokens) - 1 == stated["tokens"]
+    assert nats == pytest.approx(stated["nats_per_token"], abs=0.002 if same_text else 0.15)
+    assert nats < stated["bigram_nats_per_token"] - 0.5
+
+
+def test_bundled_card_states_the_evaluation(evaluation):
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert f"**{evaluation['held_out']['nats_per_token']:.3f}**" in card
+    assert f"{evaluation['baselines']['bigram']['nats_per_token']:.3f}" in card
+    assert evaluation["held_out"]["nats_per_token"] < evaluation["baselines"]["bigram"]["nats_per_token"] - 1
+
+
+def test_train_checkpoint_smoke_writes_a_checkpoint(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--smoke", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in FOLDER.iterdir()}
+    model = LlamaForCausalLM.from_checkpoint(Checkpoint(tmp_path), dtype=jnp.float32)
+    assert model.vocab_size == 2048
