@@ -41,6 +41,7 @@ class AttentionLayer:
     group: int = dataclasses.field(default=0, metadata={"static": True})
 
 
+@typing.runtime_checkable
 class AttentionBackend(Protocol):
     """SGLang's attention backend made functional: metadata is returned, the pool is passed and returned.
 

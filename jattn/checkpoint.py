@@ -52,7 +52,7 @@ class Checkpoint:
         return tuple(self._files)
 
     def read(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A tensor as a read-only view of its file, in the dtype that it is stored in.
+        """A tensor in the dtype that it is stored in.
 
         Args:
             name: Its name.
@@ -83,7 +83,7 @@ class Checkpoint:
         single, index = self.path / _SINGLE, self.path / _INDEX
         if single.is_file():
             file = SafetensorsFile(single)
-            return dict.fromkeys(file.entries, file), single
+            return dict.fromkeys(file.names, file), single
         if index.is_file():
             return self._open_shards(index), index
         if any(next(self.path.glob(pattern), None) for pattern in _PICKLES):
@@ -106,7 +106,7 @@ class Checkpoint:
                 raise FileNotFoundError(f"{self.path / shard} is missing; {_INDEX} names it.")
             shards[shard] = SafetensorsFile(self.path / shard)
         for name, shard in weight_map.items():
-            if name not in shards[shard].entries:
+            if name not in shards[shard].names:
                 raise ValueError(f"{self.path / shard} must hold the tensor {name!r}, which {_INDEX} places there.")
         return {name: shards[shard] for name, shard in weight_map.items()}
 

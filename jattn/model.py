@@ -1,7 +1,7 @@
 """The face that a model shows to the serving loop, and how one is found by its architecture's name."""
 
 from importlib.metadata import entry_points
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
@@ -12,6 +12,7 @@ from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
 
 
+@runtime_checkable
 class CausalLM(Protocol):
     """A Flax nnx module that turns tokens into logits through a backend and a pool."""
 
@@ -29,7 +30,7 @@ class CausalLM(Protocol):
         ...
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> Self:
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "CausalLM":
         """The model with a checkpoint's weights, held and computed in `dtype`."""
         ...
 
@@ -44,7 +45,7 @@ class CausalLM(Protocol):
         ...
 
 
-def model_class(architecture: str) -> type[CausalLM]:
+def model_class(architecture: str) -> type:
     """The class announced for a Hugging Face architecture name (entry points, group `jattn.models`).
 
     Raises:

@@ -29,12 +29,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--stdlib", type=pathlib.Path, help="sources to learn from, of a Python like this one; its own by default"
     )
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=9000)
     parser.add_argument("--batch", type=int, default=16, help="windows a step")
     parser.add_argument("--window", type=int, default=CONFIG["max_position_embeddings"], help="tokens a window")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its peak")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--token-noise", type=float, default=0.0, help="share of input tokens replaced at random")
+    parser.add_argument("--weight-decay", type=float, default=1.0)
+    parser.add_argument("--token-noise", type=float, default=0.15, help="share of input tokens replaced at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--chunk", type=int, default=100, help="steps a compiled call")
     parser.add_argument("--smoke", action="store_true", help="a few steps on a sliver of the corpus, on any machine")
@@ -91,7 +91,7 @@ def main() -> None:
         row_losses = network.row_losses(network.rounded(parameters))
         return nats_by_file(row_losses, documents[split], options.window, rows=options.batch)
 
-    state = trainer.first()
+    state, validation = trainer.first(), float("nan")
     for done in range(options.chunk, options.steps + 1, options.chunk):
         state, losses = trainer.run(state, options.chunk)
         message = f"step {done}/{options.steps}  train {float(np.mean(losses)):.4f}"

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from jattn.serving.config import EngineConfig
@@ -33,7 +32,7 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig) -> Pre
         cu_q_lens=_host_array(size + 1, 0, np.int32),
         rows=_host_array(size, config.max_num_seqs, np.int32),
         is_last=_host_array(size, False, np.bool_),
-        values=_rows_on_host(size, config),
+        values=empty_rows(size, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids, numpy=np),
     )
     end = 0
     for i, chunk in enumerate(chunks):
@@ -50,13 +49,6 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig) -> Pre
 def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
     """A NumPy array where a launch takes a JAX one."""
     return np.full(size, value, dtype)
-
-
-def _rows_on_host(size: int, config: EngineConfig) -> LoopState:
-    shapes = jax.eval_shape(lambda: empty_rows(size, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids))
-    rows = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    rows.stop_ids[:] = -1
-    return rows
 
 
 def _fill_row(rows: LoopState, i: int, request: Request) -> None:

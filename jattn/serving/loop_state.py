@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,16 +46,16 @@ class LoopState:
         return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), self, values)
 
 
-def empty_rows(num_rows: int, *, max_pages: int, max_stop_ids: int) -> LoopState:
-    """Rows that no request uses yet."""
-    zeros = functools.partial(jnp.zeros, (num_rows,))
+def empty_rows(num_rows: int, *, max_pages: int, max_stop_ids: int, numpy: Any = jnp) -> LoopState:
+    """Rows that no request uses yet, made by `numpy`: jax.numpy for the device, NumPy for the host."""
+    zeros = functools.partial(numpy.zeros, num_rows)
     return LoopState(
         last_tokens=zeros(jnp.int32),
         seq_lens=zeros(jnp.int32),
-        page_table=jnp.zeros((num_rows, max_pages), jnp.int32),
+        page_table=numpy.zeros((num_rows, max_pages), jnp.int32),
         sampling=SamplingState(
             temperature=zeros(jnp.float32), top_k=zeros(jnp.int32), top_p=zeros(jnp.float32), seed=zeros(jnp.uint32)
         ),
-        stop_ids=jnp.full((num_rows, max_stop_ids), -1, jnp.int32),
+        stop_ids=numpy.full((num_rows, max_stop_ids), -1, jnp.int32),
         finished=zeros(jnp.bool_),
     )

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jattn.parallel import Parallel
 
-ONE_DEVICE = Parallel()
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
 
 

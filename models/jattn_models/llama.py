@@ -11,10 +11,10 @@ from jattn.backend import AttentionBackend
 from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
-from jattn.parallel import Parallel
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import weights
 from jattn_models.attention import Attention, Pass
-from jattn_models.layers import ONE_DEVICE, GatedMLP, RMSNorm, Vocabulary
+from jattn_models.layers import GatedMLP, RMSNorm, Vocabulary
 from jattn_models.llama_config import LlamaConfig
 
 

@@ -57,7 +57,7 @@ class Rope:
         if not isinstance(fields, Mapping):
             raise ValueError(f"`rope_parameters` or `rope_scaling` must be an object. Got {fields!r}.")
         theta = positive({"rope_theta": 10000.0, **config, **fields}, "rope_theta", float)
-        rope_type = fields.get("rope_type", fields.get("type", "default"))
+        rope_type = fields.get("rope_type") or fields.get("type") or "default"
         if rope_type == "default":
             return cls(head_dim, theta)
         if rope_type != "llama3":

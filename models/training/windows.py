@@ -39,5 +39,9 @@ def cut_windows(documents: dict[str, np.ndarray], length: int) -> Windows:
 def pad_rows(windows: Windows, multiple: int) -> Windows:
     """The same windows and empty ones after them, the number of rows a multiple of `multiple`."""
     padding = ((0, -len(windows.names) % multiple), (0, 0))
-    arrays = (np.pad(array, padding) for array in (windows.inputs, windows.targets, windows.weights))
-    return Windows(*arrays, windows.names)
+    return Windows(
+        np.pad(windows.inputs, padding),
+        np.pad(windows.targets, padding),
+        np.pad(windows.weights, padding),
+        windows.names,
+    )

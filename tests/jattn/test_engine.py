@@ -205,7 +205,7 @@ def test_request_that_cannot_be_served_is_refused(engine, prompt, params, senten
 
 def test_request_larger_than_the_pool_is_refused(model):
     engine = Engine(model, dataclasses.replace(SMALL, num_pages=5, max_num_seqs=1))
-    with pytest.raises(ValueError, match=r"needs 5 pages of 8; the pool has 4"):
+    with pytest.raises(ValueError, match=r"needs 6 pages of 8; the pool has 4"):
         engine.make_request([1] * 20, GREEDY)
 
 

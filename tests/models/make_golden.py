@@ -55,14 +55,21 @@ def randomise(model: LlamaForCausalLM) -> None:
                 parameter.normal_(0.0, 0.3)
 
 
-def golden(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
-    """For each prompt its tokens, those to decode included, and the logits after every one of them."""
+def golden(model: LlamaForCausalLM, twin: LlamaForCausalLM | None = None) -> dict[str, np.ndarray]:
+    """For each prompt its tokens, those to decode included, and the logits after every one of them.
+
+    Args:
+        model: Computes in float32.
+        twin: The same model in the dtype that its weights are stored in; its logits tell what rounding costs.
+    """
     arrays = {"frequencies": model.model.rotary_emb.inv_freq.numpy()}
     for number, prompt_len in enumerate(PROMPT_LENS):
         tokens = torch.randint(model.config.vocab_size, (1, prompt_len + DECODE_STEPS))
+        arrays[f"tokens_{number}"] = tokens[0].numpy().astype(np.int32)
         with torch.no_grad():
             arrays[f"logits_{number}"] = model(tokens).logits[0].numpy()
-        arrays[f"tokens_{number}"] = tokens[0].numpy().astype(np.int32)
+            if twin:
+                arrays[f"twin_logits_{number}"] = twin(tokens).logits[0].float().numpy()
     return arrays
 
 
@@ -73,12 +80,14 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         model = LlamaForCausalLM._from_config(LlamaConfig(**BASE | changes), attn_implementation="eager").eval()
         randomise(model)
+        twin = None
         if name == "bfloat16":
-            model.to(torch.bfloat16).save_pretrained(folder)
-            model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            twin = model.to(torch.bfloat16)
+            twin.save_pretrained(folder)
+            model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         else:
             model.save_pretrained(folder, max_shard_size="70KB" if name == "sharded" else "1GB")
-        np.savez(folder / "golden.npz", **golden(model.eval()))
+        np.savez(folder / "golden.npz", **golden(model, twin))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The checkpoint that comes with the package is small, whole, and as good as its card says."""
 
-import functools
 import importlib.metadata
 import json
 import os
@@ -50,9 +49,9 @@ def window_nats():
     places = np.arange(WINDOW, dtype=np.int32)
     slots = table[places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE
 
-    @functools.partial(jax.jit, donate_argnums=1)
+    @jax.jit
     def log_probabilities(batch, pool):
-        hidden, pool = model(batch, backend.init_forward_metadata(batch), backend, pool)
+        hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)
         return jax.nn.log_softmax(model.compute_logits(hidden))
 
     def nats(tokens):

@@ -1,0 +1,59 @@
+"""Checkpoints whose tensors do not fit the model: the sentence for each."""
+
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jattn.checkpoint import Checkpoint
+from jattn_models.llama import LlamaForCausalLM
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a tiny model after its tensors were changed."""
+
+    def with_changes(case="mha", /, **changes):
+        folder = shutil.copytree(GOLDEN / case, tmp_path / case)
+        tensors = load_file(folder / "model.safetensors") | changes
+        save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
+        return LlamaForCausalLM.from_checkpoint(Checkpoint(folder), dtype=jnp.float32)
+
+    return with_changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({DOWN: None}, rf"model\.safetensors must hold the tensor '{DOWN}', which is missing"),
+        ({DOWN: np.zeros((48, 32), np.float32)}, rf"'{DOWN}' of .* must have shape \[32, 48\]. Got \[48, 32\]"),
+        ({DOWN: np.zeros((32, 48), np.int8)}, rf"'{DOWN}' must be one of float32, bfloat16, float16. Got int8"),
+        ({"extra": np.zeros(1, np.float32)}, "a place for. Got 1 others, such as 'extra'"),
+        ({"lm_head.weight": None}, "must hold the tensor 'lm_head.weight'"),
+    ],
+)
+def test_tensor_that_does_not_fit_is_named(load, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load(**changes)
+
+
+@pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight")])
+def test_tensor_that_is_not_needed_may_be_there(load, case, name):
+    load(case, **{name: np.zeros(4, np.float32)})
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+def test_weights_are_converted_to_the_models_dtype(load, stored):
+    values = np.arange(32)
+    model = load(**{"model.norm.weight": values.astype(stored)})
+    scale = model.norm.scale[...]
+    assert scale.dtype == jnp.float32
+    np.testing.assert_array_equal(scale, values)
