@@ -43,11 +43,6 @@ class Checkpoint:
         self._files, self._listing = self._open_weights()
 
     @property
-    def tokenizer_path(self) -> Path:
-        """Where the tokenizer's file is, if the checkpoint has one."""
-        return self.path / "tokenizer.json"
-
-    @property
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._files)
 

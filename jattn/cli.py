@@ -1,7 +1,9 @@
-"""The command line: `jattn generate`."""
+"""The command line: `jattn generate` and `jattn doctor`."""
 
 import contextlib
 import enum
+import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import entry_points, version
@@ -32,12 +34,21 @@ BAD_INPUT = (ValueError, NotImplementedError, FileNotFoundError, NotADirectoryEr
 
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
+# Where neither a flag nor the checkpoint says how to sample.
+DEFAULT_SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+
 
 class DType(enum.StrEnum):
     AUTO = "auto"
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise typer.BadParameter("must not be empty.")
+    return Path(text)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -59,18 +70,29 @@ def main(
 @app.command()
 def generate(
     model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Hugging Face checkpoint folder; the bundled one by default.")
+        Path | None,
+        typer.Option(metavar="DIR", parser=_path, help="Hugging Face checkpoint folder; the bundled one by default."),
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Text to continue; may be repeated.", show_default=False)
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="More prompts, one a line; empty lines are skipped.")
+        Path | None,
+        typer.Option(metavar="FILE", parser=_path, help="More prompts, one a line; empty lines are skipped."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 always takes the likeliest token.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Then among those that hold this probability; 1 is off.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Of the sampling; 0 always takes the likeliest token. Default: the checkpoint's, or 0.8."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Sample among the k likeliest tokens; 0 is off. Default: the checkpoint's, or 0."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Then among those that hold this probability; 1 is off. Default: the checkpoint's, or 1."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling; the prompt's number by default.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False,
     dtype: Annotated[DType, typer.Option(help="Of weights, keys and values.")] = DType.AUTO,
@@ -87,24 +109,41 @@ def generate(
     Several prompts are printed one after another, each before its text.
     """
     with _sentences_for_errors():
+        _check_output()
+
         from jattn.serving.request import SamplingParams
 
         prompts = [*(prompt or ()), *(_read_prompts(prompt_file) if prompt_file else ())] or list(DEFAULT_PROMPTS)
-        sampling_params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            ignore_eos=ignore_eos,
-        )
         path = model or _default_checkpoint()
+        flags = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        given = {name: value for name, value in flags.items() if value is not None}
+        sampling_params = SamplingParams(
+            max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos, **(_default_sampling(path) | given)
+        )
 
-        from jattn.serving.llm import LLM
+        with _Interrupts() as interrupts:
+            from jattn.serving.llm import LLM
 
-        llm = LLM(path, dtype=dtype.value, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs)
-        _print_text(llm.stream(prompts, sampling_params), prompts)
-        _print_summary(llm.stats)
+            llm = LLM(path, dtype=dtype.value, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs)
+            _print_text(interrupts.deltas(llm.stream(prompts, sampling_params)), prompts)
+            _print_summary(llm.stats)
+
+
+@app.command()
+def doctor() -> None:
+    """Show the devices, what serves each kind of attention call and why, versions, and known clashes.
+
+    The exit code is 1 if something is known not to work together.
+    """
+    with _sentences_for_errors():
+        _check_output()
+
+        from jattn.doctor import gather, show
+
+        facts = gather()
+        with _writing():
+            if not show(facts, Console()):
+                raise typer.Exit(1)
 
 
 @contextlib.contextmanager
@@ -137,6 +176,61 @@ def _default_checkpoint() -> Path:
     raise ValueError("`--model` must be given: no installed package brings a default checkpoint.")
 
 
+def _default_sampling(path: Path) -> dict[str, Any]:
+    """How the checkpoint's authors sample; one whose `do_sample` is false says nothing of it."""
+    from jattn.checkpoint import Checkpoint
+
+    config = Checkpoint(path).generation_config
+    said = {} if config.get("do_sample") is False else {name: config.get(name) for name in DEFAULT_SAMPLING}
+    for name, value in said.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{path / 'generation_config.json'} must give a number as `{name}`. Got {value!r}.")
+    return DEFAULT_SAMPLING | {name: value for name, value in said.items() if value is not None}
+
+
+class _Interrupts:
+    """Ctrl-C, remembered, since what a signal raises inside JAX can get lost. It raises as usual but within `deltas`.
+
+    As a context it handles the signal, unless that is ignored, as in the background, or another's affair.
+    """
+
+    def __init__(self):
+        self._seen = self._between_deltas = False
+
+    def __enter__(self) -> "_Interrupts":
+        self._handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._handles:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._handles:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def deltas(self, deltas: Iterable[Any]) -> Iterator[Any]:
+        """The deltas; Ctrl-C ends them after one, and a second one raises.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, now or since the context began.
+        """
+        self._between_deltas = True
+        self._check()
+        for delta in deltas:
+            yield delta
+            self._check()
+        self._between_deltas = False
+
+    def _interrupt(self, *_: Any) -> None:
+        waits = self._between_deltas and not self._seen
+        self._seen = True
+        if not waits:
+            raise KeyboardInterrupt
+
+    def _check(self) -> None:
+        if self._seen:
+            raise KeyboardInterrupt
+
+
 def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> None:
     """Prints the texts in the order of the prompts: the first unfinished one live, later ones once their turn comes."""
     several = len(prompts) > 1
@@ -164,20 +258,39 @@ def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> None:
 
 
 def _print_prompt(prompts: Sequence[str], index: int) -> None:
-    typer.secho(f"==> {index + 1} of {len(prompts)} <==", dim=True)
+    _write(f"==> {index + 1} of {len(prompts)} <==\n", dim=True)
     _write(prompts[index], bold=True)
 
 
-def _write(text: str, *, bold: bool = False) -> None:
+def _check_output() -> None:
+    if sys.stdout is None:
+        raise ValueError("Standard output must be open.")
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[None]:
+    """Turns a failed write to standard output into a ValueError; a closed pipe is left to typer, which ends quietly."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is still buffered must go somewhere, or the interpreter's last flush fails too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise ValueError(f"Standard output cannot be written: {error.strerror}.") from None
+
+
+def _write(text: str, **style: bool) -> None:
     """Writes to standard output at once; a terminal gets no control characters, for a model may make any."""
     if not text:
         return
     if sys.stdout.isatty():
         text = text.translate(_CONTROL)
-        text = typer.style(text, bold=True) if bold else text
+        text = typer.style(text, **style) if style else text
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    with _writing():
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
 
 
 def _print_summary(stats: Any) -> None:

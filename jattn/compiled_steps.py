@@ -115,12 +115,12 @@ def use_persistent_cache(folder: Path | None = None) -> None:
     """
     if jax.config.jax_compilation_cache_dir:
         return
-    if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "xla"
     try:
+        if folder is None:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "xla"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-    except OSError:
-        return  # a read-only home: compile each time
+    except (OSError, RuntimeError):
+        return  # a read-only home or none: compile each time
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

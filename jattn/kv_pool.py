@@ -11,8 +11,6 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels import write_pages
 from jattn_kernels.spec import PageLayout
 
-RESERVED_PAGE = 0  # zeroed, never allocated: what padded page tables point at
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVGroupSpec:
@@ -99,13 +97,13 @@ class KVPool:
 
 
 def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int, dtype) -> KVPool:
-    """A zeroed pool of `num_pages` pages of `page_size` tokens in each group, the reserved page 0 included.
+    """A zeroed pool of `num_pages` pages of `page_size` tokens in each group, the allocator's reserved page 0 included.
 
     Raises:
         ValueError: No page would be left to allocate, or `page_size` is below 1.
     """
     if num_pages < 2:
-        raise ValueError(f"`num_pages` must be at least 2: page {RESERVED_PAGE} is reserved. Got {num_pages}.")
+        raise ValueError(f"`num_pages` must be at least 2, as page 0 is reserved. Got {num_pages}.")
     if page_size < 1:
         raise ValueError(f"`page_size` must be at least 1. Got {page_size}.")
 

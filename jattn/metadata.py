@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from typing import Any
 
 import jax
 from jaxtyping import Array, Int
@@ -19,6 +20,7 @@ class AttentionMetadata:
         cu_q_lens: Where each sequence's queries begin.
         page_tables: One for each group of the pool.
         slots: For each group of the pool, where this pass's keys and values go.
+        schedules: For each of the backend's layers the kernels' work list; None where they need none.
         max_seq_len_q, max_seq_len_k: Static bounds, in tokens.
     """
 
@@ -26,5 +28,6 @@ class AttentionMetadata:
     cu_q_lens: Int[Array, " B+1"]
     page_tables: tuple[Int[Array, "B max_pages"], ...]
     slots: tuple[Int[Array, " T"], ...]
+    schedules: tuple[Any, ...]
     max_seq_len_q: int = dataclasses.field(metadata={"static": True})
     max_seq_len_k: int = dataclasses.field(metadata={"static": True})

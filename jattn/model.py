@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array, Float
 
-from jattn.backend import AttentionBackend
+from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
@@ -22,6 +22,11 @@ class CausalLM(Protocol):
     @property
     def context_len(self) -> int:
         """Positions that the model was made for, in tokens."""
+        ...
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """One of each kind of attention layer, its `layer_id` 0."""
         ...
 
     @property

@@ -36,8 +36,9 @@ class EngineConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"`{field.name}` must be at least 1. Got {value}.")
+            least = 2 if field.name == "num_pages" else 1
+            if isinstance(value, int) and value < least:
+                raise ValueError(f"`{field.name}` must be at least {least}. Got {value}.")
 
     @property
     def max_pages(self) -> int:

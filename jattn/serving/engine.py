@@ -1,8 +1,11 @@
 """The engine: the loop that plans on the host, launches on the device, and reads one step behind."""
 
+import contextlib
 import dataclasses
 import functools
+import os
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,13 +16,13 @@ from flax import nnx
 from jattn.backend import backend_class
 from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
 from jattn.flash_attention import FlashAttentionConfig
-from jattn.kv_pool import make_pool
+from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
 from jattn.serving.batches import decode_batch, prefill_batch
 from jattn.serving.config import EngineConfig
-from jattn.serving.loop_state import empty_rows
-from jattn.serving.request import FinishReason, Request, SamplingParams
+from jattn.serving.loop_state import LoopState, empty_rows
+from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
 from jattn.serving.steps import Steps
 
@@ -44,12 +47,17 @@ class _Launch:
 class Engine:
     """Serves requests with one model: continuous batching, chunked prefill, preemption by recompute.
 
+    For one thread at a time. A call that raises, even by Ctrl-C, loses no request: the next one starts them over.
+
     Args:
         model: The model; its weights stay on the device.
         config: Sizes.
         eos_token_ids: Tokens that end any request that does not ignore them.
         dtype: Of the keys and values in the pool.
         progress: Whether to show a bar while the steps compile.
+
+    Raises:
+        ValueError: A size cannot be served, or the pool does not fit the memory.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class Engine:
                 f"`max_context_len` must not exceed the model's {model.context_len}. Got {config.max_context_len}."
             )
         self.config = config
+        self._make_pool = functools.partial(_make_pool, model, config, dtype)
+        self._pool = self._make_pool()
         self.allocator = PageAllocator(config.num_pages)
         self.scheduler = Scheduler(
             self.allocator,
@@ -80,23 +90,32 @@ class Engine:
             FlashAttentionConfig(
                 max_context_len=config.max_context_len,
                 page_size=config.page_size,
+                layers=model.attention_layers,
+                dtype=jnp.dtype(dtype).name,
                 implementation=config.implementation,
             )
         )
         graph, self._weights = nnx.split(model)
-        self._pool = make_pool(model.kv_groups, num_pages=config.num_pages, page_size=config.page_size, dtype=dtype)
-        self._state = empty_rows(config.max_num_seqs, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids)
+        self._state = self._empty_state()
         self.compiled_steps = compile_steps(self._plans(Steps(graph, backend, config.page_size)), progress=progress)
         self._in_flight: deque[_Launch] = deque()
         self._num_requests = 0
+        self._aborting: deque[Request] = deque()
+        self._busy = False
+        self._cut_short = False
 
-    def make_request(self, prompt: list[int], params: SamplingParams) -> Request:
+    def make_request(self, prompt: Any, params: SamplingParams) -> Request:
         """A request that fits this engine, not queued yet.
+
+        Args:
+            prompt: Token ids.
+            params: How to go on from there.
 
         Raises:
             ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens; the
                 request could outgrow the pool.
         """
+        prompt = list(token_ids(prompt, "Token ids", self._vocab_size))
         if not prompt:
             raise ValueError("A prompt must have at least one token.")
         if len(prompt) >= self.config.max_context_len:
@@ -104,9 +123,6 @@ class Engine:
                 f"A prompt must leave room for a token in the context of {self.config.max_context_len} tokens. "
                 f"Got a prompt of {len(prompt)}."
             )
-        wrong = next((token for token in prompt if not 0 <= token < self._vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"Token ids must be at least 0 and below {self._vocab_size}. Got {wrong}.")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         if len(stop_ids) > self.config.max_stop_ids:
             raise ValueError(
@@ -115,7 +131,7 @@ class Engine:
             )
         request = Request(
             number=self._num_requests,
-            prompt=list(prompt),
+            prompt=prompt,
             params=params,
             limit=min(len(prompt) + params.max_tokens, self.config.max_context_len),
             stop_ids=stop_ids,
@@ -130,8 +146,10 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Ends a request at any stage and frees its pages; nothing happens if it has ended."""
-        if not request.finished:
-            self.scheduler.finish(request, "abort")
+        self._aborting.append(request)
+        if not self._busy:  # the garbage collector may close a stream, and so call this, amid a step
+            with self._guarded():
+                pass
 
     @property
     def has_work(self) -> bool:
@@ -139,13 +157,54 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Launches the next decode and prefill, then reads the tokens of the launches before them."""
-        events = self._read(0) if self.scheduler.must_preempt() else []
-        before = len(self._in_flight)
-        if requests := self.scheduler.plan_decode():
-            self._launch_decode(requests)
-        if chunks := self.scheduler.plan_prefill():
-            self._launch_prefill(chunks)
-        return events + self._read(len(self._in_flight) - before)
+        with self._guarded():
+            events = self._read(0) if self.scheduler.must_preempt() else []
+            before = len(self._in_flight)
+            if requests := self.scheduler.plan_decode():
+                self._launch_decode(requests)
+            if chunks := self.scheduler.plan_prefill():
+                self._launch_prefill(chunks)
+            return events + self._read(len(self._in_flight) - before)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around all that moves requests: aborts what is to be; if it is cut short, the next one starts over first."""
+        self._busy = True
+        try:
+            if self._cut_short:
+                self._restart()
+            self._cut_short = True
+            yield
+            self._finish_aborted()
+            self._cut_short = False
+        finally:
+            self._busy = False
+
+    def _restart(self) -> None:
+        """Goes on from the tokens read so far, with a new pool and state: a launch may have consumed the old ones."""
+        self._in_flight.clear()
+        self._pool = self._state = None  # their memory is needed for the new ones
+        self._pool = self._make_pool()
+        self._state = self._empty_state()
+        self.allocator = PageAllocator(self.config.num_pages)
+        for request in self.scheduler.restart(self.allocator):
+            self._finish_if_complete(request)
+
+    def _empty_state(self) -> LoopState:
+        config = self.config
+        return empty_rows(config.max_num_seqs, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids)
+
+    def _finish_aborted(self) -> None:
+        while self._aborting:
+            if not self._aborting[0].finished:
+                self.scheduler.finish(self._aborting[0], "abort")
+            self._aborting.popleft()
+
+    def _finish_if_complete(self, request: Request) -> None:
+        if request.generated and request.generated[-1] in request.stop_ids:
+            self.scheduler.finish(request, "stop")
+        elif request.num_tokens >= request.limit:
+            self.scheduler.finish(request, "length")
 
     def _read(self, keep: int) -> list[TokenEvent]:
         """Waits for all launches but the `keep` newest."""
@@ -156,10 +215,7 @@ class Engine:
                 if request is None or request.finished:
                     continue
                 request.generated.append(token)
-                if token in request.stop_ids:
-                    self.scheduler.finish(request, "stop")
-                elif len(request.tokens) == request.limit:
-                    self.scheduler.finish(request, "length")
+                self._finish_if_complete(request)
                 events.append(TokenEvent(request, token, request.finish_reason))
         return events
 
@@ -194,3 +250,26 @@ class Engine:
                 arguments = (*held, prefill_batch([], size, self.config))
                 plans["prefill", size, greedy_only] = StepPlan(prefill, arguments, donate=(1, 2))
         return plans
+
+
+def _make_pool(model: CausalLM, config: EngineConfig, dtype: Any) -> KVPool:
+    size = config.num_pages * sum(group.page_bytes(config.page_size, dtype) for group in model.kv_groups)
+    too_large = (
+        f"`num_pages` must be lower or `page_size` smaller: the pool needs {size} bytes, more than there are. "
+        f"Got num_pages={config.num_pages}, page_size={config.page_size}."
+    )
+    if size > _memory_bytes():
+        raise ValueError(too_large)
+    try:
+        pool = make_pool(model.kv_groups, num_pages=config.num_pages, page_size=config.page_size, dtype=dtype)
+        return jax.block_until_ready(pool)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(too_large) from error
+
+
+def _memory_bytes() -> int:
+    """The memory of the device, or of the host where that is the device."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

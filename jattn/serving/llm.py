@@ -1,25 +1,29 @@
 """LLM: text in, text out, over one engine."""
 
 import dataclasses
+import numbers
+import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.config import EngineConfig
-from jattn.serving.engine import Engine, TokenEvent
-from jattn.serving.request import FinishReason, Request, SamplingParams
+from jattn.serving.engine import Engine
+from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.text import StreamDecoder, Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[SupportsIndex] | np.ndarray
 
+_STOP_IDS = 8  # that a request may add to the checkpoint's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
 _POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
 
@@ -66,7 +70,7 @@ class RunStats:
 
 
 class LLM:
-    """A checkpoint, ready to serve.
+    """A checkpoint, ready to serve. Threads may share it: they take turns, and one's step serves the others' requests.
 
     Args:
         path: Hugging Face checkpoint folder.
@@ -99,6 +103,7 @@ class LLM:
         use_persistent_cache()
         checkpoint = Checkpoint(path)
         self.tokenizer = Tokenizer(checkpoint.path)
+        eos_token_ids = _eos_token_ids(checkpoint)
         weights_dtype = _dtype(dtype)
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
         context = model.context_len if max_context_len is None else max_context_len
@@ -113,14 +118,15 @@ class LLM:
                 max_context_len=context,
                 prefill_tokens=prefill_tokens,
                 prefill_seqs=max_num_seqs,
+                max_stop_ids=len(eos_token_ids) + _STOP_IDS,
                 implementation=implementation,
             ),
-            eos_token_ids=_eos_token_ids(checkpoint),
+            eos_token_ids=eos_token_ids,
             dtype=weights_dtype,
             progress=progress,
         )
         self.stats = RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.allocator.num_pages)
-        self._unread: dict[Request, deque[TokenEvent]] = {}
+        self._lock = threading.RLock()  # re-entered where the garbage collector closes a stream amid a step
 
     def generate(
         self,
@@ -156,7 +162,8 @@ class LLM:
         return self._serve(self._requests(prompts, sampling_params))
 
     def _requests(self, prompts, sampling_params) -> list[Request]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts] if isinstance(prompts, str | bytes | bytearray) else list(prompts)
+        if prompts and isinstance(prompts[0], numbers.Number):
             prompts = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
@@ -165,8 +172,9 @@ class LLM:
                 "`sampling_params` must be one for all prompts or one for each. "
                 f"Got {len(sampling_params)} for {len(prompts)} prompts."
             )
-        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
-        return [self.engine.make_request(*pair) for pair in zip(ids, sampling_params, strict=True)]
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        with self._lock:
+            return [self.engine.make_request(*pair) for pair in zip(ids, sampling_params, strict=True)]
 
     def _serve(self, requests: list[Request]) -> Iterator[Delta]:
         stats = self.stats = RunStats(
@@ -178,34 +186,40 @@ class LLM:
         scheduler.peak_pages, preemptions = 0, scheduler.num_preemptions
         decoders = [StreamDecoder(self.tokenizer) for _ in requests]
         start = time.perf_counter()
-        for request in requests:
-            self._unread[request] = deque()
-            self.engine.add(request)
         try:
-            for i, event in self._events(requests):
-                text = decoders[i].push([event.token])
-                if event.finish_reason:
+            with self._lock:
+                for request in requests:
+                    self.engine.add(request)
+            for i, token, finish_reason in self._tokens(requests):
+                text = decoders[i].push([token])
+                if finish_reason:
                     text += decoders[i].finish()
                 stats.generated_tokens += 1
                 stats.seconds = time.perf_counter() - start
                 stats.time_to_first_token = stats.time_to_first_token or stats.seconds
                 stats.peak_pages = scheduler.peak_pages
                 stats.preemptions = scheduler.num_preemptions - preemptions
-                yield Delta(i, text, (event.token,), event.finish_reason)
+                yield Delta(i, text, (token,), finish_reason)
         finally:
-            for request in requests:
-                self.engine.abort(request)
-                del self._unread[request]
+            with self._lock:
+                for request in requests:
+                    self.engine.abort(request)
 
-    def _events(self, requests: list[Request]) -> Iterator[tuple[int, TokenEvent]]:
-        """The requests' events, in the order of their arrival; other streams' events wait for their readers."""
-        while any(self._unread[request] or not request.finished for request in requests):
-            for i, request in enumerate(requests):
-                while self._unread[request]:
-                    yield i, self._unread[request].popleft()
-            for event in self.engine.step():
-                if event.request in self._unread:
-                    self._unread[event.request].append(event)
+    def _tokens(self, requests: list[Request]) -> Iterator[tuple[int, int, FinishReason | None]]:
+        """Each request's tokens, the reason with its last one; another stream's step may have read them."""
+        counts = [0] * len(requests)
+        unfinished = list(range(len(requests)))
+        while unfinished:
+            with self._lock:
+                if all(len(requests[i].generated) == counts[i] for i in unfinished):
+                    self.engine.step()
+                reasons: list[FinishReason | None] = [requests[i].finish_reason for i in unfinished]
+                ends = [len(requests[i].generated) for i in unfinished]
+            for i, end, reason in zip(unfinished, ends, reasons, strict=True):
+                while counts[i] < end:
+                    counts[i] += 1
+                    yield i, requests[i].generated[counts[i] - 1], reason if counts[i] == end else None
+            unfinished = [i for i, reason in zip(unfinished, reasons, strict=True) if reason is None]
 
 
 def _dtype(name: str):
@@ -217,10 +231,12 @@ def _dtype(name: str):
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    ids = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    files = {"generation_config.json": checkpoint.generation_config, "config.json": checkpoint.config}
+    for name, content in files.items():
+        ids = content.get("eos_token_id")
+        if ids is not None:
+            return token_ids(ids if isinstance(ids, list) else [ids], f"`eos_token_id` of {checkpoint.path / name}")
+    return ()
 
 
 def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_tokens: int) -> int:
@@ -232,4 +248,9 @@ def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_
     if "bytes_limit" in stats:
         budget = _POOL_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
     fitting = int(budget) // sum(group.page_bytes(page_size, dtype) for group in groups)
+    if fitting < 2:
+        raise ValueError(
+            f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
+            f"Got {page_size}."
+        )
     return min(-(-most_tokens // page_size) + 1, fitting)

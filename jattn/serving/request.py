@@ -3,11 +3,15 @@
 import dataclasses
 import enum
 import math
-from typing import Literal
+import operator
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
+@typing.no_type_check  # it checks its values itself, and takes any integer type
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the tokens of a request are chosen.
@@ -35,16 +39,47 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f"`max_tokens` must be at least 1. Got {self.max_tokens}.")
+        whole = {
+            "max_tokens": whole_number(self.max_tokens, "`max_tokens` must be a whole number of at least 1.", 1),
+            "top_k": whole_number(self.top_k, "`top_k` must be a whole number of at least 0 (off).", 0, 2**31),
+            "stop_token_ids": token_ids(self.stop_token_ids, "`stop_token_ids`"),
+        }
+        if self.seed is not None:
+            rule = "`seed` must be a whole number of at least 0 and below 2**32."
+            whole["seed"] = whole_number(self.seed, rule, 0, 2**32)
+        for name, value in whole.items():
+            object.__setattr__(self, name, value)
         if not (0 <= self.temperature < math.inf):
             raise ValueError(f"`temperature` must be finite and at least 0 (greedy). Got {self.temperature}.")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"`top_k` must be at least 0 (off). Got {self.top_k}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must be above 0 and at most 1 (off). Got {self.top_p}.")
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise ValueError(f"`seed` must be at least 0 and below 2**32. Got {self.seed}.")
+
+
+def whole_number(value: Any, rule: str, least: int, below: int | float = math.inf) -> int:
+    """`value` as an int, of whatever integer type it was.
+
+    Raises:
+        ValueError: It is no integer, or out of range; the message is `rule` and the value.
+    """
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if not least <= number < below:
+        raise ValueError(f"{rule} Got {value!r}.")
+    return number
+
+
+def token_ids(values: Any, what: str, below: int = 2**31) -> tuple[int, ...]:
+    """Token ids as ints, from a sequence or array of any integer type.
+
+    Raises:
+        ValueError: They are no such sequence, or one is out of range; the message begins with `what`.
+    """
+    rule = f"{what} must be whole numbers at least 0 and below {below}."
+    if isinstance(values, bytes | bytearray) or not isinstance(values, Iterable):
+        raise ValueError(f"{rule} Got {values!r}.")
+    return tuple(whole_number(value, rule, 0, below) for value in values)
 
 
 class RequestStatus(enum.Enum):
@@ -87,6 +122,10 @@ class Request:
     def tokens(self) -> list[int]:
         """What a prefill must compute: the prompt, and what was generated before a preemption."""
         return self.prompt + self.generated
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.generated)
 
     @property
     def finished(self) -> bool:

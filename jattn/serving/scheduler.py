@@ -43,6 +43,7 @@ class Scheduler:
         self._page_size = page_size
         self._prefill_tokens = prefill_tokens
         self._prefill_seqs = prefill_seqs
+        self._max_num_seqs = max_num_seqs
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._waiting: deque[Request] = deque()
         self._admitted: list[Request] = []  # in order of arrival
@@ -105,7 +106,7 @@ class Scheduler:
         for request in self._admitted:
             if request.status is not RequestStatus.PREFILL or not budget or len(chunks) == self._prefill_seqs:
                 continue
-            total = len(request.tokens)
+            total = request.num_tokens
             start = request.num_computed
             stop = min(total, start + budget)
             budget -= stop - start
@@ -118,12 +119,29 @@ class Scheduler:
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request at any stage; its pages and its row are free from the next launch on."""
-        if request.status is RequestStatus.WAITING:
-            self._waiting.remove(request)
-        else:
+        request.finish_reason, request.status = reason, RequestStatus.FINISHED
+        if request in self._admitted:
             self._release(request)
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
+        elif request in self._waiting:
+            self._waiting.remove(request)
+
+    def restart(self, allocator: PageAllocator) -> list[Request]:
+        """Lets all requests wait again, whatever a call that was cut short has left behind.
+
+        Args:
+            allocator: A fresh one.
+
+        Returns:
+            The requests.
+        """
+        requests = [r for r in dict.fromkeys([*self._admitted, *self._waiting]) if not r.finished]
+        for request in requests:
+            request.status, request.row, request.pages, request.num_computed = RequestStatus.WAITING, None, [], 0
+        self._allocator = allocator
+        self._free_rows = list(reversed(range(self._max_num_seqs)))
+        self._waiting = deque(requests)  # before `_admitted` is emptied: this call may be cut short too
+        self._admitted = []
+        return requests
 
     def _decodable(self) -> list[Request]:
         return [r for r in self._admitted if r.status is RequestStatus.RUNNING and not r.at_limit]
@@ -135,20 +153,20 @@ class Scheduler:
         while self._waiting and self._free_rows:
             request = self._waiting[0]
             # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
-            needed = self.pages_for(min(len(request.tokens) + 1, request.limit))
+            needed = self.pages_for(min(request.num_tokens + 1, request.limit))
             if needed > self._allocator.num_free:
                 return
-            self._waiting.popleft()
             request.pages = self._allocator.allocate(needed)
             request.row = self._free_rows.pop()
             request.status = RequestStatus.PREFILL
-            self._admitted.append(request)
+            self._admitted.append(request)  # before it leaves the queue: `restart` must find it in one of them
+            self._waiting.popleft()
 
     def _preempt(self, request: Request) -> None:
+        self._waiting.appendleft(request)
         self._release(request)
         request.num_computed = 0
         request.status = RequestStatus.WAITING
-        self._waiting.appendleft(request)
         self.num_preemptions += 1
 
     def _release(self, request: Request) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn_kernels import shapes
@@ -187,6 +188,48 @@ def ragged_extend(
     run = _chosen("ragged_extend", q, k, None, options, spec, implementation)
     out, lse = run(q, k, v, cu_q_lens, cu_kv_lens, options, spec=spec)
     return (out, lse) if return_lse else out
+
+
+def make_schedule(
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"] | None = None,
+    *,
+    spec: AttentionSpec,
+    num_tokens: int,
+    dtype: Any,
+    page_size: int,
+    implementation: str | None = None,
+) -> Any:
+    """The work list of a step, which all layers of one spec share; jit-able.
+
+    For calls that leave `q_start` and `kv_start` to their defaults.
+
+    Args:
+        cu_q_lens: None for `paged_decode`.
+        num_tokens: Query tokens a sequence in decode; in all, padded ones included, in extend.
+        dtype: Of queries, keys and values.
+        page_size: Tokens a page.
+
+    Returns:
+        What `schedule` takes; None where the implementation that serves these calls needs none.
+
+    Raises:
+        ValueError, NotImplementedError: As `paged_decode`.
+    """
+    operation: Operation = "paged_decode" if cu_q_lens is None else "paged_extend"
+    dtype = jnp.dtype(dtype)
+    call = AttentionCall(
+        operation=operation,
+        spec=spec,
+        q_dtype=dtype.name,
+        kv_dtype=dtype.name,
+        page_size=page_size,
+        device=default_device(),
+    )
+    plan = choose(call, implementation).implementation.schedules.get(operation)
+    if plan is None:
+        return None
+    return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, itemsize=dtype.itemsize)
 
 
 def _chosen(

@@ -95,8 +95,11 @@ class Implementation:
         refuses: Says in a sentence why a call cannot be served, or returns None.
         operations: For each operation the function (*arrays, options, spec=..., page_size=... if paged) -> (out, lse),
             arrays as the face takes them.
+        schedules: For each operation that reads a work list the function (seq_lens, cu_q_lens, spec=...,
+            num_tokens=..., itemsize=...) -> schedule.
     """
 
     name: str
     refuses: Callable[[AttentionCall], str | None]
     operations: Mapping[Operation, Callable[..., tuple[Array, Array]]]
+    schedules: Mapping[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)

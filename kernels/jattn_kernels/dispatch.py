@@ -3,10 +3,11 @@
 from typing import NamedTuple
 
 from jattn_kernels.call import AttentionCall, Implementation
+from jattn_kernels.mosaic import MOSAIC
 from jattn_kernels.xla import XLA
 
 # In order of preference.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (XLA,)
+IMPLEMENTATIONS: tuple[Implementation, ...] = (MOSAIC, XLA)
 
 
 class Choice(NamedTuple):

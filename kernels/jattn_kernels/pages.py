@@ -31,10 +31,21 @@ def write_pages(
         Both arrays of pages; rows are rounded to their dtype, and clipped to its finite range if that is fp8.
 
     Raises:
-        ValueError: A shape or dtype is wrong.
+        ValueError: A shape or dtype is wrong, or `layout` or `combined_pool` is unknown.
     """
     facts, _ = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
-    check_page_rows(k_pages, v_pages, k, v, slots, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
+    check_page_rows(
+        k_pages,
+        v_pages,
+        k,
+        v,
+        slots,
+        layout=layout,
+        combined_pool=combined_pool,
+        layer_index=layer_index,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
     def written(pages, rows, scale, kv_index):
         index = _row_index(facts, slots, layout, combined_pool, layer_index, kv_index)

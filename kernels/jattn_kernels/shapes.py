@@ -1,6 +1,6 @@
 """Trace-time checks: the one place where a wrong shape or dtype becomes a sentence."""
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax.numpy as jnp
 
@@ -21,14 +21,20 @@ class PageGeometry(NamedTuple):
     head_dim: int
 
 
-def page_geometry(
-    name: str, pages, *, layout: PageLayout, combined_pool: CombinedPool | None, layer_index
-) -> PageGeometry:
+def page_geometry(name: str, pages, *, layout: str, combined_pool: str | None, layer_index) -> PageGeometry:
     """Reads the shape of `pages`, which has a leading layer axis exactly if `layer_index` is given.
 
     Raises:
-        ValueError: The shape has another number of axes, no 2 where a combined pool has it, or too few layers.
+        ValueError: The shape has another number of axes, no 2 where a combined pool has it, or too few layers, or
+            `layout` or `combined_pool` is unknown.
     """
+    if layout not in get_args(PageLayout):
+        raise ValueError(f"`layout` must be one of {', '.join(get_args(PageLayout))}. Got layout={layout!r}.")
+    if combined_pool not in (None, *get_args(CombinedPool)):
+        raise ValueError(
+            f"`combined_pool` must be None or one of {', '.join(get_args(CombinedPool))}. "
+            f"Got combined_pool={combined_pool!r}."
+        )
     axes = ["P", "page_size", "K", "H"] if layout == "NHD" else ["P", "K", "page_size", "H"]
     if combined_pool is not None:
         axes.insert(1 if combined_pool == "pages_first" else 0, "2")
@@ -51,7 +57,7 @@ def page_geometry(
 
 
 def paged_geometry(
-    k_pages, v_pages, *, layout: PageLayout, combined_pool: CombinedPool | None, layer_index
+    k_pages, v_pages, *, layout: str, combined_pool: str | None, layer_index
 ) -> tuple[PageGeometry, PageGeometry]:
     """The geometries of K and V, which differ at most in `head_dim`.
 
@@ -197,9 +203,9 @@ def _check_pages(q, k_pages, v_pages, page_table, seq_lens, options: AttentionOp
                 f"{spec.page_layout}. Got {name}.shape={pages.shape}."
             )
     _check_dtypes(q, "k_pages", k_pages)
-    if seq_lens.ndim != 1 or page_table.ndim != 2 or page_table.shape[1] < 1:
+    if seq_lens.ndim != 1 or page_table.ndim != 2 or seq_lens.shape[0] < 1 or page_table.shape[1] < 1:
         raise ValueError(
-            "`seq_lens` must be [B] and `page_table` [B, max_pages]. "
+            "`seq_lens` must be [B] and `page_table` [B, max_pages], both sizes at least 1. "
             f"Got seq_lens.shape={seq_lens.shape}, page_table.shape={page_table.shape}."
         )
     check_int32("seq_lens", seq_lens, seq_lens.shape)
@@ -208,6 +214,8 @@ def _check_pages(q, k_pages, v_pages, page_table, seq_lens, options: AttentionOp
 
 
 def _check_layer_index(layer_index, num_layers: int) -> None:
+    if isinstance(layer_index, bool) or not (isinstance(layer_index, int) or hasattr(layer_index, "dtype")):
+        raise ValueError(f"`layer_index` must be an int or an int32 scalar. Got layer_index={layer_index!r}.")
     if not isinstance(layer_index, int):
         check_int32("layer_index", layer_index, ())
     elif not 0 <= layer_index < num_layers:
@@ -216,10 +224,14 @@ def _check_layer_index(layer_index, num_layers: int) -> None:
 
 def _check_dtypes(q, kv_name: str, kv) -> None:
     for name, array in (("q", q), (kv_name, kv)):
-        if array.dtype.name not in _FLOATS + _FP8:
-            raise ValueError(f"`{name}` must be one of {', '.join(_FLOATS + _FP8)}. Got {name}.dtype={array.dtype}.")
+        _check_float(name, array)
     if kv.dtype.name not in _FP8:
         same_dtype("q", q, kv_name, kv)
+
+
+def _check_float(name: str, array) -> None:
+    if array.dtype.name not in _FLOATS + _FP8:
+        raise ValueError(f"`{name}` must be one of {', '.join(_FLOATS + _FP8)}. Got {name}.dtype={array.dtype}.")
 
 
 def _check_options(options: AttentionOptions, *, num_seqs: int, q_shape: tuple[int, ...], spec: AttentionSpec) -> None:
@@ -244,11 +256,13 @@ def check_page_rows(
     v,
     slots,
     *,
-    layout: PageLayout,
-    combined_pool: CombinedPool | None,
+    layout: str,
+    combined_pool: str | None,
     layer_index,
+    k_scale=None,
+    v_scale=None,
 ) -> None:
-    """Checks rows that are to be written into pages.
+    """Checks rows that are to be written into pages, and their scales.
 
     Raises:
         ValueError: A shape or dtype is wrong.
@@ -260,6 +274,22 @@ def check_page_rows(
                 f"`{name}` must be [T, {geometry.num_kv_heads}, {geometry.head_dim}] as the pages are. "
                 f"Got {name}.shape={rows.shape}."
             )
+        _check_float(name, rows)
+    _check_float("k_pages", k_pages)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        _check_scale(name, scale, facts[0].num_kv_heads)
     check_int32("slots", slots, k.shape[:1])
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"`k` and `v` must have one row a slot. Got k.shape={k.shape}, v.shape={v.shape}.")
+
+
+def _check_scale(name: str, scale, num_kv_heads: int) -> None:
+    if scale is None:
+        return
+    if not hasattr(scale, "dtype"):
+        raise ValueError(f"`{name}` must be None or an array of floats. Got {name}={scale!r}.")
+    if scale.dtype.name not in _FLOATS or scale.shape not in ((), (num_kv_heads,)):
+        raise ValueError(
+            f"`{name}` must be floats, a scalar or [{num_kv_heads}] as the pages have heads. "
+            f"Got {name}.dtype={scale.dtype}, {name}.shape={scale.shape}."
+        )

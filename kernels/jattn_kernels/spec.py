@@ -7,6 +7,8 @@ from typing import Literal
 PageLayout = Literal["NHD", "HND"]
 CombinedPool = Literal["pages_first", "kv_first"]
 
+_INT32_MAX = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -50,8 +52,9 @@ class AttentionSpec:
 
     def __post_init__(self):
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+            value = getattr(self, name)
+            if not _is_whole(value) or value < 1:
+                raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={value!r}.")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
                 "`num_q_heads` must be a multiple of `num_kv_heads`. "
@@ -59,8 +62,10 @@ class AttentionSpec:
             )
         for name, least in (("v_head_dim", 1), ("window_left", 0), ("window_right", 0), ("chunk_size", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be None (off) or at least {least}. Got {name}={value}.")
+            if value is not None and not (_is_whole(value) and least <= value <= _INT32_MAX):
+                raise ValueError(
+                    f"`{name}` must be None (off) or a whole number in {least} .. {_INT32_MAX}. Got {name}={value!r}."
+                )
         if self.logits_soft_cap is not None and not (0 < self.logits_soft_cap < math.inf):
             raise ValueError(
                 f"`logits_soft_cap` must be None (off) or positive and finite. Got {self.logits_soft_cap}."
@@ -90,3 +95,7 @@ class AttentionSpec:
     def scale(self) -> float:
         """The softmax scale in force."""
         return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
+
+
+def _is_whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -50,11 +50,9 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(hidden_size, heads * head_dim, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(self.num_q_heads * head_dim, hidden_size, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
-        """The layer's addition to the residual stream, and the pool as the backend returned it."""
-        heads = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim)
-        q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
-        layer = AttentionLayer(
+    def layer(self, layer_index: Int[Array, ""] | int) -> AttentionLayer:
+        """What a backend must know of one of these layers."""
+        return AttentionLayer(
             layer_id=layer_index,
             tp_q_head_num=self.num_q_heads,
             tp_k_head_num=self.num_kv_heads,
@@ -63,6 +61,12 @@ class Attention(nnx.Module):
             v_head_dim=self.head_dim,
             scaling=self.head_dim**-0.5,
         )
+
+    def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
+        """The layer's addition to the residual stream, and the pool as the backend returned it."""
+        heads = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim)
+        q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
+        layer = self.layer(layer_index)
         q, k = rotate(q, this_pass.angles), rotate(k, this_pass.angles)
         out, pool = forward(this_pass.backend, q, k, v, layer, this_pass.forward_batch, this_pass.metadata, pool)
         return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.backend import AttentionBackend
+from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
@@ -95,6 +95,11 @@ class LlamaForCausalLM(nnx.Module):
     def context_len(self) -> int:
         """Positions that the model was made for, in tokens."""
         return self.config.context_len
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """One kind of layer."""
+        return (self.layers.attention.layer(0),)
 
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:

@@ -34,33 +34,55 @@ def load(state: Any, sources: Mapping[Path, Sources], checkpoint: Checkpoint, *,
     Raises:
         ValueError: A tensor is missing, has another shape or dtype, or has no leaf.
     """
-    leaves = nnx.to_flat_state(state)
-    read: set[str] = set()
-    loaded = []
-    for path, variable in leaves:
-        leaf = _leaf(path, variable.get_value(), sources[path], checkpoint, read)
-        loaded.append((path, variable.replace(leaf)))
-    left = [name for name in checkpoint.tensor_names if name not in read and name not in unused]
-    if left := [name for name in left if not _RECOMPUTED.fullmatch(name)]:
-        raise ValueError(
-            f"{checkpoint.path} must hold only tensors that {checkpoint.architecture} has a place for. "
-            f"Got {len(left)} others, such as {left[0]!r}."
-        )
+    leaves = [(path, variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
+    _check_names([(abstract, sources[path]) for path, _, abstract in leaves], checkpoint, unused)
+    loaded = [
+        (path, variable.replace(_leaf(path, abstract, sources[path], checkpoint)))
+        for path, variable, abstract in leaves
+    ]
     return nnx.from_flat_state(loaded)
 
 
-def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, sources: Sources, checkpoint: Checkpoint, read: set[str]) -> Any:
-    leaf = jnp.zeros(abstract.shape, abstract.dtype)
-    stacked = "{layer}" in next(iter(sources))
+def _check_names(
+    leaves: list[tuple[jax.ShapeDtypeStruct, Sources]], checkpoint: Checkpoint, unused: tuple[str, ...]
+) -> None:
+    """Checks the names alone, before memory is taken for all the layers that a configuration claims."""
+    left = dict.fromkeys(checkpoint.tensor_names)
+    for abstract, sources in leaves:
+        for layer in range(_num_layers(abstract, sources)):
+            for template in sources:
+                name = template.format(layer=layer)
+                if name not in left:
+                    checkpoint.read(name)  # raises: it is missing
+                left.pop(name, None)
+    if others := [name for name in left if name not in unused and not _RECOMPUTED.fullmatch(name)]:
+        raise ValueError(
+            f"{checkpoint.path} must hold only tensors that {checkpoint.architecture} has a place for. "
+            f"Got {len(others)} others, such as {others[0]!r}."
+        )
+
+
+def _is_stacked(sources: Sources) -> bool:
+    return "{layer}" in next(iter(sources))
+
+
+def _num_layers(abstract: jax.ShapeDtypeStruct, sources: Sources) -> int:
+    return abstract.shape[0] if _is_stacked(sources) else 1
+
+
+def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, sources: Sources, checkpoint: Checkpoint) -> Any:
+    leaf = None
+    stacked = _is_stacked(sources)
     shape, transposed = abstract.shape[stacked:], path[-1] == "kernel"
-    for layer in range(abstract.shape[0] if stacked else 1):
+    for layer in range(_num_layers(abstract, sources)):
         start = 0
         for template, width in sources.items():
             name = template.format(layer=layer)
             part = (*shape[:-1], width or shape[-1])
             tensor = _tensor(checkpoint, name, part[::-1] if transposed else part)
+            if leaf is None:  # only now: the configuration's shape is the checkpoint's too
+                leaf = jnp.zeros(abstract.shape, abstract.dtype)
             leaf = _placed(leaf, tensor, layer, start, stacked=stacked, transposed=transposed)
-            read.add(name)
             start += part[-1]
         assert start == shape[-1], f"{path} is not filled"
     return leaf

@@ -71,7 +71,6 @@ def test_checkpoint_tells_its_configuration(folder):
     assert checkpoint.config == CONFIG
     assert checkpoint.architecture == "LlamaForCausalLM"
     assert checkpoint.generation_config == {}
-    assert checkpoint.tokenizer_path == checkpoint.path / "tokenizer.json"
     write(folder / "generation_config.json", {"eos_token_id": 3})
     assert Checkpoint(folder).generation_config == {"eos_token_id": 3}
 

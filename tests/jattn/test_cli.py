@@ -1,7 +1,9 @@
 """The command line hands on what it was told, prints text in order, and answers bad input with one sentence."""
 
+import contextlib
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import jattn.checkpoint
 from jattn import cli
 from jattn.serving.request import SamplingParams
 
@@ -38,6 +41,7 @@ class FakeLLM:
     """Gives the deltas, or raises the errors, that a test has put on the class."""
 
     deltas: list
+    generation_config: dict
     stats = Stats()
     init_error = stream_error = None
 
@@ -57,10 +61,14 @@ class FakeLLM:
 def llm(monkeypatch):
     class LLM(FakeLLM):
         deltas = [Delta(0, "one"), Delta(0, " two", "stop")]  # noqa: RUF012
+        generation_config = {}  # noqa: RUF012
 
     module = types.ModuleType("jattn.serving.llm")
     module.LLM = LLM
     monkeypatch.setitem(sys.modules, "jattn.serving.llm", module)
+    monkeypatch.setattr(
+        jattn.checkpoint, "Checkpoint", lambda _: types.SimpleNamespace(generation_config=LLM.generation_config)
+    )
     return LLM
 
 
@@ -106,6 +114,31 @@ def test_generate_hands_on_every_flag(llm):
     assert llm.sampling_params == SamplingParams(
         max_tokens=5, temperature=0.0, top_k=3, top_p=0.5, seed=9, ignore_eos=True
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "expected"),
+    [
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, "", {"temperature": 0.7, "top_p": 0.9, "top_k": 20}),
+        ({"do_sample": True, "temperature": 0.7, "top_p": None}, "", {"temperature": 0.7}),
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.9, "top_k": 20}, "", {"temperature": 0.8}),
+        ({"temperature": 0.7, "top_p": 0.9}, "--temperature 0", {"temperature": 0.0, "top_p": 0.9}),
+        ({"top_p": 0.9, "top_k": 20}, "--top-p 1 --top-k 0", {"temperature": 0.8}),
+    ],
+)
+def test_generate_samples_as_the_checkpoint_says_unless_a_flag_is_given(llm, config, flags, expected):
+    llm.generation_config = config
+    assert generate("--prompt", "x", *flags.split()).exit_code == 0
+    assert llm.sampling_params == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize("value", ["hot", True, [1]])
+def test_generate_names_the_checkpoints_bad_sampling_value(llm, value):
+    llm.generation_config = {"temperature": value}
+    result = generate("--prompt", "x")
+    assert result.exit_code == 2
+    assert "generation_config.json must give a number as `temperature`. Got " in result.stderr
+    assert not hasattr(llm, "path")
 
 
 def test_generate_takes_prompts_then_those_of_the_file(llm, tmp_path):
@@ -234,6 +267,79 @@ def test_generate_interrupt_is_quiet(llm, where):
     result = generate("--prompt", "x")
     assert result.exit_code == 130
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_generate_interrupt_waits_for_the_delta_and_the_second_does_not(llm, presses):
+    class Deltas:
+        made = 0
+
+        def __iter__(self):
+            for text in "abc":
+                self.made += 1
+                if text == "b":
+                    for _ in range(presses):
+                        signal.raise_signal(signal.SIGINT)
+                yield Delta(0, text)
+
+    llm.deltas = Deltas()
+    result = generate("--prompt", "x")
+    assert result.exit_code == 130
+    assert result.stdout == {1: "ab", 2: "a"}[presses]
+    assert llm.deltas.made == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_generate_interrupt_that_got_lost_while_loading_still_counts(llm):
+    def init(self, *_, **__):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    llm.__init__ = init
+    result = generate("--prompt", "x")
+    assert (result.exit_code, result.stdout) == (130, "")
+
+
+def test_generate_leaves_an_ignored_interrupt_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with cli._Interrupts() as interrupts:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert list(interrupts.deltas([1, 2])) == [1, 2]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("output", "sentence"),
+    [
+        (">/dev/full", "error: Standard output cannot be written: No space left on device.\n"),
+        (">&-", "error: Standard output must be open.\n"),
+    ],
+)
+def test_output_that_takes_no_text_is_one_sentence(output, sentence):
+    program = (
+        "import sys, typer; from jattn import cli\n"
+        "try:\n"
+        "    with cli._sentences_for_errors(): cli._check_output(); cli._write('text')\n"
+        "except typer.Exit as exit: sys.exit(exit.exit_code)"
+    )
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {output}', sys.executable, program]
+    result = subprocess.run(shell, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, sentence)
+
+
+def test_module_runs_the_command():
+    result = subprocess.run([sys.executable, "-m", "jattn", "--version"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, f"jattn {version('jattn')}\n")
+
+
+@pytest.mark.parametrize("flag", ["--model", "--prompt-file"])
+def test_generate_empty_path_is_bad_usage(llm, flag):
+    result = generate("--prompt", "x", flag, "")
+    assert result.exit_code == 2
+    assert f"'{flag}': must not be empty" in result.stderr
+    assert not hasattr(llm, "path")
 
 
 @pytest.mark.parametrize(

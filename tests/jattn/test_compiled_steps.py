@@ -61,3 +61,16 @@ def test_persistent_cache_is_private_and_yields_to_the_users_own(tmp_path, monke
     folder = tmp_path / "jattn" / "xla"
     assert updates["jax_compilation_cache_dir"] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Could not determine home directory."), PermissionError()])
+def test_persistent_cache_is_left_out_without_a_usable_home(monkeypatch, error):
+    def home():
+        raise error
+
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(compiled_steps.Path, "home", home)
+    compiled_steps.use_persistent_cache()
+    assert updates == {}

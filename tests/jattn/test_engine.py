@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from importlib.metadata import entry_points
 
 import jax
@@ -14,6 +15,8 @@ from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
 from jattn.model import model_class
+from jattn.serving import engine as engine_module
+from jattn.serving import scheduler as scheduler_module
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
@@ -126,6 +129,112 @@ def test_stop_token_ends_a_request_and_is_its_last(model, engine):
     assert request.finish_reason == "stop"
 
 
+def test_events_of_a_step_belong_to_launches_before_it(model, engine):
+    (prompt,) = random_prompts(1, model.vocab_size, longest=20, seed=6)
+    engine.add(engine.make_request(prompt, dataclasses.replace(GREEDY, max_tokens=3)))
+    counts = [len(engine.step()) for _ in range(5)]
+    assert counts == [0, 1, 1, 1, 0]
+    assert not engine.has_work
+
+
+def interrupt_after(steps, calls):
+    """Compiled steps of which one is cut short once it has consumed what was donated."""
+
+    def call(*arguments):
+        nonlocal calls
+        results = steps(*arguments)
+        calls -= 1
+        if calls == 0:
+            raise KeyboardInterrupt
+        return results
+
+    return call
+
+
+@pytest.mark.parametrize("calls", [1, 2, 9, 30])
+def test_interrupted_launch_loses_no_request(model, engine, monkeypatch, calls):
+    prompts = random_prompts(12, model.vocab_size, longest=40, seed=7)
+    expected = run(engine, [engine.make_request(prompt, GREEDY) for prompt in prompts])
+    requests = [engine.make_request(prompt, GREEDY) for prompt in prompts]
+    monkeypatch.setattr(engine, "compiled_steps", interrupt_after(engine.compiled_steps, calls))
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, requests)
+    run(engine, [])
+    for prompt, request, wanted in zip(prompts, requests, expected, strict=True):
+        assert_same_up_to_ties(model, prompt, request.generated, wanted)
+    assert all(request.finish_reason == "length" for request in requests)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_interrupts_at_random_lines_lose_no_request(model, engine, seed):
+    files = {engine_module.__file__, scheduler_module.__file__}
+    rng = random.Random(seed)
+    lines_left = rng.randrange(2000)
+
+    def trace(frame, event, argument):
+        nonlocal lines_left
+        if frame.f_code.co_filename not in files:
+            return None
+        lines_left -= event == "line"
+        if lines_left == 0:
+            lines_left = rng.randrange(2000)
+            raise KeyboardInterrupt
+        return trace
+
+    prompts = random_prompts(12, model.vocab_size, longest=30, seed=seed)
+    params = dataclasses.replace(GREEDY, max_tokens=12)
+    expected = run(engine, [engine.make_request(prompt, params) for prompt in prompts])
+    requests = [engine.make_request(prompt, params) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
+    interrupts = 0
+    before = sys.gettrace()
+    while engine.has_work and interrupts < 5:
+        sys.settrace(trace)
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(before)
+    run(engine, [])
+    assert interrupts
+    for prompt, request, wanted in zip(prompts, requests, expected, strict=True):
+        assert_same_up_to_ties(model, prompt, request.generated, wanted)
+
+
+def test_abort_amid_a_step_waits_for_its_end(model, engine, monkeypatch):
+    requests = [engine.make_request(prompt, GREEDY) for prompt in random_prompts(3, model.vocab_size, 20, seed=8)]
+    monkeypatch.setattr(engine.scheduler, "must_preempt", lambda: engine.abort(requests[0]))
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert [request.finish_reason for request in requests] == ["abort", None, None]
+    monkeypatch.undo()
+    run(engine, [])
+
+
+@pytest.mark.parametrize(("num_pages", "page_size"), [(10**9, 16), (10**18, 16), (2, 10**9)])
+def test_pool_beyond_the_memory_is_refused(model, num_pages, page_size):
+    with pytest.raises(ValueError, match=rf"pool needs \d+ bytes, .* Got num_pages={num_pages}, page_size={page_size}"):
+        Engine(model, dataclasses.replace(SMALL, num_pages=num_pages, page_size=page_size))
+
+
+def test_pool_that_the_allocator_refuses_is_refused(model, monkeypatch):
+    def exhausted(*arguments, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(engine_module, "make_pool", exhausted)
+    with pytest.raises(ValueError, match=r"pool needs \d+ bytes, .* Got num_pages=24"):
+        Engine(model, SMALL)
+
+
+@pytest.mark.parametrize(("field", "value", "least"), [("num_pages", 0, 2), ("num_pages", 1, 2), ("page_size", 0, 1)])
+def test_config_below_the_least_size_is_refused(field, value, least):
+    with pytest.raises(ValueError, match=rf"`{field}` must be at least {least}. Got {value}"):
+        dataclasses.replace(SMALL, **{field: value})
+
+
 def test_context_end_stops_a_request(model, engine):
     prompt = random_prompts(1, model.vocab_size, longest=1)[0] * 120
     request = engine.make_request(prompt, dataclasses.replace(GREEDY, max_tokens=1000))
@@ -194,6 +303,10 @@ def test_temporary_memory_does_not_grow_with_the_pool(model, engine, step):
         ([1] * 128, GREEDY, r"room for a token in the context of 128 tokens. Got a prompt of 128"),
         ([1, 2048], GREEDY, r"below 2048. Got 2048"),
         ([1, -1], GREEDY, r"at least 0 and below 2048. Got -1"),
+        ([1, 1.5], GREEDY, r"Token ids must be whole numbers at least 0 and below 2048. Got 1.5"),
+        (["a"], GREEDY, r"Token ids must be whole numbers .* Got 'a'"),
+        (b"abc", GREEDY, r"Token ids must be whole numbers .* Got b'abc'"),
+        (5, GREEDY, r"Token ids must be whole numbers .* Got 5"),
         ([1], dataclasses.replace(GREEDY, stop_token_ids=tuple(range(9))), "may have 8 stop tokens"),
     ],
 )
@@ -212,21 +325,3 @@ def test_request_larger_than_the_pool_is_refused(model):
 def test_context_beyond_the_models_is_refused(model):
     with pytest.raises(ValueError, match=r"`max_context_len` must not exceed the model's 1024. Got 2000"):
         Engine(model, dataclasses.replace(SMALL, max_context_len=2000))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_p", 0.0),
-        ("top_p", float("nan")),
-        ("top_k", -1),
-        ("max_tokens", 0),
-        ("seed", -1),
-    ],
-)
-def test_sampling_params_out_of_range_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"`{field}` must be .* Got {value}"):
-        SamplingParams(**{field: value})

@@ -1,10 +1,19 @@
 """Text in, text out, on the bundled checkpoint."""
 
+import json
+import threading
+import types
 from importlib.metadata import entry_points
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import jattn
+from jattn.checkpoint import Checkpoint
+from jattn.kv_pool import KVGroupSpec
+from jattn.serving import llm as llm_module
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +43,113 @@ def test_one_prompt_may_stand_alone_as_text_or_tokens(llm):
     (text,) = llm.generate("import os", GREEDY)
     (tokens,) = llm.generate(llm.tokenizer.encode("import os"), GREEDY)
     assert text == tokens
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [np.array([5, 6, 7]), np.array([[5, 6, 7]]), [np.int64(5), np.int64(6), np.int64(7)], [np.array([5, 6, 7])]],
+    ids=["array", "rows", "scalars", "list_of_arrays"],
+)
+def test_token_ids_may_come_from_numpy(llm, prompts):
+    assert llm.generate(prompts, GREEDY) == llm.generate([5, 6, 7], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "got"),
+    [([[1.5, 2.5]], "1.5"), ([1.5], "1.5"), (np.array([1.5]), "1.5"), (b"abc", "b'abc'"), ([["a"]], "'a'")],
+)
+def test_prompts_that_are_no_token_ids_are_refused(llm, prompts, got):
+    with pytest.raises(ValueError, match=rf"Token ids must be whole numbers .* Got .*{got}"):
+        llm._requests(prompts, GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_threads_may_share_it(llm):
+    expected = [llm.generate(PROMPTS, GREEDY)] * 6
+    results = [None] * 6
+
+    def work(i):
+        results[i] = llm.generate(PROMPTS, GREEDY)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert results == expected
+    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+
+
+def test_generate_works_after_an_interrupted_one(llm, monkeypatch):
+    expected = llm.generate(PROMPTS, GREEDY)
+    steps = llm.engine.compiled_steps
+
+    def interrupted(*arguments):
+        steps(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "compiled_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    monkeypatch.undo()
+    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.generate(PROMPTS, GREEDY) == expected
+
+
+def checkpoint_with_eos(folder, **eos_of_files):
+    """The bundled checkpoint with other end tokens; a file without any if None."""
+    (point,) = entry_points(group="jattn.checkpoints", name="default")
+    for file in Path(point.load()()).iterdir():
+        (folder / file.name).symlink_to(file)
+    for name, eos in eos_of_files.items():
+        path = folder / f"{name}.json"
+        content = json.loads(path.read_text()) | {"eos_token_id": eos}
+        path.unlink()
+        path.write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("eos", [2**40, -1, 1.0, "2", [None], [1, "2"], True])
+def test_eos_that_is_no_token_is_refused(tmp_path, eos):
+    folder = checkpoint_with_eos(tmp_path, generation_config=eos)
+    with pytest.raises(ValueError, match=r"`eos_token_id` of .*generation_config.json must be whole numbers"):
+        jattn.LLM(folder, progress=False)
+
+
+def test_eos_of_null_leaves_the_one_of_the_configuration(tmp_path):
+    checkpoint = Checkpoint(checkpoint_with_eos(tmp_path, generation_config=None, config=[3, 4]))
+    assert llm_module._eos_token_ids(checkpoint) == (3, 4)
+
+
+def test_stop_ids_of_a_request_add_to_many_eos_of_the_checkpoint(tmp_path):
+    folder = checkpoint_with_eos(tmp_path, generation_config=list(range(20)))
+    llm = jattn.LLM(folder, max_num_seqs=1, max_context_len=32, progress=False)
+    params = jattn.SamplingParams(max_tokens=2, stop_token_ids=tuple(range(100, 108)))
+    assert len(llm.generate("import", params)) == 1
+
+
+GROUPS = (KVGroupSpec(name="all", num_layers=2, num_kv_heads=4, head_dim=8),)
+PAGE_BYTES = 2 * 16 * 4 * (8 + 8) * 4
+
+
+@pytest.mark.parametrize(
+    ("stats", "most_tokens", "pages"),
+    [
+        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
+        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 33, 4),
+        (None, 10**9, 2**30 // PAGE_BYTES),
+    ],
+    ids=["share_of_the_free_memory", "what_requests_can_use", "no_stats"],
+)
+def test_default_pages_fit_the_device(monkeypatch, stats, most_tokens, pages):
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert llm_module._default_pages(GROUPS, 16, np.dtype(np.float32), most_tokens) == pages
+
+
+def test_page_size_of_which_no_two_fit_is_refused():
+    with pytest.raises(ValueError, match=r"`page_size` must be so small that 2 pages fit .* Got 100000000"):
+        llm_module._default_pages(GROUPS, 10**8, np.dtype(np.float32), 1024)
 
 
 def test_streams_may_interleave(llm):

@@ -104,6 +104,22 @@ def test_finish_at_every_stage_frees_pages_and_row():
     assert not scheduler.has_work
 
 
+def test_restart_lets_every_request_wait_again_in_order():
+    scheduler, _ = make_scheduler(max_num_seqs=2)
+    requests = [make_request(i, prompt_len=3, max_tokens=2) for i in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.plan_prefill()
+    scheduler.plan_decode()
+    scheduler.finish(requests[1], "stop")
+    allocator = PageAllocator(9)
+    left = [requests[0], requests[2], requests[3]]
+    assert scheduler.restart(allocator) == left
+    assert all((r.status, r.row, r.pages, r.num_computed) == (RequestStatus.WAITING, None, [], 0) for r in left)
+    assert [chunk.request for chunk in scheduler.plan_prefill()] == left[:2]
+    assert allocator.num_free < allocator.num_pages
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic_keeps_the_invariants(seed):
     rng = random.Random(seed)

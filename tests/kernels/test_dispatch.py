@@ -30,7 +30,28 @@ NEVER = Implementation(name="never", refuses=lambda call: "`never` serves nothin
 def test_choose_takes_xla_for_a_plain_call():
     choice = choose(CALL)
     assert choice.implementation.name == "xla"
-    assert choice.reason == "`xla` is the first choice that serves this call."
+    assert choice.reason == (
+        "`xla` is the first choice that serves this call. "
+        "`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is cpu."
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        (Device("gpu", (9, 0)), "mosaic"),
+        (Device("gpu", (8, 0)), "xla"),
+        (Device("gpu", (10, 0)), "xla"),
+        (Device("gpu"), "xla"),
+    ],
+    ids=str,
+)
+def test_choose_takes_mosaic_on_hopper_only(device, name):
+    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
+    call = AttentionCall(
+        operation="paged_decode", spec=spec, q_dtype="bfloat16", kv_dtype="bfloat16", page_size=16, device=device
+    )
+    assert choose(call).implementation.name == name
 
 
 def test_choose_follows_the_device():
@@ -57,7 +78,7 @@ def test_choose_gives_the_sentences_of_all_when_none_serves():
 
 
 def test_choose_lists_the_choices_for_an_unknown_name():
-    with pytest.raises(ValueError, match=r"one of: xla\. Got implementation='cuda'"):
+    with pytest.raises(ValueError, match=r"one of: mosaic, xla\. Got implementation='cuda'"):
         choose(CALL, "cuda")
 
 
@@ -89,7 +110,12 @@ def test_faces_refuse_what_no_kernel_does():
 
 
 def test_faces_list_the_choices_for_an_unknown_name():
-    with pytest.raises(ValueError, match=r"one of: xla\."):
+    with pytest.raises(ValueError, match=r"one of: mosaic, xla\."):
+        paged_decode(*decode_arguments(), spec=SPEC, implementation="cuda")
+
+
+def test_faces_refuse_the_one_asked_for_and_name_one_that_can():
+    with pytest.raises(NotImplementedError, match=r"^`mosaic` .* Use implementation='xla'\.$"):
         paged_decode(*decode_arguments(), spec=SPEC, implementation="mosaic")
 
 

@@ -94,6 +94,13 @@ def test_write_pages_clips_scaled_rows_to_the_range_of_fp8(dtype):
     np.testing.assert_array_equal(v_pages[0, 0, :, 0].astype(jnp.float32), [4, 1])
 
 
+def test_write_pages_checks_the_scales():
+    pages = jnp.zeros(pool_shape(PAGES, "NHD", None, None))
+    for name in ("k_scale", "v_scale"):
+        with pytest.raises(ValueError, match=rf"`{name}` must be floats, a scalar or \[{HEADS}\]"):
+            write_pages(pages, pages, rows([1]), rows([1]), jnp.zeros(1, jnp.int32), **{name: jnp.ones(HEADS + 1)})
+
+
 def compiled_memory(function, *shapes, donate):
     return jax.jit(function, donate_argnums=donate).lower(*shapes).compile().memory_analysis()
 

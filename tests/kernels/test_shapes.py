@@ -98,6 +98,7 @@ BAD_DECODE = [
     ({"k_pages": zeros(0, 16, 2, 8)}, "`k_pages` must have at least one page of one token"),
     ({"seq_lens": ints(3, 1)}, r"`seq_lens` must be \[B\] and `page_table` \[B, max_pages\]"),
     ({"page_table": ints(3)}, r"`seq_lens` must be \[B\] and `page_table` \[B, max_pages\]"),
+    ({"page_table": ints(3, 0)}, "both sizes at least 1"),
     ({"page_table": ints(2, 2)}, r"`page_table` must be int32 \[3, 2\]"),
     ({"page_table": zeros(3, 2, dtype=jnp.int16)}, r"`page_table` must be int32 .* Got page_table.dtype=int16"),
     ({"seq_lens": zeros(3, dtype=jnp.uint32)}, r"`seq_lens` must be int32 .* Got seq_lens.dtype=uint32"),
@@ -117,6 +118,13 @@ def test_check_paged_decode_says_what_is_wrong(change, sentence):
         check(shapes.check_paged_decode, DECODE, change)
 
 
+@pytest.mark.parametrize("layer_index", [True, 1.0, [0]])
+def test_check_paged_decode_rejects_a_layer_that_is_no_integer(layer_index):
+    stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
+    with pytest.raises(ValueError, match=r"`layer_index` must be an int or an int32 scalar\. Got layer_index="):
+        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
+
+
 @pytest.mark.parametrize("layer_index", [-1, 2])
 def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index):
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
@@ -132,6 +140,7 @@ def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index):
         ({"cu_q_lens": zeros(4)}, r"`cu_q_lens` must be int32 \[4\]"),
         (options(q_positions=ints(3)), r"`q_positions` must be int32 \[7\]"),
         ({"seq_lens": ints(2)}, r"`page_table` must be int32 \[2, 2\]"),
+        ({"seq_lens": ints(0), "page_table": ints(0, 2), "cu_q_lens": ints(1)}, "both sizes at least 1"),
     ],
 )
 def test_check_paged_extend_says_what_is_wrong(change, sentence):
@@ -167,6 +176,20 @@ def test_check_ragged_extend_says_what_is_wrong(change, sentence):
         ({"slots": ints(5)}, r"`slots` must be int32 \[6\]"),
         ({"slots": zeros(6)}, r"`slots` must be int32 \[6\]"),
         ({"layer_index": 0}, r"`k_pages` must be \[L, P, page_size, K, H\]"),
+        (
+            {"k_pages": zeros(5, 16, 2, 8, dtype=jnp.int8), "v_pages": zeros(5, 16, 2, 8, dtype=jnp.int8)},
+            r"`k_pages` must be one of float32, .* Got k_pages.dtype=int8",
+        ),
+        ({"k": ints(6, 2, 8)}, r"`k` must be one of float32, .* Got k.dtype=int32"),
+        ({"v": ints(6, 2, 8)}, r"`v` must be one of float32, .* Got v.dtype=int32"),
+        ({"layout": "XXX"}, r"`layout` must be one of NHD, HND\. Got layout='XXX'"),
+        (
+            {"combined_pool": "XXX", "v_pages": None},
+            r"`combined_pool` must be None or one of pages_first, kv_first\. Got",
+        ),
+        ({"k_scale": 2.0}, r"`k_scale` must be None or an array of floats\. Got k_scale=2\.0"),
+        ({"v_scale": zeros(3)}, r"`v_scale` must be floats, a scalar or \[2\] .* Got .*v_scale.shape=\(3,\)"),
+        ({"v_scale": ints()}, r"`v_scale` must be floats, .* Got v_scale.dtype=int32"),
     ],
 )
 def test_check_page_rows_says_what_is_wrong(change, sentence):

@@ -1,4 +1,4 @@
-"""The attention faces: every implementation against the oracle, over the table of cases and at random."""
+"""The `xla` implementation against the oracle, over the table of cases and at random."""
 
 import dataclasses
 
@@ -10,16 +10,10 @@ from hypothesis import HealthCheck, given, settings
 
 import jattn_kernels
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend
-from jattn_kernels.dispatch import IMPLEMENTATIONS
 from jattn_kernels.xla import fetch, tiles
 from tests.kernels.cases import CASES, assert_close, build, random_cases
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
-
-
-@pytest.fixture(params=[entry.name for entry in IMPLEMENTATIONS])
-def implementation(request):
-    return request.param
 
 
 @pytest.fixture
@@ -40,9 +34,9 @@ def attend(case, inputs, implementation):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention_agrees_with_the_oracle(case, implementation):
+def test_xla_agrees_with_the_oracle(case):
     inputs = build(case)
-    assert_close(case, inputs, *attend(case, inputs, implementation))
+    assert_close(case, inputs, *attend(case, inputs, "xla"))
 
 
 @given(case=random_cases())
@@ -118,6 +112,21 @@ def test_decode_lets_nan_of_a_visible_key_reach_the_output():
     out = paged_decode(queries(0, 2, 1), k_pages, v_pages, TABLE, jnp.array([21, 8], jnp.int32), spec=SPEC)
     assert jnp.isnan(out[0]).all()
     assert jnp.isfinite(out[1]).all()
+
+
+@pytest.mark.parametrize("rules", [{"window_left": 2**31 - 1}, {"window_right": 2**31 - 1}, {"chunk_size": 2**31 - 1}])
+def test_extend_treats_the_largest_window_as_none(rules):
+    whole = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, causal=False)
+    arguments = queries(0, 14), *pool_of(1), TABLE, jnp.array([21, 4], jnp.int32), jnp.array([0, 7, 14], jnp.int32)
+    out = paged_extend(*arguments, spec=dataclasses.replace(whole, **rules), q_start=jnp.array([14, 0], jnp.int32))
+    np.testing.assert_array_equal(out, paged_extend(*arguments, spec=whole))
+
+
+def test_decode_takes_an_empty_mask_where_no_sequence_has_keys():
+    arguments = queries(0, 2, 1), *pool_of(1), TABLE, jnp.zeros(2, jnp.int32)
+    out, lse = paged_decode(*arguments, spec=SPEC, custom_mask=jnp.zeros(0, bool), return_lse=True)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
 
 
 def test_ragged_extend_takes_one_of_stacked_layers():

@@ -22,6 +22,12 @@ Q_LENS, KV_LENS, KV_START = (20, 0, 3, 9), (50, 7, 40, 4), (0, 3, 21, 8)
         {"chunk_size": 7},
         {"chunk_size": 7, "window_left": 3},
         {"causal": False, "chunk_size": 16},
+        {"causal": False, "window_right": 2**31 - 1},
+        {"causal": False, "window_right": 2**31 - 9},
+        {"causal": False, "window_left": 2**31 - 1, "window_right": 2},
+        {"window_left": 2**31 - 1},
+        {"chunk_size": 2**31 - 1},
+        {"causal": False, "chunk_size": 2**31 - 1},
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """Checkpoints whose tensors do not fit the model: the sentence for each."""
 
+import json
 import pathlib
 import shutil
 
@@ -43,6 +44,21 @@ def load(tmp_path):
 def test_tensor_that_does_not_fit_is_named(load, changes, message):
     with pytest.raises(ValueError, match=message):
         load(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_hidden_layers", r"must hold the tensor 'model\.layers\.2\."),
+        ("intermediate_size", r"'model\.layers\.0\.mlp\.[a-z_]*\.weight' of .* must have shape"),
+    ],
+)
+def test_configuration_that_is_too_large_for_memory_is_held_against_the_tensors_first(tmp_path, field, message):
+    folder = shutil.copytree(GOLDEN / "mha", tmp_path / "mha")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {field: 10**11}))
+    with pytest.raises(ValueError, match=message):
+        LlamaForCausalLM.from_checkpoint(Checkpoint(folder), dtype=jnp.float32)
 
 
 @pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight")])

@@ -33,6 +33,8 @@ def tile_keys(
     custom_mask: Bool[Array, " M"] | None,
 ) -> TileKeys:
     """The keys of each tile, from those of each request."""
+    if custom_mask is not None and custom_mask.shape[0] == 0:
+        custom_mask = jnp.zeros(1, bool)  # nothing can be gathered from no entry
     sizes = q_lens * kv_lens
     mask_start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     return TileKeys(kv_lens[tiles.request], kv_start[tiles.request], mask_start[tiles.request], custom_mask)
@@ -40,6 +42,7 @@ def tile_keys(
 
 def visible(tiles: QueryTiles, keys: TileKeys, key: Int[Array, "W S"], spec: AttentionSpec) -> Bool[Array, "W R S"]:
     """Whether each row sees each key, keys named by their number in the request's table."""
+    # Windows are held against distances: a position plus or minus a window may overflow.
     p = tiles.position[:, :, None]
     j = (keys.kv_start[:, None] + key)[:, None]
     seen = tiles.valid[:, :, None] & (key < keys.kv_len[:, None])[:, None]
@@ -49,9 +52,9 @@ def visible(tiles: QueryTiles, keys: TileKeys, key: Int[Array, "W S"], spec: Att
     elif spec.causal:
         seen &= j <= p
     if spec.window_left is not None:
-        seen &= j >= p - spec.window_left
+        seen &= p - j <= spec.window_left
     if spec.window_right is not None:
-        seen &= j <= p + spec.window_right
+        seen &= j - p <= spec.window_right
     if spec.chunk_size is not None:
         seen &= j // spec.chunk_size == p // spec.chunk_size
     return seen
@@ -64,15 +67,17 @@ def key_range(tiles: QueryTiles, keys: TileKeys, spec: AttentionSpec) -> tuple[I
     low = jnp.min(tiles.position, axis=1, where=tiles.valid, initial=info.max)
     live = jnp.any(tiles.valid, axis=1)
     top, low = jnp.where(live, top, 0) - keys.kv_start, jnp.where(live, low, 0) - keys.kv_start
-    first, end = jnp.zeros_like(low), keys.kv_len
+    # Cut to where the keys are, so that nothing below overflows, however large a window or a chunk is.
+    last, low = keys.kv_len - 1, jnp.maximum(low, 0)
+    top = jnp.minimum(top, last)
+    first, beyond_top = jnp.zeros_like(low), last - top
     if spec.causal and keys.custom_mask is None:
-        end = jnp.minimum(end, top + 1)
+        beyond_top = jnp.zeros_like(top)
     if spec.window_right is not None:
-        end = jnp.minimum(end, top + spec.window_right + 1)
+        beyond_top = jnp.minimum(beyond_top, spec.window_right)
     if spec.window_left is not None:
         first = jnp.maximum(first, low - spec.window_left)
     if spec.chunk_size is not None:
-        size = spec.chunk_size
-        first = jnp.maximum(first, (low + keys.kv_start) // size * size - keys.kv_start)
-        end = jnp.minimum(end, ((top + keys.kv_start) // size + 1) * size - keys.kv_start)
-    return first, jnp.where(live, end, 0)
+        first = jnp.maximum(first, low - (low + keys.kv_start) % spec.chunk_size)
+        beyond_top = jnp.minimum(beyond_top, spec.chunk_size - 1 - (top + keys.kv_start) % spec.chunk_size)
+    return first, jnp.where(live, top + 1 + beyond_top, 0)

@@ -1,0 +1,96 @@
+"""One row of a record: an attention workload, timed."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from bench.timing import measure, profiled
+from bench.workloads import Arrays, AttentionWorkload
+
+_POOLS_BYTES = 8e9
+_CALLS_US = 3000  # of one executable, about: hundreds of times what its dispatch takes
+_PROFILED_RUNS = 2
+
+
+class Measured(NamedTuple):
+    """A row for the record, and a row for each kernel that ran."""
+
+    row: dict[str, Any]
+    kernels: list[dict[str, Any]]
+
+
+def num_calls(workload: AttentionWorkload) -> int:
+    """Calls unrolled in one executable."""
+    return min(32, max(4, int(_CALLS_US / workload.roofline_us)))
+
+
+def num_pools(workload: AttentionWorkload, calls: int) -> int:
+    """One pool a call, or as many as fit: at least two, so that the L2 never holds what a call will read."""
+    return min(calls, max(2, int(_POOLS_BYTES / workload.kv_bytes)))
+
+
+def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, pools: int) -> Any:
+    """`calls` calls in one executable, on one pool after the other, none starting before the last has ended.
+
+    A captured graph of one stream runs so. Without the dependence XLA could run neighbours side by side. A decode call
+    takes the output before it for its queries; an extend call, whose softmax must stay that of random queries, a page
+    table made from it, which costs one small kernel. All have the same lengths, so a schedule is computed once, as the
+    layers of a model share one; the peers' plan is not timed either.
+
+    Returns:
+        The jitted function of `Arrays`, which gives the last output.
+    """
+    # One traced function, so that the kernel is lowered once.
+    call = jax.jit(functools.partial(workload.call, implementation=implementation))
+
+    def run(arrays: Arrays) -> jax.Array:
+        out = arrays.q
+        for i in range(calls):
+            out = call(arrays, jnp.int32(i % pools))
+            if workload.q_tokens is None:
+                arrays = arrays._replace(q=out)
+            else:
+                wrong = ~jnp.isfinite(out[0, 0, 0])
+                arrays = arrays._replace(page_table=arrays.page_table + wrong.astype(jnp.int32)[None, None])
+        return out
+
+    return jax.jit(run)
+
+
+def measured(workload: AttentionWorkload, implementation: str, *, repeats: int = 7, seconds: float = 0.1) -> Measured:
+    """Times a workload on the default device.
+
+    Raises:
+        NotImplementedError: The implementation refuses it.
+        FloatingPointError: The output is not finite.
+    """
+    calls = num_calls(workload)
+    pools = num_pools(workload, calls)
+    jax.eval_shape(
+        functools.partial(workload.call, implementation=implementation),
+        jax.eval_shape(functools.partial(workload.arrays, pools)),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    arrays = workload.arrays(pools)
+    compiled = unrolled(workload, implementation, calls=calls, pools=pools).lower(arrays).compile()
+    if not bool(jnp.all(jnp.isfinite(compiled(arrays)))):
+        raise FloatingPointError(f"{workload.name}: `{implementation}` gives numbers that are not finite.")
+    run = functools.partial(compiled, arrays)
+    timing = measure(run, calls=calls, repeats=repeats, seconds=seconds)
+    profile = profiled(run, runs=_PROFILED_RUNS)
+    row = {
+        **workload.fields(),
+        "impl": f"jattn-{implementation}",
+        "time_us": round(timing.time_us, 3),
+        "min_us": round(timing.min_us, 3),
+        **workload.rate(timing.time_us),
+        "roofline_share": round(workload.roofline_us / timing.time_us, 4),
+    }
+    if profile.kernel_us:
+        row["device_us"] = round(sum(profile.kernel_us.values()) / (_PROFILED_RUNS * calls), 3)
+    kernels = [
+        {"of": workload.name, "impl": row["impl"], **kernel} for kernel in profile.rows(per=_PROFILED_RUNS * calls)
+    ]
+    return Measured(row, kernels)

@@ -1,0 +1,43 @@
+"""The record of an H200 beside the peers' figures, row by row."""
+
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_record import RECORD, ROOT, read_rows
+
+Row = dict[str, Any]
+
+PEERS = ROOT / "bench" / "results" / "peers"
+FLASHINFER = PEERS / "flashinfer-0.7.2-h200.jsonl"
+TORCH_STEP = PEERS / "torch-step-h200.jsonl"
+
+# What says that two rows are of the same work; page and layout are not among them, for the peers have one of each.
+_WORK = {
+    "decode": ("kv", "batch", "ctx", "hq", "hkv", "d"),
+    "prefill": ("batch", "q", "kv", "hq", "hkv", "d"),
+    "decode_step": ("batch", "ctx"),
+}
+
+
+def fastest(rows: list[Row], time: str) -> Row | None:
+    return min(rows, key=lambda row: row[time], default=None)
+
+
+def pairs(case: str, *, record: Path = RECORD, peers: Path | None = None) -> list[tuple[Row, Row]]:
+    """Each row of the record, jattn's fastest for its page and layout, with the peer's fastest of the same work."""
+    time = "time_ms" if case == "decode_step" else "time_us"
+    peers = peers or (TORCH_STEP if case == "decode_step" else FLASHINFER)
+    theirs = [row for row in read_rows(peers) if row["case"] == case]
+    ours: dict[tuple, list[Row]] = {}
+    for row in read_rows(record / f"{case}.jsonl"):
+        work = (*(row[name] for name in _WORK[case]), row.get("page"), row.get("layout"))
+        ours.setdefault(work, []).append(row)
+    found = []
+    for rows in ours.values():
+        row = fastest(rows, time)
+        assert row is not None
+        same = [peer for peer in theirs if all(peer[name] == row[name] for name in _WORK[case])]
+        peer = fastest(same, time)
+        if peer is not None:
+            found.append((row, peer))
+    return found

@@ -1,0 +1,210 @@
+"""The serving loop's decode step at full size: real step, random weights and pool, tokens read one step behind."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bench.attention import Measured
+from bench.timing import profiled
+from bench.workloads import LLAMA_3_8B, StepWorkload, random_normal, random_page_table
+from jattn.backend import backend_class
+from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
+from jattn.flash_attention import FlashAttentionConfig
+from jattn.kv_pool import KVPool, make_pool
+from jattn.serving.loop_state import LoopState, empty_rows
+from jattn.serving.steps import Steps
+from jattn_kernels import AttentionSpec
+from jattn_kernels.call import AttentionCall
+from jattn_kernels.dispatch import choose
+from jattn_models.llama import LlamaForCausalLM
+from jattn_models.llama_config import LlamaConfig
+
+_WEIGHT_SIZE = 0.02
+_STOP_IDS = 8
+_WARM_UP_STEPS = 4
+_PROFILED_STEPS = 20
+
+
+class Model(NamedTuple):
+    """A model of random weights, held once."""
+
+    config: LlamaConfig
+    graph: nnx.GraphDef
+    weights: Any
+    kv_groups: Any
+    attention_layers: Any
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a step reads: all but the embedding, of which it takes a row a token."""
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
+        embedding = self.config.vocab_size * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
+        return total if self.config.tied else total - embedding
+
+
+def random_model(shapes: dict[str, Any] = LLAMA_3_8B) -> Model:
+    """A bf16 Llama of these shapes; each stacked leaf is made layer by layer where it will lie."""
+    config = LlamaConfig.from_dict(shapes)
+    abstract = nnx.eval_shape(lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(state)
+    made = []
+    for number, (path, leaf) in enumerate(leaves):
+        if "scale" in jax.tree_util.keystr(path):
+            made.append(jnp.ones(leaf.shape, leaf.dtype))
+        else:
+            made.append(random_normal(jax.random.key(number), leaf.shape, leaf.dtype.name, _WEIGHT_SIZE))
+    return Model(config, graph, jax.tree.unflatten(tree, made), abstract.kv_groups, abstract.attention_layers)
+
+
+class Setup(NamedTuple):
+    """What the engine would hold when every row of a bucket is in the middle of its text."""
+
+    steps: CompiledSteps
+    compile_s: float
+    state: LoopState
+    pool: KVPool
+    rows: np.ndarray
+    new_pages: np.ndarray
+
+
+def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: str | None = None) -> Setup:
+    """Pool and loop state on the device, and the step compiled for them as the engine compiles it.
+
+    The pages let rows grow by `steps` tokens past `ctx`.
+    """
+    longest = workload.ctx + steps
+    page_table, num_pages = random_page_table((longest,) * workload.batch, workload.page)
+    shapes = jax.eval_shape(
+        lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=jnp.bfloat16)
+    )
+    leaves, tree = jax.tree.flatten(shapes)
+    pool = jax.tree.unflatten(
+        tree, [random_normal(jax.random.key(i), leaf.shape, leaf.dtype.name) for i, leaf in enumerate(leaves)]
+    )
+    state = dataclasses.replace(
+        empty_rows(workload.batch, max_pages=page_table.shape[1], max_stop_ids=_STOP_IDS),
+        page_table=jnp.asarray(page_table),
+        last_tokens=jax.random.randint(
+            jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
+        ),
+    )
+    backend = backend_class("flash_attention")(
+        FlashAttentionConfig(
+            max_context_len=longest,
+            page_size=workload.page,
+            layers=model.attention_layers,
+            dtype="bfloat16",
+            implementation=implementation,
+        )
+    )
+    rows = np.arange(workload.batch, dtype=np.int32)
+    new_pages = np.full(workload.batch, -1, np.int32)
+    decode = functools.partial(Steps(model.graph, backend, workload.page).decode, greedy_only=True)
+    plan = StepPlan(decode, (model.weights, state, pool, rows, new_pages), donate=(1, 2))
+    start = time.perf_counter()
+    compiled = compile_steps({workload.name: plan})
+    return Setup(compiled, time.perf_counter() - start, state, pool, rows, new_pages)
+
+
+class Loop:
+    """Runs steps as the engine does: launch the next one, then read the tokens of the one before."""
+
+    def __init__(self, model: Model, workload: StepWorkload, setup: Setup):
+        self._step = setup.steps[workload.name]
+        self._weights = model.weights
+        self._state, self._pool = setup.state, setup.pool
+        self._arguments = (setup.rows, setup.new_pages)
+        self._ctx = workload.ctx
+
+    def rewind(self, steps: int) -> int:
+        """Sets every row's length such that `steps` steps see `ctx` keys on the average; returns the length."""
+        first_len = self._ctx - 1 - steps // 2
+        lens = jnp.full(self._state.seq_lens.shape, first_len, jnp.int32)
+        self._state = jax.block_until_ready(dataclasses.replace(self._state, seq_lens=lens))
+        return first_len
+
+    def run(self, steps: int) -> None:
+        """Takes `steps` steps and waits for the last."""
+        before = None
+        for _ in range(steps):
+            tokens, self._state, self._pool = self._step(self._weights, self._state, self._pool, *self._arguments)
+            tokens.copy_to_host_async()
+            if before is not None:
+                np.asarray(before)
+            before = tokens
+        jax.block_until_ready(self._state)
+
+    def timed(self, steps: int) -> float:
+        """Milliseconds a step, of so many.
+
+        Raises:
+            RuntimeError: A row stood still, so the steps did not do the work that they are timed for.
+        """
+        first_len = self.rewind(steps)
+        start = time.perf_counter()
+        self.run(steps)
+        elapsed = time.perf_counter() - start
+        lens = np.asarray(self._state.seq_lens)
+        if np.any(lens != first_len + steps) or np.any(np.asarray(self._state.finished)):
+            raise RuntimeError(f"Rows must grow by a token a step. Got lengths {lens} after {steps} steps.")
+        return elapsed / steps * 1e3
+
+
+def measured(
+    model: Model, workload: StepWorkload, *, steps: int = 200, repeats: int = 3, implementation: str | None = None
+) -> Measured:
+    """Times a step workload on the default device."""
+    setup = set_up(model, workload, steps=steps, implementation=implementation)
+    loop = Loop(model, workload, setup)
+    page_bytes = sum(group.page_bytes(workload.page, jnp.bfloat16) for group in model.kv_groups)
+    memory = setup.steps[workload.name].memory_analysis()
+    assert memory is not None
+    compile_s = setup.compile_s
+    del setup  # its state and pool are donated to the first step
+    loop.rewind(_WARM_UP_STEPS)
+    loop.run(_WARM_UP_STEPS)
+    times = [loop.timed(steps) for _ in range(repeats)]
+    profiled_steps = min(_PROFILED_STEPS, steps // 2)
+    loop.rewind(2 * profiled_steps)
+    profile = profiled(functools.partial(loop.run, profiled_steps), runs=1)
+    roofline_ms = workload.roofline_ms(weight_bytes=model.read_bytes, kv_bytes_per_token=page_bytes // workload.page)
+    time_ms = statistics.median(times)
+    row = {
+        **workload.fields(),
+        "impl": f"jattn-{serving_implementation(model, workload, implementation)}",
+        "time_ms": round(time_ms, 4),
+        "min_ms": round(min(times), 4),
+        "roofline_ms": round(roofline_ms, 4),
+        "roofline_share": round(roofline_ms / time_ms, 4),
+        "steps": steps,
+        "compile_s": round(compile_s, 2),
+        "temp_MB": round(memory.temp_size_in_bytes / 1e6, 2),
+    }
+    if profile.busy_share is not None:
+        row["device_ms"] = round(profile.busy_us / profiled_steps / 1e3, 4)
+        row["busy_share"] = round(profile.busy_share, 4)
+        row["kernels"] = round(sum(profile.kernel_counts.values()) / profiled_steps, 1)
+    kernels = [{"of": workload.name, "impl": row["impl"], **kernel} for kernel in profile.rows(per=profiled_steps)]
+    return Measured(row, kernels)
+
+
+def serving_implementation(model: Model, workload: StepWorkload, implementation: str | None) -> str:
+    """Name of the implementation that serves the step's attention on the default device."""
+    config = model.config
+    call = AttentionCall(
+        operation="paged_decode",
+        spec=AttentionSpec(num_q_heads=config.num_q_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),
+        q_dtype="bfloat16",
+        kv_dtype="bfloat16",
+        page_size=workload.page,
+        features=frozenset({"layer_index"}),
+    )
+    return choose(call, implementation).implementation.name

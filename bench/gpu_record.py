@@ -1,0 +1,226 @@
+"""The record of an H200: runs the GPU tests and the tables, or says whether the device code is still what it was.
+
+python -m bench.gpu_record [--only PART ...] [--quick] [--out DIR]    on an H200
+python bench/gpu_record.py --check                                    anywhere, at once
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import xml.etree.ElementTree
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+# The check runs this file alone, on any Python: whatever is not of the standard library is imported where it is used.
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "bench" / "results" / "h200"
+PARTS = ("tests", "decode", "prefill", "decode_step")
+DEVICE_FOLDERS = ("mosaic", "triton", "xla")
+DEVICE_FILES = ("schedule.py", "merge.py", "pages.py", "spec.py", "dispatch.py")
+
+Row = dict[str, Any]
+
+
+def kernels_sha(root: Path = ROOT) -> str:
+    """sha256 over path and content of every file that reaches the GPU."""
+    package = root / "kernels" / "jattn_kernels"
+    found = [package / name for name in DEVICE_FILES if (package / name).is_file()]
+    for folder in DEVICE_FOLDERS:
+        found += [file for file in (package / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    digest = hashlib.sha256()
+    for path, file in sorted((file.relative_to(root).as_posix(), file) for file in found):
+        for part in (path.encode(), file.read_bytes()):
+            digest.update(len(part).to_bytes(8, "big") + part)
+    return digest.hexdigest()
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The objects of a file, one a line; none if there is no file."""
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
+    """What is wrong with the record, in a sentence; None if it is of the code as it is."""
+    current = kernels_sha(root)
+    for part in PARTS:
+        file = record / f"{part}.jsonl"
+        rows = read_rows(file)
+        if not rows:
+            return f"The H200 record has no {file.name}: run `python -m bench.gpu_record` on an H200."
+        if any(row.get("kernels_sha") != current for row in rows):
+            return (
+                f"The device code has changed since {file.name} was recorded: run `python -m bench.gpu_record` on an "
+                f"H200. Got kernels_sha {current[:12]}, recorded {str(rows[0].get('kernels_sha'))[:12]}."
+            )
+    return None
+
+
+def device_kind() -> str:
+    """The default device's name, such as "NVIDIA H200"."""
+    import jax
+
+    return jax.devices()[0].device_kind
+
+
+class Recorder:
+    """Writes rows as they come, each with what all rows share; a file bears its name once its part is complete.
+
+    Args:
+        out: Folder of the files.
+        shared: Fields of every row.
+    """
+
+    def __init__(self, out: Path, shared: Row):
+        self._out, self._shared = out, shared
+        self.failures: list[str] = []
+        out.mkdir(parents=True, exist_ok=True)
+
+    def write(self, name: str, rows: Iterable[Row], *, complete: Callable[[], bool] = lambda: True) -> None:
+        """Writes the file `name`; it stays `name`.part if an error or a time limit comes between."""
+        partial = self._out / f"{name}.jsonl.part"
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({**row, **self._shared}) + "\n")
+                file.flush()
+        if complete():
+            partial.rename(self._out / f"{name}.jsonl")
+
+    def measure(self, part: str, jobs: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+        """Writes a part's rows and, as PART-kernels, the kernels behind them. A refused job is left out, with its
+        sentence; one that fails is named, and the others go on."""
+        kernels: list[Row] = []
+        failed = len(self.failures)
+
+        def rows() -> Iterator[Row]:
+            for name, job in jobs:
+                try:
+                    measured = job()
+                except NotImplementedError as error:
+                    print(f"{name}: left out. {error}", flush=True)
+                except Exception:
+                    traceback.print_exc()
+                    self.failures.append(name)
+                    print(f"{name}: FAILED", flush=True)
+                else:
+                    kernels.extend(measured.kernels)
+                    print(f"{name}: {summary(measured.row)}", flush=True)
+                    yield measured.row
+
+        self.write(part, rows(), complete=lambda: len(self.failures) == failed)
+        self.write(f"{part}-kernels", kernels)
+
+
+def summary(row: Row) -> str:
+    """A row's figures on one line."""
+    names = ("time_us", "time_ms", "device_us", "device_ms", "GBps", "TFLOPs", "roofline_share", "busy_share")
+    more = ("compile_s", "temp_MB", "kernels")
+    return f"{row['impl']}  " + "  ".join(f"{name} {row[name]}" for name in (*names, *more) if name in row)
+
+
+def record_attention(recorder: Recorder, part: str, *, quick: bool, implementations: tuple[str, ...]) -> None:
+    """The decode or the prefill table: every workload by the first implementation, the plain ones by the others too."""
+    from bench import attention, workloads
+
+    table = workloads.DECODE if part == "decode" else workloads.EXTEND
+    plain = [w for w in table if (w.page, w.layout, w.hq, w.kv) == (16, "NHD", 32, "bf16")]
+    first = implementations[0]
+    short: dict[str, Any] = {"repeats": 3, "seconds": 0.03}
+    recorder.measure(
+        part,
+        (
+            (
+                f"{workload.name} {name}",
+                lambda w=workload, n=name: attention.measured(w, n, **(short if quick or n != first else {})),
+            )
+            for name in implementations
+            for workload in (plain if quick or name != first else table)
+        ),
+    )
+
+
+def record_steps(recorder: Recorder, *, quick: bool) -> None:
+    """The decode steps, by the implementation that dispatch chooses."""
+    from bench import decode_step, workloads
+
+    options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
+    model = decode_step.random_model()
+    recorder.measure(
+        "decode_step",
+        ((workload.name, lambda w=workload: decode_step.measured(model, w, **options)) for workload in workloads.STEPS),
+    )
+
+
+def record_tests(recorder: Recorder, *, processes: int = 8) -> None:
+    """The GPU tests, in processes of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        paths = os.pathsep.join([*(str(ROOT / place) for place in (".", "kernels", "models")), *sys.path])
+        environment = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        # Only the files that hold such tests are collected: the others may need what a GPU machine lacks.
+        files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()]
+        options = f"-q --tb=short -o addopts= -o filterwarnings=default -p no:cacheprovider -m gpu -n {processes}"
+        command = [sys.executable, "-m", "pytest", *options.split(), f"--junitxml={report}", *files]
+        done = subprocess.run(command, cwd=ROOT, env=environment)
+        rows = list(test_rows(report)) if report.is_file() else []
+    if done.returncode or not rows:
+        recorder.failures.append("tests")
+    recorder.write("tests", rows, complete=lambda: "tests" not in recorder.failures)
+
+
+def test_rows(report: Path) -> Iterator[Row]:
+    """One object a test of a JUnit report."""
+    for test in xml.etree.ElementTree.parse(report).iter("testcase"):
+        outcome = next((child for child in test if child.tag in ("skipped", "failure", "error")), None)
+        row: Row = {"case": "test", "impl": "jattn-tests", "name": f"{test.get('classname')}::{test.get('name')}"}
+        row["outcome"] = "passed" if outcome is None else outcome.tag
+        if outcome is not None and outcome.tag == "skipped":
+            row["why"] = outcome.get("message")
+        yield row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu_record", description="Measures jattn on an H200.")
+    parser.add_argument("--check", action="store_true", help="say whether the record is of the device code as it is")
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part to run; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="fewer rows and shorter spans, for a look")
+    parser.add_argument("--out", type=Path, default=RECORD, help="folder of the files")
+    parser.add_argument("--implementation", action="append", help="of the attention rows; mosaic, then xla by default")
+    options = parser.parse_args(arguments)
+    if options.check:
+        problem = check()
+        print(problem or "The H200 record is of the device code as it is.")
+        return 1 if problem else 0
+    if options.quick and options.out.resolve() == RECORD:
+        parser.error("`--quick` is for a look, not for the record: give `--out` another folder.")
+    kind = device_kind()
+    if "H200" not in kind:
+        print(f"The record is of an NVIDIA H200, and JAX's default device here is {kind!r}.", file=sys.stderr)
+        return 2
+    import jax
+
+    recorder = Recorder(options.out, {"jax": jax.__version__, "device": kind, "kernels_sha": kernels_sha()})
+    implementations = tuple(options.implementation or ("mosaic", "xla"))
+    for part in options.only or PARTS:
+        if part == "tests":
+            record_tests(recorder)
+        elif part == "decode_step":
+            record_steps(recorder, quick=options.quick)
+        else:
+            record_attention(recorder, part, quick=options.quick, implementations=implementations)
+    if recorder.failures:
+        print(f"Failed: {', '.join(recorder.failures)}.", file=sys.stderr)
+    return 1 if recorder.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

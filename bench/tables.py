@@ -1,0 +1,135 @@
+"""The README's section on speed, made from the record: `python -m bench.tables`."""
+
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from bench import plots
+from bench.comparison import pairs
+from bench.gpu_record import RECORD, ROOT, read_rows
+
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+README = ROOT / "README.md"
+PICTURE = ROOT / "bench" / "results" / "decode.svg"
+NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
+
+Row = dict[str, Any]
+Cells = Callable[[Row, Row], tuple[str, ...]]
+
+
+def section(record: Path = RECORD) -> str:
+    """Markdown of the tables; a part that was not recorded is left out."""
+    parts = [
+        _table(
+            "Decode, paged, bf16, random page order, FlashInfer with pages of 16 in NHD. Time of one call; `GB/s` of "
+            "keys and values.",
+            ("batch", "context", "heads", "page", "jattn", "FlashInfer", "ratio", "GB/s", "of read bandwidth"),
+            pairs("decode", record=record),
+            _decode_cells,
+        ),
+        _table(
+            "Prefill, paged, causal, bf16, FlashInfer with pages of 16.",
+            ("batch", "new tokens", "context", "page", "jattn TFLOP/s", "FlashInfer FA3", "ratio"),
+            pairs("prefill", record=record),
+            _prefill_cells,
+        ),
+        _table(
+            "A whole decode step of Llama-3-8B shapes, random bf16 weights. PyTorch: FlashInfer, inductor, one CUDA "
+            "graph. The roofline is weights, keys and values over 4,386 GB/s.",
+            ("batch", "context", "jattn", "PyTorch", "ratio", "of the roofline", "compile"),
+            pairs("decode_step", record=record),
+            _step_cells,
+        ),
+    ]
+    parts = [part for part in parts if part]
+    if not parts:
+        return NOTHING_RECORDED
+    if pairs("decode", record=record):
+        parts.insert(0, f"![Decode bandwidth beside FlashInfer's]({PICTURE.relative_to(ROOT).as_posix()})")
+    row = next(row for case in ("decode", "prefill", "decode_step") for row in read_rows(record / f"{case}.jsonl"))
+    head = (
+        f"On one {row['device']}, JAX {row['jax']}, beside FlashInfer 0.7.2 on a GPU of the same type. A ratio below 1 "
+        "is a time shorter than the peer's. The rows are `bench/results/h200/`; `python -m bench.gpu_record` measures "
+        "them and `python -m bench.tables` writes this section."
+    )
+    return "\n\n".join([textwrap.fill(head, 120), *parts])
+
+
+def _table(caption: str, head: tuple[str, ...], rows: list[tuple[Row, Row]], cells: Cells) -> str:
+    if not rows:
+        return ""
+    lines = [head, ("--:",) * len(head), *(cells(*row) for row in rows)]
+    return "\n".join([textwrap.fill(caption, 120), "", *(_line(line) for line in lines)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _decode_cells(row: Row, peer: Row) -> tuple[str, ...]:
+    batch = "64, ragged" if row["batch"] == "ragged64" else str(row["batch"])
+    context = "128 to 32,768" if row["batch"] == "ragged64" else f"{row['ctx']:,}"
+    return (
+        batch,
+        context,
+        f"{row['hq']}/{row['hkv']}",
+        _page(row),
+        f"{row['time_us']:,.1f} µs",
+        f"{peer['time_us']:,.1f} µs",
+        f"{row['time_us'] / peer['time_us']:.2f}",
+        f"{row['GBps']:,.0f}",
+        f"{row['roofline_share']:.0%}",
+    )
+
+
+def _prefill_cells(row: Row, peer: Row) -> tuple[str, ...]:
+    return (
+        str(row["batch"]),
+        f"{row['q']:,}",
+        f"{row['kv']:,}",
+        _page(row),
+        f"{row['TFLOPs']:,.0f}",
+        f"{peer['TFLOPs']:,.0f}",
+        f"{row['time_us'] / peer['time_us']:.2f}",
+    )
+
+
+def _step_cells(row: Row, peer: Row) -> tuple[str, ...]:
+    return (
+        str(row["batch"]),
+        f"{row['ctx']:,}",
+        f"{row['time_ms']:.2f} ms",
+        f"{peer['time_ms']:.2f} ms",
+        f"{row['time_ms'] / peer['time_ms']:.2f}",
+        f"{row['roofline_share']:.0%}",
+        f"{row['compile_s']:.1f} s",
+    )
+
+
+def _page(row: Row) -> str:
+    return f"{row['page']} {row['layout']}" if "layout" in row else str(row["page"])
+
+
+def with_section(text: str, body: str) -> str:
+    """The text with what stands between the markers replaced.
+
+    Raises:
+        ValueError: The markers are missing, or not one of each in their order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"The README must have one `{BEGIN}` and after it one `{END}`.")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}"
+
+
+def main(record: Path = RECORD) -> None:
+    """Writes the README's section and the picture that it shows."""
+    README.write_text(with_section(README.read_text(encoding="utf-8"), section(record)), encoding="utf-8")
+    rows = pairs("decode", record=record)
+    if rows:
+        PICTURE.write_text(plots.decode_picture(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Named workloads, shared by bench and tests: the bytes and FLOPs of each, and its arrays, made on the device."""
+
+import dataclasses
+import functools
+import math
+import random
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn_kernels import paged_decode, paged_extend
+from jattn_kernels.spec import AttentionSpec, PageLayout
+
+# Measured on an H200 with torch: a maximum over 4 GB, and large bf16 products of random numbers.
+READ_GBPS = 4386.0
+MATMUL_TFLOPS = 740.0
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn"}
+Batch = int | Literal["ragged64"]
+
+
+def ragged64_lens() -> tuple[int, ...]:
+    """Lengths of the batch that the peers' file calls "ragged64": log-uniform, 464,554 tokens in all."""
+    r = random.Random(0)
+    return tuple(round(math.exp(r.uniform(math.log(128), math.log(32768)))) for _ in range(64))
+
+
+class Arrays(NamedTuple):
+    """Arguments of an attention call; the pages of `pools` pools lie on a leading layer axis."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: jax.Array
+    seq_lens: jax.Array
+    cu_q_lens: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionWorkload:
+    """Attention over a paged cache of random numbers in random page order; fields named as in the peers' files.
+
+    Attributes:
+        ctx: Keys a sequence; 0 for "ragged64", which has its own lengths.
+        q_tokens: Query tokens a sequence; None is decode, with one.
+        kv: Name of the keys' dtype; queries are bf16 where that is fp8.
+    """
+
+    batch: Batch
+    ctx: int
+    q_tokens: int | None = None
+    hq: int = 32
+    hkv: int = 8
+    d: int = 128
+    page: int = 16
+    kv: str = "bf16"
+    layout: PageLayout = "NHD"
+
+    @property
+    def case(self) -> str:
+        return "decode" if self.q_tokens is None else "prefill"
+
+    @property
+    def name(self) -> str:
+        q = "" if self.q_tokens is None else f"_q{self.q_tokens}"
+        layout = "" if self.layout == "NHD" else f"_{self.layout}"
+        return (
+            f"{self.case}_{self.kv}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}-{self.hkv}x{self.d}_p{self.page}{layout}"
+        )
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        return ragged64_lens() if self.batch == "ragged64" else (self.ctx,) * self.batch
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(num_q_heads=self.hq, num_kv_heads=self.hkv, head_dim=self.d, page_layout=self.layout)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Keys and values of real tokens."""
+        return 2 * sum(self.kv_lens) * self.hkv * self.d * jnp.dtype(DTYPES[self.kv]).itemsize
+
+    @property
+    def flops(self) -> int:
+        """Of the pairs of a query and a key that it sees, both products."""
+        q = self.q_tokens or 1
+        pairs = sum(q * (kv - q) + q * (q + 1) // 2 for kv in self.kv_lens)
+        return 4 * self.d * self.hq * pairs
+
+    @property
+    def roofline_us(self) -> float:
+        return max(self.kv_bytes / READ_GBPS / 1e3, self.flops / MATMUL_TFLOPS / 1e6)
+
+    def fields(self) -> dict[str, Any]:
+        """What names this workload in a row of a record."""
+        shape = {"batch": self.batch, "ctx": self.ctx}
+        if self.q_tokens is not None:
+            shape = {"batch": self.batch, "q": self.q_tokens, "kv": self.ctx}
+        fields = {"case": self.case, **shape, "hq": self.hq, "hkv": self.hkv, "d": self.d, "page": self.page}
+        if self.q_tokens is None:
+            fields |= {"kv": self.kv, "kv_MB": round(self.kv_bytes / 1e6, 4), "tokens": sum(self.kv_lens)}
+        if self.layout != "NHD":
+            fields["layout"] = self.layout
+        return fields
+
+    def rate(self, time_us: float) -> dict[str, float]:
+        """What a call of this duration reaches, in the unit of its case."""
+        if self.q_tokens is None:
+            return {"GBps": round(self.kv_bytes / time_us / 1e3, 2)}
+        return {"TFLOPs": round(self.flops / time_us / 1e6, 2)}
+
+    def arrays(self, pools: int) -> Arrays:
+        """The arguments, with `pools` pools side by side."""
+        page_table, num_pages = random_page_table(self.kv_lens, self.page)
+        q_dtype = "bfloat16" if self.kv.startswith("fp8") else DTYPES[self.kv]
+        batch_size, q = len(self.kv_lens), self.q_tokens or 1
+        page = (self.page, self.hkv) if self.layout == "NHD" else (self.hkv, self.page)
+        keys = jax.random.split(jax.random.key(0), 3)
+        # Decode calls feed each other their outputs as queries: values this large keep those near 1.
+        v_size = math.sqrt(sum(self.kv_lens) / batch_size / math.e) if self.q_tokens is None else 1.0
+        q_shape = (batch_size, 1) if self.q_tokens is None else (batch_size * q,)
+        pages = (pools, num_pages, *page, self.d)
+        return Arrays(
+            q=random_normal(keys[0], (*q_shape, self.hq, self.d), q_dtype),
+            k_pages=random_normal(keys[1], pages, DTYPES[self.kv]),
+            v_pages=random_normal(keys[2], pages, DTYPES[self.kv], size=v_size),
+            page_table=jnp.asarray(page_table),
+            seq_lens=jnp.asarray(self.kv_lens, jnp.int32),
+            cu_q_lens=jnp.arange(batch_size + 1, dtype=jnp.int32) * q,
+        )
+
+    def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
+        """One call over one of the pools."""
+        arguments = {"spec": self.spec, "layer_index": pool, "implementation": implementation}
+        if self.q_tokens is None:
+            out = paged_decode(*arrays[:5], **arguments)
+        else:
+            out = paged_extend(*arrays, **arguments)
+        assert isinstance(out, jax.Array)
+        return out
+
+
+def random_page_table(kv_lens: tuple[int, ...], page_size: int) -> tuple[np.ndarray, int]:
+    """Pages for sequences of these lengths in random order, and how many there are; page 0 pads."""
+    counts = [-(-length // page_size) for length in kv_lens]
+    pages = 1 + np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
+    table = np.zeros((len(kv_lens), max(counts)), np.int32)
+    for row, part in zip(table, np.split(pages, np.cumsum(counts)[:-1]), strict=True):
+        row[: len(part)] = part
+    return table, 1 + sum(counts)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: float = 1.0) -> jax.Array:
+    """Normal numbers of this size; stacked arrays are made one at a time, so that the float32 ones stay small."""
+
+    def part(key, shape):
+        return (jax.random.normal(key, shape, jnp.float32) * jnp.float32(size)).astype(dtype)
+
+    if len(shape) < 3:
+        return part(key, shape)
+    return jax.lax.map(lambda key: part(key, shape[1:]), jax.random.split(key, shape[0]))
+
+
+_PAGES: tuple[tuple[int, PageLayout], ...] = ((64, "NHD"), (16, "HND"), (64, "HND"))
+_DECODE_SHAPES: tuple[tuple[Batch, int], ...] = (
+    (1, 8192),
+    (1, 131072),
+    (8, 8192),
+    (32, 4096),
+    (64, 8192),
+    (128, 2048),
+    (256, 1024),
+    ("ragged64", 0),
+)
+
+# Every decode row of the peers' file, then other pages and layouts.
+DECODE: tuple[AttentionWorkload, ...] = (
+    *(
+        AttentionWorkload(batch=batch, ctx=ctx, hq=hq, kv=kv)
+        for kv in ("bf16", "fp8_e4m3")
+        for hq in (32, 64)
+        for batch, ctx in _DECODE_SHAPES
+    ),
+    *(
+        AttentionWorkload(batch=batch, ctx=ctx, page=page, layout=layout)
+        for batch, ctx in ((8, 8192), (64, 8192))
+        for page, layout in _PAGES
+    ),
+)
+
+EXTEND: tuple[AttentionWorkload, ...] = tuple(
+    AttentionWorkload(batch=batch, ctx=ctx, q_tokens=q, page=page)
+    for page in (16, 64)
+    for batch, q, ctx in ((1, 8192, 8192), (4, 4096, 4096), (1, 32768, 32768), (8, 1024, 8192))
+)
+
+LLAMA_3_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepWorkload:
+    """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed."""
+
+    batch: int
+    ctx: int
+    page: int = 16
+    model: str = "Llama-3-8B shapes, random bf16"
+
+    @property
+    def name(self) -> str:
+        return f"decode_step_b{self.batch}_ctx{self.ctx}"
+
+    def fields(self) -> dict[str, Any]:
+        """What names this workload in a row of a record."""
+        return {"case": "decode_step", "model": self.model, "batch": self.batch, "ctx": self.ctx, "page": self.page}
+
+    def roofline_ms(self, *, weight_bytes: int, kv_bytes_per_token: int) -> float:
+        """Time to read the weights, but for the embedding, and the keys and values once."""
+        return (weight_bytes + self.batch * self.ctx * kv_bytes_per_token) / READ_GBPS / 1e6
+
+
+STEPS: tuple[StepWorkload, ...] = tuple(
+    StepWorkload(batch=batch, ctx=ctx) for batch, ctx in ((1, 1024), (8, 8192), (64, 2048), (256, 1024))
+)

@@ -1,0 +1,216 @@
+"""`jattn doctor`: which device there is, what serves attention on it and why, versions, and known clashes."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import get_args
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from jattn_kernels.call import AttentionCall, Device, Operation, default_device
+from jattn_kernels.dispatch import choose
+from jattn_kernels.spec import AttentionSpec
+
+PLUGINS = {"jax-cuda13-plugin": 13, "jax-cuda12-plugin": 12}
+PACKAGES = ("jattn", "jax", "jaxlib", "flax", *PLUGINS, "triton", "jax-triton")
+OLDEST_DRIVER = {13: 580, 12: 525}  # that NVIDIA's CUDA of this major version runs with
+EXAMPLE = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+EXAMPLE_PAGE_SIZE = 16
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was found on a machine.
+
+    Attributes:
+        versions: Of the packages in `PACKAGES` that are installed.
+        has_nvidia_gpu: Whether the system has an NVIDIA GPU, seen by JAX or not.
+        driver: Version of NVIDIA's driver; None if unknown.
+        device_names: Of JAX's devices.
+        device: JAX's default device; None if JAX cannot start.
+        jax_error: Why JAX cannot start.
+        jax_platforms: What JAX was told to run on; empty if nothing.
+    """
+
+    versions: Mapping[str, str]
+    has_nvidia_gpu: bool = False
+    driver: str | None = None
+    device_names: tuple[str, ...] = ()
+    device: Device | None = None
+    jax_error: str | None = None
+    jax_platforms: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Which implementation serves a kind of call, and why; the name is None if none does."""
+
+    operation: Operation
+    dtype: str
+    implementation: str | None
+    reason: str
+
+
+def clashes(facts: Facts) -> list[str]:
+    """A sentence for everything that is known not to work together."""
+    found = []
+    versions = facts.versions
+    if (
+        _at_least(versions.get("jax"), 0, 12)
+        and "jax-triton" in versions
+        and not _above(versions["jax-triton"], 0, 4, 1)
+    ):
+        found.append(
+            f"jax-triton {versions['jax-triton']} does not work with JAX {versions['jax']}: install `jax<0.12`, as "
+            "jattn asks for."
+        )
+    plugins = {name: cuda for name, cuda in PLUGINS.items() if name in versions}
+    driver = _numbers(facts.driver)[:1]
+    if facts.has_nvidia_gpu and not plugins:
+        extra = "cuda12" if driver and driver[0] < OLDEST_DRIVER[13] else "cuda13"
+        found.append(
+            f"This machine has an NVIDIA GPU, but JAX has no CUDA plug-in and will not use it: install the extra "
+            f"`jattn[{extra}]`."
+        )
+    for name, cuda in plugins.items():
+        if facts.has_nvidia_gpu and driver and driver[0] < OLDEST_DRIVER[cuda]:
+            older = driver[0] >= OLDEST_DRIVER[12]
+            advice = "install a newer driver" + (", or the extra `jattn[cuda12]` instead" if older else "")
+            found.append(
+                f"{name} needs an NVIDIA driver of version {OLDEST_DRIVER[cuda]} or newer: {advice}. "
+                f"Got {facts.driver}."
+            )
+    if facts.jax_error:
+        found.append(f"JAX cannot start: {facts.jax_error}")
+    elif facts.has_nvidia_gpu and plugins and facts.device and facts.device.platform != "gpu":
+        told = f"`JAX_PLATFORMS` is {facts.jax_platforms!r}" if facts.jax_platforms else "`JAX_PLATFORMS` is not set"
+        found.append(
+            f"JAX does not use the NVIDIA GPU, although {' and '.join(plugins)} is installed: {told}; "
+            f"its default device is {facts.device.platform}."
+        )
+    return found
+
+
+def served(device: Device) -> list[Served]:
+    """What dispatch chooses for a common layer, for each kind of call and dtype."""
+    found = []
+    for operation in get_args(Operation):
+        for dtype in DTYPES:
+            call = AttentionCall(
+                operation=operation,
+                spec=EXAMPLE,
+                q_dtype=dtype,
+                kv_dtype=dtype,
+                page_size=None if operation == "ragged_extend" else EXAMPLE_PAGE_SIZE,
+                features=frozenset({"layer_index"}),
+                device=device,
+            )
+            try:
+                choice = choose(call)
+            except NotImplementedError as refusal:
+                found.append(Served(operation, dtype, None, str(refusal)))
+            else:
+                found.append(Served(operation, dtype, choice.implementation.name, choice.reason))
+    return found
+
+
+def gather() -> Facts:
+    """The facts of this machine."""
+    driver = _driver()
+    found = Facts(
+        versions={name: got for name in PACKAGES if (got := _version(name)) is not None},
+        has_nvidia_gpu=driver is not None or any(map(os.path.exists, ("/proc/driver/nvidia", "/dev/nvidia0"))),
+        driver=driver,
+        jax_platforms=jax.config.jax_platforms or "",
+    )
+    try:
+        names = tuple(f"{device.platform} {device.id}: {device.device_kind}" for device in jax.devices())
+        return dataclasses.replace(found, device_names=names, device=default_device())
+    except RuntimeError as error:
+        return dataclasses.replace(found, jax_error=" ".join(str(error).split()))
+
+
+def show(facts: Facts, console: Console) -> bool:
+    """Prints a report: tables in a terminal, lines of fields between tabs elsewhere; returns whether all is well."""
+    found = clashes(facts)
+    names = ", ".join(facts.device_names) or "none"
+    lines = [("devices", names)]
+    if facts.device and facts.device.compute_capability:
+        lines.append(("compute capability", "{}.{}".format(*facts.device.compute_capability)))
+    lines.append(("NVIDIA driver", facts.driver or ("unknown" if facts.has_nvidia_gpu else "none")))
+    lines += [(name, facts.versions.get(name, "not installed")) for name in PACKAGES]
+    _print_rows(console, "", ("", ""), lines)
+    if facts.device:
+        caption = (
+            f"Attention with {EXAMPLE.num_q_heads} query and {EXAMPLE.num_kv_heads} KV heads of width "
+            f"{EXAMPLE.head_dim}, pages of {EXAMPLE_PAGE_SIZE} tokens"
+        )
+        rows = [
+            (f"{row.operation} {row.dtype}", row.implementation or "none", row.reason) for row in served(facts.device)
+        ]
+        _print_rows(console, caption, ("call", "served by", "why"), rows)
+    for sentence in found:
+        console.print(f"clash: {sentence}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    if not found:
+        console.print("No clash is known for this machine.", style="green", highlight=False)
+    return not found
+
+
+def _print_rows(console: Console, caption: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    if not console.is_terminal:
+        for row in rows:
+            console.file.write("\t".join(row) + "\n")
+        return
+    table = Table(*head, title=caption or None, title_justify="left", show_header=any(head), title_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """What NVIDIA's own tools say; None without them or without a GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return parse_driver(done.stdout) if done.returncode == 0 else None
+    told = Path("/sys/module/nvidia/version")
+    return parse_driver(told.read_text()) if told.is_file() else None
+
+
+def parse_driver(text: str) -> str | None:
+    """The first thing in a tool's output that is a driver's version."""
+    match = re.search(r"^\s*(\d+\.\d+(?:\.\d+)?)\s*$", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    """The leading numbers of a version: those of 0.12.0rc1 are 0, 12, 0."""
+    match = re.match(r"\d+(?:\.\d+)*", text or "")
+    return tuple(map(int, match.group().split("."))) if match else ()
+
+
+def _at_least(text: str | None, *numbers: int) -> bool:
+    return _numbers(text)[: len(numbers)] >= numbers
+
+
+def _above(text: str | None, *numbers: int) -> bool:
+    return _numbers(text)[: len(numbers)] > numbers

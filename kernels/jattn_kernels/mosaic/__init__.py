@@ -1,0 +1,3 @@
+"""Attention in Pallas Mosaic GPU, one folder an architecture."""
+
+from jattn_kernels.mosaic.implementation import MOSAIC as MOSAIC

@@ -1,0 +1,1 @@
+"""Attention kernels for Hopper (sm_90a) in Pallas Mosaic GPU."""

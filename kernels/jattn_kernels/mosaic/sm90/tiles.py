@@ -1,0 +1,130 @@
+"""What the Hopper kernels share on the device: tiles in shared memory, copies of pages, products, interpret mode."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from jattn_kernels.spec import PageLayout
+
+SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
+RESERVED_BYTES = 2 * 1024  # of each block: the driver's own, barriers, alignment
+WGMMA_ROWS = 64  # of one warpgroup's product
+TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
+
+_interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(params: plgpu.InterpretGPUParams) -> Iterator[None]:
+    """Kernels traced inside run on the CPU, under Pallas' interpreter for Mosaic GPU."""
+    token = _interpret.set(params)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpret_params() -> plgpu.InterpretGPUParams | None:
+    """What `interpreted` was given, or None on a GPU."""
+    return _interpret.get()
+
+
+def tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the form that TMA writes and wgmma reads; the last two axes are the tile."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
+    tiling: Any = plgpu.TilingTransform  # typed as abstract
+    swizzling: Any = plgpu.SwizzleTransform
+    transforms = (tiling((TILED_ROWS, swizzle // itemsize)), swizzling(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def probabilities_tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Where the interpreter keeps the probabilities; a GPU keeps them in registers."""
+    return None if interpret_params() is None else tile(shape, dtype)
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    """Where a product of a warpgroup is summed."""
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def accumulate(acc: jax.Array, a: Any, b: Any) -> jax.Array:
+    """acc + a @ b, where a GPU starts from the accumulator and the interpreter cannot."""
+    if interpret_params() is None:
+        start: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(start)
+
+    def product(ref):
+        plgpu.wgmma(ref, a, b)
+        return ref[...]
+
+    return acc + pl.run_scoped(product, accumulator(*acc.shape))
+
+
+def add_product(acc: jax.Array, p: jax.Array, v_smem: Any, p_smem: Any) -> jax.Array:
+    """acc + p @ v; a GPU takes p from registers, the interpreter only from shared memory."""
+    if p_smem is None:
+        return accumulate(acc, p, v_smem)
+    p_smem[...] = p
+    return accumulate(acc, p_smem, v_smem)
+
+
+def zero_rows_from(v_smem: Any, first: jax.Array) -> None:
+    """Clears the rows that no request owns: 0 * NaN is NaN, so masking the probabilities is not enough."""
+    v = plgpu.load(v_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+    rows = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+    v_smem[...] = jnp.where(rows < first, v, jnp.zeros_like(v))
+    plgpu.commit_smem()
+
+
+@dataclasses.dataclass(frozen=True)
+class PageCopies:
+    """How a tile of keys is put together from pages, or cut out of a larger page.
+
+    Attributes:
+        block_kv: Keys a tile.
+        page_size: Tokens a page.
+        page_layout: Axes of a page.
+    """
+
+    block_kv: int
+    page_size: int
+    page_layout: PageLayout
+
+    def __post_init__(self):
+        assert self.block_kv % self.page_size == 0 or self.page_size % self.block_kv == 0
+
+    @property
+    def rows(self) -> int:
+        """Keys that one copy brings."""
+        return min(self.block_kv, self.page_size)
+
+    @property
+    def copies(self) -> int:
+        """Copies a tile; each arrives once on the tile's barrier."""
+        return self.block_kv // self.rows
+
+    def sources(self, table_ref: Any, sequence: jax.Array, tile_index: jax.Array, last_key: jax.Array) -> list[Any]:
+        """(page, first row in it) of each copy; past the sequence's last page, that page again."""
+        sources = []
+        for copy in range(self.copies):
+            key = jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key)
+            page = table_ref[sequence, jax.lax.div(key, self.page_size)]
+            row = 0 if self.page_size <= self.block_kv else jax.lax.rem(tile_index * self.block_kv, self.page_size)
+            sources.append((page, row))
+        return sources
+
+    def start(self, pages_ref: Any, layer: Any, head: Any, sources: list[Any], smem: Any, barrier: Any) -> None:
+        """Starts the copies of one tile of keys or values of one head."""
+        for copy, (page, row) in enumerate(sources):
+            rows = pl.ds(row, self.rows)
+            place = (layer, page, rows, head) if self.page_layout == "NHD" else (layer, page, head, rows)
+            plgpu.copy_gmem_to_smem(pages_ref.at[place], smem.at[pl.ds(copy * self.rows, self.rows)], barrier)

@@ -1,0 +1,180 @@
+"""The record knows the device code that it is of, keeps what it measured, and is refused off an H200."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from bench import gpu_record
+from bench.gpu_record import PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows, test_rows
+
+test_rows.__test__ = False
+
+
+@pytest.fixture
+def code(tmp_path):
+    """A root with device code, and files beside it that never reach a GPU."""
+    package = tmp_path / "kernels" / "jattn_kernels"
+    for name in ("mosaic/sm90/decode.py", "xla/core.py", "schedule.py", "spec.py", "call.py", "reference.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(name)
+    return tmp_path
+
+
+def package(code):
+    return code / "kernels" / "jattn_kernels"
+
+
+@pytest.fixture
+def record(tmp_path, code):
+    folder = tmp_path / "record"
+    for part in PARTS:
+        Recorder(folder, {"kernels_sha": kernels_sha(code)}).write(part, [{"case": part}])
+    return folder
+
+
+@pytest.mark.parametrize("file", ["mosaic/sm90/decode.py", "xla/core.py", "schedule.py", "spec.py"])
+def test_sha_follows_content_and_path(code, file):
+    before = kernels_sha(code)
+    path = package(code) / file
+    path.write_text("changed")
+    changed = kernels_sha(code)
+    assert changed != before
+    path.rename(path.with_stem("renamed")) if path.parent != package(code) else path.unlink()
+    assert kernels_sha(code) not in (before, changed)
+
+
+def test_sha_follows_new_files_but_not_others(code):
+    before = kernels_sha(code)
+    for name in ("call.py", "reference.py", "xla/__pycache__/core.pyc"):
+        (package(code) / name).parent.mkdir(exist_ok=True)
+        (package(code) / name).write_text("changed")
+    assert kernels_sha(code) == before
+    (package(code) / "triton").mkdir()
+    (package(code) / "triton" / "decode.py").write_text("new")
+    assert kernels_sha(code) != before
+
+
+def test_sha_covers_every_device_file_of_ours():
+    folder = ROOT / "kernels" / "jattn_kernels"
+    assert all((folder / name).is_file() for name in gpu_record.DEVICE_FILES)
+
+
+def test_check_passes_until_the_code_changes(code, record):
+    assert check(record, code) is None
+    (package(code) / "xla" / "core.py").write_text("changed")
+    assert check(record, code).startswith("The device code has changed since tests.jsonl was recorded")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_check_names_a_part_that_is_missing(code, record, part):
+    (record / f"{part}.jsonl").unlink()
+    assert f"has no {part}.jsonl" in check(record, code)
+
+
+def test_check_reads_every_row(code, record):
+    with (record / "decode.jsonl").open("a") as file:
+        file.write(json.dumps({"kernels_sha": "0" * 64}) + "\n")
+    assert "since decode.jsonl was recorded" in check(record, code)
+
+
+def test_check_runs_as_a_file_on_the_standard_library_alone():
+    command = [sys.executable, "-S", "-E", "bench/gpu_record.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    problem = check()
+    assert done.stderr == ""
+    assert done.returncode == (1 if problem else 0)
+    assert done.stdout.strip() == (problem or "The H200 record is of the device code as it is.")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--only", "decode"]])
+def test_record_is_refused_off_an_h200(arguments, tmp_path, capsys):
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "The record is of an NVIDIA H200, and JAX's default device here is 'cpu'.\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_quick_look_does_not_replace_the_record(capsys):
+    with pytest.raises(SystemExit):
+        main(["--quick"])
+    assert "give `--out` another folder" in capsys.readouterr().err
+
+
+def measured(**row):
+    return SimpleNamespace(row={"impl": "jattn-xla", **row}, kernels=[{"kernel": "attend"}])
+
+
+def refuse():
+    raise NotImplementedError("`xla` does not do that.")
+
+
+def fail():
+    raise RuntimeError("ours")
+
+
+def test_recorder_writes_rows_with_what_they_share(tmp_path, capsys):
+    recorder = Recorder(tmp_path, {"device": "some"})
+    recorder.measure("decode", [("one", lambda: measured(time_us=1)), ("two", refuse), ("three", lambda: measured())])
+    rows = read_rows(tmp_path / "decode.jsonl")
+    assert rows == [
+        {"impl": "jattn-xla", "time_us": 1, "device": "some"},
+        {"impl": "jattn-xla", "device": "some"},
+    ]
+    assert len(read_rows(tmp_path / "decode-kernels.jsonl")) == 2
+    assert recorder.failures == []
+    assert "two: left out. `xla` does not do that." in capsys.readouterr().out
+
+
+def test_recorder_goes_on_after_a_failure_and_leaves_the_part_incomplete(tmp_path, capsys):
+    recorder = Recorder(tmp_path, {})
+    recorder.measure("decode", [("one", fail), ("two", lambda: measured())])
+    assert recorder.failures == ["one"]
+    assert not (tmp_path / "decode.jsonl").exists()
+    assert len(read_rows(tmp_path / "decode.jsonl.part")) == 1
+    recorder.measure("prefill", [("three", lambda: measured())])
+    assert (tmp_path / "prefill.jsonl").exists()
+    assert "RuntimeError: ours" in capsys.readouterr().err
+
+
+def test_attention_record_runs_every_workload_once_for_the_first_implementation(tmp_path, monkeypatch):
+    from bench import attention, workloads
+
+    done = []
+    monkeypatch.setattr(attention, "measured", lambda w, name, **options: done.append((w, name)) or measured())
+    gpu_record.record_attention(Recorder(tmp_path, {}), "decode", quick=False, implementations=("mosaic", "xla"))
+    assert [w for w, name in done if name == "mosaic"] == list(workloads.DECODE)
+    assert {w.name for w, name in done if name == "xla"} < {w.name for w in workloads.DECODE}
+    assert len(read_rows(tmp_path / "decode.jsonl")) == len(done)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_record_tests_runs_the_files_that_hold_gpu_tests(tmp_path, monkeypatch, works):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_one.py").write_text(
+        f"import pytest\n@pytest.mark.gpu\ndef test_it(): assert {works}\ndef test_other(): assert False\n"
+    )
+    (folder / "test_two.py").write_text("import missing_on_a_gpu_machine")
+    monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
+    recorder = Recorder(tmp_path / "out", {})
+    gpu_record.record_tests(recorder, processes=1)
+    assert recorder.failures == ([] if works else ["tests"])
+    (row,) = read_rows(tmp_path / "out" / ("tests.jsonl" if works else "tests.jsonl.part"))
+    assert row["name"].endswith("::test_it")
+    assert row["outcome"] == ("passed" if works else "failure")
+
+
+def test_test_rows_tells_outcomes_apart(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="p"/><testcase classname="a" name="s">'
+        '<skipped message="refused"/></testcase><testcase classname="a" name="f"><failure/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert [(row["name"], row["outcome"], row.get("why")) for row in test_rows(report)] == [
+        ("a::p", "passed", None),
+        ("a::s", "skipped", "refused"),
+        ("a::f", "failure", None),
+    ]

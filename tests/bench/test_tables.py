@@ -1,0 +1,114 @@
+"""The README's section says what the record says, beside the peer's fastest row of the same work."""
+
+import pytest
+
+from bench import tables
+from bench.comparison import pairs
+from bench.gpu_record import Recorder
+from bench.tables import BEGIN, END, NOTHING_RECORDED, README, section, with_section
+
+SHARED = {"jax": "0.11.2", "device": "NVIDIA H200", "kernels_sha": "0"}
+SHAPE = {"hq": 32, "hkv": 8, "d": 128}
+DECODE = {"case": "decode", "kv": "bf16", **SHAPE, "page": 16, "GBps": 4000.0, "roofline_share": 0.91}
+ROWS = {
+    "decode": [
+        {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-mosaic", "time_us": 520.0},
+        {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-xla", "time_us": 9000.0},
+        {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-mosaic", "time_us": 510.0, "page": 64, "layout": "HND"},
+        {**DECODE, "batch": "ragged64", "ctx": 0, "impl": "jattn-mosaic", "time_us": 1146.48},
+        {**DECODE, "batch": 5, "ctx": 77, "impl": "jattn-mosaic", "time_us": 1.0},
+    ],
+    "prefill": [
+        {
+            "case": "prefill",
+            **SHAPE,
+            "batch": 1,
+            "q": 8192,
+            "kv": 8192,
+            "page": 16,
+            "time_us": 981.477,
+            "TFLOPs": 560.2,
+        },
+    ],
+    "decode_step": [
+        {
+            "case": "decode_step",
+            "batch": 1,
+            "ctx": 1024,
+            "page": 16,
+            "time_ms": 4.482,
+            "roofline_share": 0.77,
+            "compile_s": 1.23,
+        },
+    ],
+}
+
+
+@pytest.fixture
+def record(tmp_path):
+    recorder = Recorder(tmp_path, SHARED)
+    for part, rows in ROWS.items():
+        recorder.write(part, rows)
+    return tmp_path
+
+
+def test_pairs_takes_the_fastest_of_both_sides(record):
+    found = pairs("decode", record=record)
+    assert [(row["impl"], row["time_us"], peer["tensor_cores"]) for row, peer in found] == [
+        ("jattn-mosaic", 520.0, True),
+        ("jattn-mosaic", 510.0, True),
+        ("jattn-mosaic", 1146.48, True),
+    ]
+
+
+def test_section_shows_times_and_ratios(record):
+    text = section(record)
+    assert "| 64 | 8,192 | 32/8 | 16 | 520.0 µs | 495.1 µs | 1.05 | 4,000 | 91% |" in text
+    assert "| 64 | 8,192 | 32/8 | 64 HND | 510.0 µs |" in text
+    assert "| 64, ragged | 128 to 32,768 | 32/8 | 16 | 1,146.5 µs | 573.2 µs | 2.00 |" in text
+    assert "| 1 | 8,192 | 8,192 | 16 | 560 | 560 | 1.00 |" in text
+    assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
+    assert "NVIDIA H200, JAX 0.11.2" in text
+    assert "bench/results/decode.svg" in text
+    assert "9,000" not in text
+
+
+def test_section_leaves_out_what_was_not_recorded(record):
+    for part in ("decode", "prefill"):
+        (record / f"{part}.jsonl").unlink()
+    text = section(record)
+    assert "PyTorch" in text
+    assert "Prefill" not in text
+    assert "svg" not in text
+
+
+def test_section_says_that_nothing_is_recorded(tmp_path):
+    assert section(tmp_path) == NOTHING_RECORDED
+
+
+def test_with_section_replaces_what_stands_between_the_markers():
+    once = with_section(f"a\n{BEGIN}\nold\n{END}\nb", "new")
+    assert once == f"a\n{BEGIN}\n\nnew\n\n{END}\nb"
+    assert with_section(once, "new") == once
+
+
+@pytest.mark.parametrize("text", ["", f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}", BEGIN])
+def test_with_section_needs_its_markers(text):
+    with pytest.raises(ValueError, match="must have one"):
+        with_section(text, "new")
+
+
+def test_readme_is_what_the_record_makes_it():
+    text = README.read_text(encoding="utf-8")
+    assert with_section(text, section()) == text
+
+
+def test_main_writes_section_and_picture(record, tmp_path, monkeypatch):
+    readme, picture = tmp_path / "README.md", tmp_path / "decode.svg"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "PICTURE", picture)
+    tables.main(record)
+    assert "520.0 µs" in readme.read_text()
+    assert picture.read_text().startswith("<svg")

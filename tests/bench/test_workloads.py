@@ -1,0 +1,94 @@
+"""The workloads' bytes and FLOPs are those of the peers' files, and their arrays are what they say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.comparison import FLASHINFER, TORCH_STEP
+from bench.gpu_record import read_rows
+from bench.workloads import DECODE, EXTEND, STEPS, AttentionWorkload, random_normal, random_page_table
+
+TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
+FLASHINFER_ROWS = read_rows(FLASHINFER)
+
+
+def workload_of(row, table):
+    """The workload whose row bears the same names."""
+    names = [name for name in ("batch", "ctx", "q", "kv", "hq", "hkv", "d", "page") if name in row]
+    same = [w for w in table if "layout" not in w.fields() and all(w.fields()[name] == row[name] for name in names)]
+    (found,) = same
+    return found
+
+
+@pytest.mark.parametrize("row", [row for row in FLASHINFER_ROWS if row["case"] == "decode"])
+def test_decode_counts_bytes_as_the_peers_do(row):
+    workload = workload_of(row, DECODE)
+    assert sum(workload.kv_lens) == row["tokens"]
+    assert workload.fields()["kv_MB"] == pytest.approx(row["kv_MB"], rel=1e-5)
+    assert workload.rate(row["time_us"])["GBps"] == pytest.approx(row["GBps"], rel=1e-4)
+
+
+@pytest.mark.parametrize("row", [row for row in FLASHINFER_ROWS if row["case"] == "prefill"])
+def test_prefill_counts_flops_as_the_peers_do(row):
+    workload = workload_of(row, EXTEND)
+    assert workload.rate(row["time_us"])["TFLOPs"] == pytest.approx(row["TFLOPs"], rel=1e-4)
+
+
+@pytest.mark.parametrize("row", read_rows(TORCH_STEP))
+def test_step_has_the_peers_roofline(row):
+    (workload,) = (w for w in STEPS if (w.batch, w.ctx) == (row["batch"], row["ctx"]))
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 2 * 4096
+    weight_bytes = 2 * (32 * layer + 4096 + 4096 * 128256)
+    roofline = workload.roofline_ms(weight_bytes=weight_bytes, kv_bytes_per_token=2 * 2 * 32 * 8 * 128)
+    assert roofline == pytest.approx(row["roofline_ms"], abs=0.006)
+
+
+def test_names_are_unique():
+    names = [workload.name for workload in (*DECODE, *EXTEND, *STEPS)]
+    assert len(set(names)) == len(names)
+
+
+def test_ragged_lens_are_their_own():
+    (workload,) = (w for w in DECODE if w.batch == "ragged64" and w.hq == 32 and w.kv == "bf16")
+    assert len(workload.kv_lens) == 64
+    assert min(workload.kv_lens) >= 128
+    assert max(workload.kv_lens) <= 32768
+
+
+@pytest.mark.parametrize(
+    ("change", "q_shape", "page_shape"),
+    [
+        ({}, (3, 1, 4, 16), (8, 2, 16)),
+        ({"layout": "HND"}, (3, 1, 4, 16), (2, 8, 16)),
+        ({"q_tokens": 5}, (15, 4, 16), (8, 2, 16)),
+        ({"kv": "fp8_e4m3"}, (3, 1, 4, 16), (8, 2, 16)),
+    ],
+)
+def test_arrays_have_the_shapes_of_a_call(change, q_shape, page_shape):
+    arrays = dataclasses.replace(TINY, **change).arrays(2)
+    assert arrays.q.shape == q_shape
+    assert arrays.q.dtype == jnp.bfloat16
+    assert arrays.k_pages.shape == arrays.v_pages.shape == (2, 10, *page_shape)
+    assert arrays.k_pages.dtype == (jnp.float8_e4m3fn if "kv" in change else jnp.bfloat16)
+    assert arrays.cu_q_lens.tolist() == [i * change.get("q_tokens", 1) for i in range(4)]
+    assert float(jnp.std(arrays.k_pages.astype(jnp.float32))) == pytest.approx(1, abs=0.1)
+    assert not jnp.array_equal(arrays.k_pages[0], arrays.k_pages[1])
+
+
+def test_page_table_gives_every_page_once_in_random_order():
+    table, num_pages = random_page_table((21, 8, 1), 8)
+    assert num_pages == 6
+    assert sorted(table[table > 0]) == [1, 2, 3, 4, 5]
+    assert (table > 0).sum(axis=1).tolist() == [3, 1, 1]
+    long, _ = random_page_table((8000,), 8)
+    assert not np.array_equal(long[0], np.sort(long[0]))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (4, 32, 32)])
+def test_random_normal_has_its_size(shape):
+    made = random_normal(jax.random.key(0), shape, "bfloat16", 0.02)
+    assert made.shape == shape
+    assert float(jnp.std(made.astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)

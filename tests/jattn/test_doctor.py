@@ -1,0 +1,164 @@
+"""`jattn doctor` names what does not work together, and what serves each call, from facts that a test can make up."""
+
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jattn import cli, doctor
+from jattn.doctor import Facts, clashes, parse_driver, served, show
+from jattn_kernels.call import Device
+
+CUDA13 = {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2"}
+CUDA12 = {"jax": "0.11.2", "jax-cuda12-plugin": "0.11.2"}
+CPU, HOPPER = Device("cpu"), Device("gpu", (9, 0))
+
+
+def facts(versions, driver=None, device=CPU, **more):
+    return Facts(versions=versions, driver=driver, has_nvidia_gpu=driver is not None, device=device, **more)
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        facts({"jax": "0.11.2"}),
+        facts({"jax": "0.11.2", "jax-triton": "0.4.1"}),
+        facts({"jax": "0.12.0", "jax-triton": "0.4.2"}),
+        facts(CUDA13, "580.65.06", HOPPER),
+        facts(CUDA12, "525.60.13", HOPPER),
+        facts(CUDA13),
+        Facts(versions=CUDA13, has_nvidia_gpu=True, device=HOPPER),
+    ],
+)
+def test_clashes_finds_nothing_where_all_is_well(fine):
+    assert clashes(fine) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (facts({"jax": "0.12.0.1", "jax-triton": "0.4.1"}), "jax-triton 0.4.1 does not work with JAX 0.12.0.1"),
+        (facts({"jax": "0.12.0rc1", "jax-triton": "0.4"}), "jax-triton 0.4 does not work with JAX 0.12.0rc1"),
+        (facts({"jax": "1.0", "jax-triton": "0.3.0"}), "jax-triton 0.3.0 does not work with JAX 1.0"),
+        (
+            facts({"jax": "0.11.2"}, "580.65.06"),
+            "no CUDA plug-in and will not use it: install the extra `jattn[cuda13]`",
+        ),
+        (facts({"jax": "0.11.2"}, "570.10"), "install the extra `jattn[cuda12]`"),
+        (Facts(versions={}, has_nvidia_gpu=True, device=CPU), "install the extra `jattn[cuda13]`"),
+        (
+            facts(CUDA13, "579.99", HOPPER),
+            "580 or newer: install a newer driver, or the extra `jattn[cuda12]` instead.",
+        ),
+        (facts(CUDA13, "520.10", HOPPER), "580 or newer: install a newer driver. Got 520.10."),
+        (facts(CUDA12, "524.9", HOPPER), "jax-cuda12-plugin needs an NVIDIA driver of version 525 or newer"),
+        (facts(CUDA13, "580.1", jax_platforms="cpu"), "`JAX_PLATFORMS` is 'cpu'; its default device is cpu."),
+        (facts(CUDA13, "580.1"), "although jax-cuda13-plugin is installed: `JAX_PLATFORMS` is not set"),
+        (facts(CUDA13, "580.1", None, jax_error="no backend"), "JAX cannot start: no backend"),
+    ],
+)
+def test_clashes_names_a_clash_in_one_sentence(wrong, sentence):
+    (found,) = clashes(wrong)
+    assert sentence in found
+
+
+def test_served_names_an_implementation_and_a_reason_for_every_call():
+    rows = served(CPU)
+    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 9
+    assert {row.implementation for row in rows} == {"xla"}
+    assert all("`xla`" in row.reason for row in rows)
+
+
+def test_served_follows_the_device():
+    chosen = {(row.operation, row.dtype): row for row in served(HOPPER)}
+    assert chosen["paged_decode", "bfloat16"].implementation == "mosaic"
+    plain = chosen["paged_decode", "float32"]
+    assert plain.implementation == "xla"
+    assert "float32" in plain.reason
+
+
+def test_served_bears_a_call_that_nothing_serves(monkeypatch):
+    def refuse(call):
+        raise NotImplementedError("Nothing serves it.")
+
+    monkeypatch.setattr(doctor, "choose", refuse)
+    assert {(row.implementation, row.reason) for row in served(CPU)} == {(None, "Nothing serves it.")}
+
+
+def shown(found, **options):
+    console = Console(file=io.StringIO(), width=200, **options)
+    return show(found, console), console.file.getvalue()
+
+
+def test_show_is_plain_lines_in_a_pipe():
+    well, text = shown(facts({"jax": "0.11.2"}, device_names=("cpu 0: cpu",)))
+    lines = text.splitlines()
+    assert well
+    assert {"devices\tcpu 0: cpu", "NVIDIA driver\tnone", "jax\t0.11.2", "jax-triton\tnot installed"} <= set(lines)
+    assert any(line.startswith("paged_extend float16\txla\t") for line in lines)
+    assert lines[-1] == "No clash is known for this machine."
+
+
+def test_show_is_tables_in_a_terminal():
+    well, text = shown(facts(CUDA13, "580.1", HOPPER), force_terminal=True)
+    assert well
+    assert "compute capability" in text
+    assert "9.0" in text
+    assert "served by" in text
+    assert "\t" not in text
+
+
+def test_show_ends_with_the_clashes():
+    well, text = shown(facts({"jax": "0.11.2"}, "570.1", None))
+    assert not well
+    assert text.splitlines()[-1].startswith("clash: This machine has an NVIDIA GPU, but")
+    assert "served by" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "driver"),
+    [("580.159.03\n580.159.03\n", "580.159.03"), ("570.10\n", "570.10"), ("No devices were found\n", None), ("", None)],
+)
+def test_parse_driver_takes_the_first_version(text, driver):
+    assert parse_driver(text) == driver
+
+
+def test_gather_finds_this_machine():
+    found = doctor.gather()
+    assert found.versions["jax"]
+    assert found.device is not None
+    assert found.device_names
+    assert found.jax_error is None
+
+
+def test_gather_bears_a_jax_that_cannot_start(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize\n backend 'cuda'")
+
+    monkeypatch.setattr(doctor.jax, "devices", fail)
+    found = doctor.gather()
+    assert found.jax_error == "Unable to initialize backend 'cuda'"
+    assert found.device is None
+
+
+@pytest.mark.parametrize(
+    ("program", "driver"), [("echo 580.159.03", "580.159.03"), ("exit 9", None), ("echo ''", None)]
+)
+def test_gather_asks_nvidia_smi(monkeypatch, tmp_path, program, driver):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\n{program}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = doctor.gather()
+    assert found.driver == driver
+    if driver:
+        assert found.has_nvidia_gpu
+
+
+@pytest.mark.parametrize(("versions", "code"), [({"jax": "0.11.2"}, 0), ({"jax": "0.12.0", "jax-triton": "0.4.1"}, 1)])
+def test_doctor_command_exits_by_the_clashes(monkeypatch, versions, code):
+    monkeypatch.setattr(doctor, "gather", lambda: facts(versions))
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == code
+    assert ("clash: jax-triton" in result.stdout) == bool(code)

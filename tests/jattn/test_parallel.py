@@ -1,0 +1,48 @@
+"""Parallel is the identity on one device, and on several it shares, sums and gathers along its axis."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jattn.parallel import ONE_DEVICE, Parallel
+
+SEVERAL = Parallel(axis="devices", size=2)
+
+
+def on_devices(function, x):
+    """`function` on each row of `x`, each row on a device of its own."""
+    return jax.vmap(function, axis_name="devices")(x)
+
+
+def test_one_device_keeps_everything():
+    logits = jnp.arange(6.0).reshape(2, 3)
+    assert ONE_DEVICE.share(7, "heads") == 7
+    assert ONE_DEVICE.all_reduce(logits) is logits
+    assert ONE_DEVICE.gather_logits(logits) is logits
+
+
+def test_several_devices_share_evenly():
+    assert SEVERAL.share(6, "heads") == 3
+
+
+def test_several_devices_sum_their_parts():
+    parts = jnp.array([[1.0, 2.0], [30.0, 40.0]])
+    chex.assert_trees_all_equal(on_devices(SEVERAL.all_reduce, parts), jnp.array([[31.0, 42.0]] * 2))
+
+
+def test_several_devices_gather_whole_rows():
+    logits = jnp.arange(12.0).reshape(3, 4)  # three sequences; each device holds half of the vocabulary
+    parts = jnp.stack(jnp.split(logits, 2, axis=1))
+    chex.assert_trees_all_equal(on_devices(SEVERAL.gather_logits, parts), jnp.stack([logits] * 2))
+
+
+def test_uneven_share_is_refused():
+    with pytest.raises(ValueError, match=r"key heads must divide by the number of devices. Got 5 over 2 devices"):
+        SEVERAL.share(5, "key heads")
+
+
+@pytest.mark.parametrize(("axis", "size"), [(None, 2), (None, 0), ("devices", 0), ("devices", -1)])
+def test_impossible_size_is_refused(axis, size):
+    with pytest.raises(ValueError, match=rf"`size` must be at least 1.*Got axis={axis}, size={size}"):
+        Parallel(axis=axis, size=size)

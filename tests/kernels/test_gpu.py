@@ -1,0 +1,108 @@
+"""On an NVIDIA GPU, every implementation against the oracle: the table of cases, and cases of kernels' sizes."""
+
+import itertools
+from typing import Any
+
+import jax
+import pytest
+
+import jattn_kernels
+from jattn_kernels import AttentionSpec
+from jattn_kernels.call import AttentionCall, default_device
+from jattn_kernels.dispatch import IMPLEMENTATIONS
+from tests.kernels.cases import CASES, Case, assert_close, build
+
+pytestmark = pytest.mark.gpu
+
+HOPPER = (9, 0)
+# Off, on and just past a tile's end, empty, and long enough to be split.
+_LENS = (130, 1, 64, 0, 257, 1500)
+_BATCHES: dict[Any, dict[str, Any]] = {
+    "paged_decode": {"q_lens": (1,) * 6, "padding_rows": 2},
+    "paged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
+}
+
+
+def _spec(**fields: Any) -> AttentionSpec:
+    return AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, **fields})
+
+
+def _case(operation: Any, name: str, **fields: Any) -> Case:
+    given = {"spec": _spec(), "kv_lens": _LENS, "page_size": 16, "dtype": "bfloat16", **_BATCHES[operation], **fields}
+    return Case(name=f"{operation}_{name}", operation=operation, **given)
+
+
+def _kernel_sized(operation: Any) -> list[Case]:
+    """What the kernels of an NVIDIA GPU are made for; none of them may be refused on Hopper."""
+    widths = [
+        _case(operation, f"{dtype}_dim_{head_dim}", dtype=dtype, spec=_spec(head_dim=head_dim))
+        for dtype, head_dim in itertools.product(("bfloat16", "float16"), (64, 128, 256))
+    ]
+    pages = [
+        _case(
+            operation,
+            f"{layout}_page_{page_size}_dim_{head_dim}",
+            page_size=page_size,
+            spec=_spec(page_layout=layout, head_dim=head_dim),
+        )
+        for layout, page_size, head_dim in itertools.product(("NHD", "HND"), (8, 64, 128), (64, 128))
+    ]
+    groups = [
+        _case(operation, f"group_{q // kv}_of_{kv}", spec=_spec(num_q_heads=q, num_kv_heads=kv))
+        for q, kv in ((2, 2), (5, 1), (8, 1), (16, 1), (32, 8))
+    ]
+    others = [
+        _case(operation, "not_causal", spec=_spec(causal=False)),
+        _case(operation, "layers", num_layers=3, layer_index=1),
+        _case(operation, "kv_start", kv_start=(5, 0, 3, 64, 0, 7)),
+        _case(operation, "q_start", kv_start=(5, 0, 3, 64, 0, 7), q_start=(90, 0, 3, 64, 200, 1000)),
+        _case(operation, "sm_scale", spec=_spec(sm_scale=0.25)),
+    ]
+    return [*widths, *pages, *groups, *others]
+
+
+KERNEL_SIZED: tuple[Case, ...] = (
+    *_kernel_sized("paged_decode"),
+    *(
+        _case("paged_decode", f"verify_{q}_group_{group}", q_lens=(q,) * 6, spec=_spec(num_kv_heads=8 // group))
+        for q, group in ((2, 1), (4, 8), (9, 8), (16, 8))
+    ),
+    _case("paged_decode", "one_long", kv_lens=(5000,), q_lens=(1,), spec=_spec(num_q_heads=4, num_kv_heads=1)),
+    _case("paged_decode", "long_beside_short", kv_lens=(5000, *range(20)), q_lens=(1,) * 21),
+    *_kernel_sized("paged_extend"),
+    _case("paged_extend", "more_queries_than_keys", kv_lens=(40, 0, 64, 1, 100, 9)),
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu() -> None:
+    assert jax.default_backend() == "gpu", "these tests were asked for, and JAX's default device is no GPU"
+
+
+@pytest.mark.parametrize("implementation", [entry.name for entry in IMPLEMENTATIONS])
+@pytest.mark.parametrize("case", [*CASES, *KERNEL_SIZED], ids=lambda case: case.name)
+def test_gpu_agrees_with_the_oracle(case, implementation):
+    inputs = build(case)
+    attend = getattr(jattn_kernels, case.operation)
+    try:
+        out, lse = attend(*inputs.args, **inputs.kwargs, return_lse=True, implementation=implementation)
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+    assert_close(case, inputs, out, lse)
+
+
+@pytest.mark.parametrize("case", KERNEL_SIZED, ids=lambda case: case.name)
+def test_mosaic_refuses_nothing_that_it_is_made_for(case):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    (mosaic,) = (entry for entry in IMPLEMENTATIONS if entry.name == "mosaic")
+    options = build(case).kwargs.keys() - {"spec"}
+    call = AttentionCall(
+        operation=case.operation,
+        spec=case.spec,
+        q_dtype=case.dtype,
+        kv_dtype=case.dtype,
+        page_size=case.page_size,
+        features=frozenset(options),
+    )
+    assert mosaic.refuses(call) is None

@@ -1,0 +1,87 @@
+"""The Hopper decode kernel on the CPU: against the oracle under the interpreter, and lowered for CUDA."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from jattn_kernels import AttentionSpec, attention
+from jattn_kernels.attention import paged_decode
+from jattn_kernels.call import AttentionOptions, Device
+from jattn_kernels.mosaic.sm90 import paged, tiles
+from tests.kernels.cases import Case, assert_close, build
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU; the interpreter is it."""
+    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr(paged, "NUM_SMS", 3)  # few parts: the interpreter is slow
+    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def case(name, *, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype="bfloat16", spec=None, **fields):
+    facts = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64} | (spec or {})
+    return Case(
+        name=name,
+        operation="paged_decode",
+        spec=AttentionSpec(**facts),
+        q_lens=(q_len,) * len(kv_lens),
+        kv_lens=kv_lens,
+        page_size=page_size,
+        dtype=dtype,
+        **fields,
+    )
+
+
+INTERPRETED = [
+    case("plain"),
+    case("float16", dtype="float16"),
+    case("split", kv_lens=(600, 9)),
+    case("boundaries", kv_lens=(127, 128, 129), page_size=32),
+    case("verify", q_len=4, kv_lens=(130, 4, 2)),
+    case("verify_more_rows_than_one_block", q_len=5, kv_lens=(40,), spec={"num_q_heads": 32}),
+    case("group_5", spec={"num_q_heads": 5, "num_kv_heads": 1}),
+    case("group_1", spec={"num_q_heads": 2}),
+    case("dim_128_hnd_layers", spec={"head_dim": 128, "page_layout": "HND"}, num_layers=2, layer_index=1),
+    case("dim_256", spec={"head_dim": 256, "num_q_heads": 2, "num_kv_heads": 1}, kv_lens=(70, 3)),
+    case("heads_share_rows", spec={"num_q_heads": 16, "num_kv_heads": 4}, kv_lens=(300, 9, 0)),
+    case("heads_share_rows_dim_128", spec={"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 128}, kv_lens=(70, 9)),
+    case("page_8", page_size=8),
+    case("page_larger_than_a_tile", page_size=128, spec={"head_dim": 128}, kv_lens=(200, 64)),
+    case("positions", q_len=2, kv_start=(0, 5, 0, 64), q_start=(12, 4, 0, 100)),
+    case("not_causal", spec={"causal": False}, q_len=2),
+    case("padding_rows", padding_rows=2),
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+def test_mosaic_decode_agrees_with_the_oracle_without_races(hopper, case):
+    inputs = build(case)
+    out, lse = paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic")
+    assert_close(case, inputs, out, lse)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
+    for group_size, num_tokens in ((1, 1), (5, 1), (8, 4), (16, 5)):
+        spec = AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, page_layout=page_layout)
+        page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
+        pages = jax.ShapeDtypeStruct((3, 10, *page, head_dim), dtype)
+        q = jax.ShapeDtypeStruct((4, num_tokens, spec.num_q_heads, head_dim), dtype)
+        ints = jax.ShapeDtypeStruct((4,), jnp.int32)
+        table = jax.ShapeDtypeStruct((4, 6), jnp.int32)
+
+        def decode(q, k_pages, v_pages, table, lens, layer, spec=spec):
+            options = AttentionOptions(layer_index=layer)
+            return paged.paged_decode(q, k_pages, v_pages, table, lens, options, spec=spec, page_size=page_size)
+
+        traced = jax.jit(decode).trace(q, pages, pages, table, ints, jax.ShapeDtypeStruct((), jnp.int32))
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
