@@ -9,7 +9,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jattn_kernels import AttentionSpec, attention
 from jattn_kernels.attention import paged_decode
 from jattn_kernels.call import AttentionOptions, Device
-from jattn_kernels.mosaic.sm90 import paged, tiles
+from jattn_kernels.mosaic.sm90 import combine, paged, tiles
 from tests.kernels.cases import Case, assert_close, build
 
 
@@ -66,12 +66,20 @@ def test_mosaic_decode_agrees_with_the_oracle_without_races(hopper, case):
     assert not gpu_callbacks.get_races().races_found
 
 
+@pytest.mark.parametrize("name", ["split", "heads_share_rows"])
+def test_mosaic_decode_combines_several_vectors_a_block(hopper, monkeypatch, name):
+    monkeypatch.setattr(combine, "_BLOCKS_AT_ONCE", 0)
+    case = next(case for case in INTERPRETED if case.name == name)
+    inputs = build(case)
+    assert_close(case, inputs, *paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic"))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
-    for group_size, num_tokens in ((1, 1), (5, 1), (8, 4), (16, 5)):
+    for group_size, num_tokens in ((4, 1), (5, 3)):
         spec = AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, page_layout=page_layout)
         page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
         pages = jax.ShapeDtypeStruct((3, 10, *page, head_dim), dtype)
