@@ -1,4 +1,4 @@
-"""Settings that hold for every test: strict promotion of dtypes and ranks, on whatever device there is."""
+"""Settings that hold for every test: strict promotion of dtypes and ranks, and threads enough for the interpreter."""
 
 import os
 

@@ -3,13 +3,15 @@
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, attention
-from jattn_kernels.attention import paged_decode
+from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import AttentionOptions, Device
 from jattn_kernels.mosaic.sm90 import combine, paged, tiles
+from jattn_kernels.schedule import DecodeSchedule
 from tests.kernels.cases import Case, assert_close, build
 
 
@@ -64,6 +66,17 @@ def test_mosaic_decode_agrees_with_the_oracle_without_races(hopper, case):
     out, lse = paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic")
     assert_close(case, inputs, out, lse)
     assert not gpu_callbacks.get_races().races_found
+
+
+def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
+    case = next(case for case in INTERPRETED if case.name == "split")
+    inputs = build(case)
+    page_size, lens = case.page_size, inputs.args[4]
+    schedule = make_schedule(lens, spec=case.spec, num_tokens=1, dtype=case.dtype, page_size=page_size)
+    assert isinstance(schedule, DecodeSchedule)
+    given = paged_decode(*inputs.args, **inputs.kwargs, schedule=schedule, implementation="mosaic")
+    own = paged_decode(*inputs.args, **inputs.kwargs, implementation="mosaic")
+    np.testing.assert_array_equal(given, own)
 
 
 @pytest.mark.parametrize("name", ["split", "heads_share_rows"])
