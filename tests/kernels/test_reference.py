@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from jattn_kernels import reference
 from jattn_kernels.spec import AttentionSpec
-from tests.kernels import cases
+from tests.kernels.brute_force import BruteForce
+from tests.kernels.case import UNUSED_PAGES, tree_path
 from tests.kernels.cases import CASES, Case, Inputs, assert_close, build, oracle, random_cases
 
 # float64 sums in two orders.
@@ -23,119 +24,10 @@ def by_name(*names: str) -> list[Case]:
     return found
 
 
-def sees(spec: AttentionSpec, query: int, key: int, mask_bit: bool | None) -> bool:
-    """Whether a query at one absolute position sees the key at another."""
-    before = query - key
-    if mask_bit is False:
-        return False
-    if mask_bit is None and spec.causal and before < 0:
-        return False
-    if spec.window_left is not None and before > spec.window_left:
-        return False
-    if spec.window_right is not None and -before > spec.window_right:
-        return False
-    if spec.chunk_size is not None:
-        first_of_chunk = query - query % spec.chunk_size
-        return first_of_chunk <= key < first_of_chunk + spec.chunk_size
-    return True
-
-
-class BruteForce:
-    """One attention call, number by number: no array is sliced, gathered or reshaped."""
-
-    def __init__(self, case: Case, inputs: Inputs):
-        self.case, self.spec, self.kwargs = case, case.spec, inputs.kwargs
-        lists = [None if x is None else np.asarray(x).astype(np.float64).tolist() for x in inputs.args]
-        integers = [None if x is None else np.asarray(x).tolist() for x in inputs.args]
-        self.q, self.k, self.v = lists[:3]
-        if case.operation == "ragged_extend":
-            self.cu_q_lens, self.cu_kv_lens = integers[3:]
-            self.kv_lens = [b - a for a, b in zip(self.cu_kv_lens, self.cu_kv_lens[1:], strict=False)]
-        else:
-            self.page_table, self.kv_lens = integers[3:5]
-        if case.operation == "paged_extend":
-            self.cu_q_lens = integers[5]
-        self.mask = self.given("custom_mask")
-
-    def given(self, name: str):
-        return np.asarray(self.kwargs[name]).tolist() if name in self.kwargs else None
-
-    def q_len(self, request: int) -> int:
-        if self.case.operation == "paged_decode":
-            return len(self.q[request])
-        return self.cu_q_lens[request + 1] - self.cu_q_lens[request]
-
-    def row(self, request: int, i: int) -> tuple[int, ...]:
-        """Index of a query in `q`, `q_positions` and the results."""
-        return (request, i) if self.case.operation == "paged_decode" else (self.cu_q_lens[request] + i,)
-
-    def head(self, which: int, request: int, s: int, kv_head: int) -> list[float]:
-        """Key (0) or value (1) number s of a request."""
-        if self.case.operation == "ragged_extend":
-            return (self.k, self.v)[which][self.cu_kv_lens[request] + s][kv_head]
-        page = self.page_table[request][s // self.case.page_size]
-        row = s % self.case.page_size
-        pool = self.k if which == 0 or self.spec.combined_pool else self.v
-        if self.case.layer_index is not None:
-            pool = pool[self.case.layer_index]
-        if self.spec.combined_pool == "pages_first":
-            tokens = pool[page][which]
-        elif self.spec.combined_pool == "kv_first":
-            tokens = pool[which][page]
-        else:
-            tokens = pool[page]
-        return tokens[row][kv_head] if self.spec.page_layout == "NHD" else tokens[kv_head][row]
-
-    def position(self, request: int, i: int) -> int:
-        if (positions := self.given("q_positions")) is not None:
-            for index in self.row(request, i):
-                positions = positions[index]
-            return positions
-        if (starts := self.given("q_start")) is not None:
-            return starts[request] + i
-        return self.key_position(request, self.kv_lens[request]) - self.q_len(request) + i
-
-    def key_position(self, request: int, s: int) -> int:
-        starts = self.given("kv_start")
-        return s if starts is None else starts[request] + s
-
-    def attend(self, request: int, i: int, q_head: int) -> tuple[list[float], float]:
-        q = self.q
-        for index in (*self.row(request, i), q_head):
-            q = q[index]
-        kv_head = q_head * self.spec.num_kv_heads // self.spec.num_q_heads
-        scale = self.spec.sm_scale or self.spec.head_dim**-0.5
-        mask_start = sum(self.q_len(r) * self.kv_lens[r] for r in range(request)) + i * self.kv_lens[request]
-        p = self.position(request, i)
-        terms = []
-        for s in range(self.kv_lens[request]):
-            bit = None if self.mask is None else self.mask[mask_start + s]
-            if not sees(self.spec, p, self.key_position(request, s), bit):
-                continue
-            logit = scale * sum(a * b for a, b in zip(q, self.head(0, request, s, kv_head), strict=True))
-            if self.spec.logits_soft_cap:
-                logit = self.spec.logits_soft_cap * math.tanh(logit / self.spec.logits_soft_cap)
-            terms.append((math.exp(logit), self.head(1, request, s, kv_head)))
-        if not terms:
-            return [0.0] * self.spec.value_dim, -math.inf
-        total = sum(weight for weight, _ in terms)
-        out = [sum(weight * v[d] for weight, v in terms) / total for d in range(self.spec.value_dim)]
-        return out, math.log(total)
-
-    def run(self, out_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = np.zeros(out_shape), np.full(out_shape[:-1], -np.inf)
-        for request in range(len(self.kv_lens)):
-            for i in range(self.q_len(request)):
-                for n in range(self.spec.num_q_heads):
-                    index = (*self.row(request, i), n)
-                    out[index], lse[index] = self.attend(request, i, n)
-        return out, lse
-
-
 def assert_brute_force_agrees(case: Case, seed: int = 0) -> None:
     inputs = build(case, seed)
     out, lse = oracle(case, inputs)
-    expected_out, expected_lse = BruteForce(case, inputs).run((*inputs.args[0].shape[:-1], case.spec.value_dim))
+    expected_out, expected_lse = BruteForce(case, inputs).run()
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=ATOL)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=ATOL)
 
@@ -306,7 +198,7 @@ def test_merge_of_parts_through_kv_start_is_the_whole(split, rules):
 
 
 def as_answer(case: Case, out: np.ndarray, lse: np.ndarray) -> tuple:
-    return jnp.asarray(out.astype(np.float32)).astype(case.dtype), jnp.asarray(lse.astype(np.float32))
+    return jnp.asarray(out.astype(np.float32)).astype(case.out_dtype), jnp.asarray(lse.astype(np.float32))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -351,4 +243,4 @@ def test_build_leaves_nan_wherever_no_request_owns_the_memory():
         finite_rows = np.isfinite(np.asarray(pages)).all(axis=(-2, -1))
         assert finite_rows[0].all()
         assert finite_rows[1:].sum() == sum(case.kv_lens)
-        assert len(finite_rows) == 1 + np.count_nonzero(np.asarray(page_table)) + cases.UNUSED_PAGES
+        assert len(finite_rows) == 1 + np.count_nonzero(np.asarray(page_table)) + UNUSED_PAGES
