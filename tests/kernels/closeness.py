@@ -21,7 +21,8 @@ def tolerances(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """Absolute errors allowed in the output and the lse: [..., 1, 1] and [..., 1], one of each a query row.
 
     Twice the largest error, relative to a row's size, of dense float32 maths that rounds P and the output to the input
-    dtype, plus a floor for sums in another order: sqrt(terms) float32 epsilons, and one rounding of the output.
+    dtype, plus a floor for sums in another order: sqrt(terms) float32 epsilons, and one rounding of the output. Where
+    rows are rotated the floor has what rounding them does to a logit.
     """
     exact_out, exact_lse = oracle(case, inputs)
     out, lse = _in_input_dtype(case, inputs)
@@ -29,11 +30,27 @@ def tolerances(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     out_size = np.abs(exact_out).max(axis=(-2, -1), keepdims=True)
     lse_size = np.maximum(1.0, np.abs(exact_lse).max(axis=-1, keepdims=True))
     float32_floor = math.sqrt(case.spec.head_dim + max(case.kv_lens)) * float(np.finfo(np.float32).eps)
+    rotation = _rounding_of_rotated_rows(case, inputs)
     # A logit's rounding moves the output by that much relative to it, so the output's floor has the logits' size too.
-    out_floor = float32_floor * lse_size[..., None] + float(jnp.finfo(case.out_dtype).eps) / 2
+    out_floor = float32_floor * lse_size[..., None] + rotation + float(jnp.finfo(case.out_dtype).eps) / 2
     out_error = (np.abs(out - exact_out) / np.where(out_size == 0, 1.0, out_size)).max()
     lse_error = (np.abs(lse - exact_lse) / lse_size).max()
-    return (2 * out_error + out_floor) * out_size, (2 * lse_error + float32_floor) * lse_size
+    return (2 * out_error + out_floor) * out_size, (2 * lse_error + float32_floor) * lse_size + rotation
+
+
+def _rounding_of_rotated_rows(case: Case, inputs: Inputs) -> float:
+    """Three standard deviations of a logit's error when the 2 H numbers that it comes from are rounded."""
+    spec = case.spec
+    if spec.rope_theta is None:
+        return 0.0
+    requests = [r for r in reference.REQUESTS[case.operation](*inputs.args, **inputs.kwargs) if r.visible.any()]
+    q, k = (
+        max((np.linalg.norm(rows, axis=-1).max() for rows in parts), default=0.0)
+        for parts in ([r.q for r in requests], [r.k for r in requests])
+    )
+    # The angle, its sine and cosine, two products and their sum are float32 roundings of the same rows.
+    eps = math.hypot(float(jnp.finfo(case.out_dtype).eps), 5**0.5 * float(np.finfo(np.float32).eps))
+    return 3 * eps / math.sqrt(12) * spec.scale * q * k * math.sqrt(2 / spec.head_dim)
 
 
 def assert_close(case: Case, inputs: Inputs, out: Any, lse: Any) -> None:

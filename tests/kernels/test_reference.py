@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from jattn_kernels import reference
 from jattn_kernels.spec import AttentionSpec
 from tests.kernels.brute_force import BruteForce
-from tests.kernels.case import UNUSED_PAGES, tree_path
+from tests.kernels.case import UNUSED_PAGES
 from tests.kernels.cases import CASES, Case, Inputs, assert_close, build, oracle, random_cases
 
 # float64 sums in two orders.
