@@ -293,16 +293,24 @@ def check_options(
             f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
         )
     for name in ("alibi_slopes", "sinks"):
-        array = getattr(options, name)
-        if array is not None and (array.shape != (spec.num_q_heads,) or array.dtype.name not in _FLOATS):
-            raise ValueError(
-                f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "
-                f"Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
-            )
+        check_one_a_head(name, getattr(options, name), spec)
     heads = spec.num_kv_heads
     check_scale("q_scale", options.q_scale, heads, rows=num_seqs, row="sequence")
     for name in ("k_scale", "v_scale"):
         check_scale(name, getattr(options, name), heads, rows=num_layers, row="layer")
+
+
+def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
+    """Checks numbers, or None, for each query head.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    if array is not None and (array.shape != (spec.num_q_heads,) or array.dtype.name not in _FLOATS):
+        raise ValueError(
+            f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "
+            f"Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
+        )
 
 
 def check_page_rows(
