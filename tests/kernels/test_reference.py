@@ -1,6 +1,7 @@
 """The oracle against brute force in plain Python, and against examples worked by hand."""
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from jattn_kernels import reference
 from jattn_kernels.spec import AttentionSpec
 from tests.kernels.brute_force import BruteForce
-from tests.kernels.case import UNUSED_PAGES
+from tests.kernels.case import UNUSED_PAGES, tree_path
 from tests.kernels.cases import CASES, Case, Inputs, assert_close, build, oracle, random_cases
 
 # float64 sums in two orders.
@@ -139,6 +140,118 @@ def test_soft_cap_comes_after_the_scale():
     np.testing.assert_allclose(lse, 3.0 * math.tanh(2.0), rtol=0, atol=ATOL)
 
 
+def one_row(q, k, v, *, spec=None, q_start=0, kv_start=0, **options):
+    """One query of one head over a few keys, given as lists."""
+    q, k, v = (np.asarray(x, np.float64)[:, None] for x in ([q], k, v))
+    spec = spec or AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=q.shape[-1], v_head_dim=v.shape[-1])
+    places = {"q_start": np.array([q_start]), "kv_start": np.array([kv_start])}
+    bounds = np.array([0, 1]), np.array([0, len(k)])
+    out, lse = reference.ragged_extend(q, k, v, *bounds, spec=spec, **places, **options, return_lse=True)
+    return out[0, 0].tolist(), float(lse[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("causal", "q_start", "biases"),
+    [(True, 2, [-1.0, -0.5, 0.0]), (False, 1, [-0.5, 0.0, -0.5]), (False, -3, [-1.5, -2.0, -2.5])],
+)
+def test_alibi_by_hand(causal, q_start, biases):
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, causal=causal)
+    slopes = np.array([0.5])
+    _, lse = one_row([0.0], [[1.0]] * 3, [[1.0]] * 3, spec=spec, q_start=q_start, alibi_slopes=slopes)
+    np.testing.assert_allclose(lse, math.log(sum(map(math.exp, biases))), rtol=0, atol=ATOL)
+
+
+def test_alibi_comes_after_the_cap():
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, sm_scale=2.0, logits_soft_cap=3.0)
+    _, lse = one_row([3.0], [[1.0]], [[1.0]], spec=spec, q_start=10, alibi_slopes=np.array([0.25]))
+    np.testing.assert_allclose(lse, 3.0 * math.tanh(2.0) - 2.5, rtol=0, atol=ATOL)
+
+
+def test_sink_takes_its_share_of_the_output_and_none_of_the_lse():
+    options = {"q_start": 1, "sinks": np.log([2.0])}
+    out, lse = one_row([0.0], [[1.0]] * 2, [[4.0], [8.0]], **options)
+    np.testing.assert_allclose(out, [(4 + 8) / (2 + 2)], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(lse, math.log(2), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("sink", [0.0, 50.0, -math.inf])
+def test_sink_leaves_an_empty_row_empty(sink):
+    assert one_row([0.0], [[1.0]], [[4.0]], q_start=-1, sinks=np.array([sink])) == ([0.0], -math.inf)
+
+
+def test_sink_of_minus_infinity_is_none():
+    whole = one_row([1.0], [[1.0], [2.0]], [[4.0], [8.0]], q_start=1)
+    np.testing.assert_allclose(
+        np.hstack(one_row([1.0], [[1.0], [2.0]], [[4.0], [8.0]], q_start=1, sinks=np.array([-np.inf]))),
+        np.hstack(whole),
+        rtol=0,
+        atol=ATOL,
+    )
+
+
+def test_rope_turns_halves_by_a_right_angle():
+    # At position pi/2 * scale the first pair (x0, x2) turns by a right angle and the second, of a far base, stays.
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=4, rope_theta=1e16, rope_scale=2 / math.pi)
+    _, lse = one_row([1.0, 2.0, 3.0, 4.0], [[5.0, 6.0, 7.0, 8.0]], [[1.0] * 4], spec=spec, q_start=1)
+    turned = [-3.0, 2.0, 1.0, 4.0]
+    expected = sum(a * b for a, b in zip(turned, [5.0, 6.0, 7.0, 8.0], strict=True)) / 2
+    np.testing.assert_allclose(lse, expected, rtol=0, atol=1e-6)  # the second pair's angle is 1e-8 of the first's
+
+
+def test_rope_sees_distances_only():
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=4, rope_theta=1e4)
+    rows = [1.0, 2.0, 3.0, 4.0], [[5.0, 6.0, 7.0, 8.0], [0.5, 1.0, -1.0, 2.0]], [[1.0] * 4] * 2
+    near = one_row(*rows, spec=spec, q_start=1)[1]
+    far = one_row(*rows, spec=spec, q_start=1001, kv_start=1000)[1]
+    assert abs(near - one_row(*rows, spec=spec, q_start=5)[1]) > 0.1
+    np.testing.assert_allclose(far, near, rtol=0, atol=1e-9)
+
+
+def test_fp8_scales_stand_for_the_numbers_that_were_stored():
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, logits_soft_cap=3.0)
+    scales = {"q_scale": np.float32(2), "k_scale": np.float32([3]), "v_scale": np.float32(0.5)}
+    out, lse = one_row([1.5], [[0.5]], [[4.0]], spec=spec, **scales)
+    assert out == [2.0]
+    np.testing.assert_allclose(lse, 3 * math.tanh(2 * 3 * 1.5 * 0.5 / 3), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", by_name("paged_decode_tree", "mla_decode_tree"), ids=lambda case: case.name)
+def test_tree_node_sees_what_its_branch_would_as_a_chain(case):
+    inputs = build(case)
+    out, lse = oracle(case, inputs)
+    tree, last = BruteForce(case, inputs), len(case.tree)
+    for request, node in itertools.product(range(len(case.kv_lens)), range(last)):
+        # The branch alone, as a chain: its keys are those of the prefix and of the path.
+        prefix = case.kv_lens[request] - last
+        keys = [*range(prefix), *(prefix + step for step in tree_path(case.tree, node))]
+        query = tree.query(request, node, 0)
+        weights = [
+            math.exp(case.spec.scale * sum(a * b for a, b in zip(query, tree.key(request, s, 0), strict=True)))
+            for s in keys
+        ]
+        expected = sum(w * tree.value(request, s, 0)[0] for w, s in zip(weights, keys, strict=True)) / sum(weights)
+        np.testing.assert_allclose(out[request, node, 0, 0], expected, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(lse[request, node, 0], math.log(sum(weights)), rtol=0, atol=ATOL)
+        assert tree.position(request, node) == len(keys) - 1
+
+
+def test_mla_is_attention_whose_values_begin_its_keys():
+    (case,) = by_name("mla_extend_plain")
+    inputs = build(case)
+    q_nope, q_pe, latent, *rest = inputs.args
+    pages = latent[:, :, None]
+    plain = reference.paged_extend(
+        jnp.concatenate([q_nope, q_pe], axis=-1), pages, pages[..., :16], *rest, **inputs.kwargs, return_lse=True
+    )
+    for one, other in zip(oracle(case, inputs), plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_oracle_names_an_argument_that_it_does_not_know():
+    with pytest.raises(TypeError, match="sink_logits"):
+        one_row([0.0], [[1.0]], [[1.0]], sink_logits=np.zeros(1))
+
+
 @pytest.mark.parametrize("case", by_name("paged_decode_verify", "paged_extend_padding"), ids=lambda case: case.name)
 def test_padding_is_inert(case):
     out, lse = oracle(case, build(case))
@@ -217,6 +330,11 @@ def test_assert_close_accepts_the_rounded_oracle(case):
         ("ragged_extend_bfloat16", {"causal": False}),
         ("paged_extend_group_4_dim_64", {"sm_scale": 0.126}),
         ("paged_decode_soft_cap", {"logits_soft_cap": 5.01}),
+        ("ragged_extend_rope", {"rope_theta": 1.02e4}),
+        ("paged_extend_rope_and_kv_start", {"rope_scale": 8.1}),
+        ("paged_decode_tree_rope", {"rope_theta": None}),
+        ("paged_extend_cross_attention", {"causal": True}),
+        ("mla_decode_fp8_layers", {"sm_scale": 24**-0.5}),
     ],
 )
 def test_assert_close_rejects_another_rule(name, wrong):
@@ -224,6 +342,30 @@ def test_assert_close_rejects_another_rule(name, wrong):
     inputs = build(case)
     other = dataclasses.replace(case.spec, **wrong)
     out, lse = oracle(case, Inputs(inputs.args, inputs.kwargs | {"spec": other}))
+    with pytest.raises(AssertionError, match=name):
+        assert_close(case, inputs, *as_answer(case, out, lse))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "change"),
+    [
+        ("paged_decode_alibi", "alibi_slopes", lambda x: x.at[1].multiply(1.001)),
+        ("paged_extend_alibi_and_soft_cap", "alibi_slopes", lambda x: -x),
+        ("paged_decode_verify_sinks_and_window", "sinks", lambda x: x + 0.1),
+        ("mla_decode_verify_window", "sinks", lambda x: x.at[0].add(1e-4)),
+        ("ragged_extend_fp8", "v_scale", lambda x: x * 1.02),
+        ("paged_extend_fp8_queries", "q_scale", lambda x: x[::-1]),
+        ("paged_decode_fp8_e5m2_layers", "k_scale", lambda x: x[jnp.array([0, 2, 1])]),
+        ("mla_extend_fp8_queries", "kv_scale", lambda x: x * 1.02),
+        ("mla_decode_tree", "custom_mask", lambda x: x | True),
+        ("paged_extend_tree", "q_positions", lambda x: x + 1),
+    ],
+)
+def test_assert_close_rejects_another_argument(name, argument, change):
+    (case,) = by_name(name)
+    inputs = build(case)
+    other = inputs.kwargs | {argument: change(inputs.kwargs[argument])}
+    out, lse = oracle(case, Inputs(inputs.args, other))
     with pytest.raises(AssertionError, match=name):
         assert_close(case, inputs, *as_answer(case, out, lse))
 
