@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, attention, shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.call import Device, default_device
+from jattn_kernels.mosaic.sm90 import paged, tiles
 from tests.kernels.cases import Case, Inputs, assert_close, build
 
 PAGE_SIZE = 8
@@ -173,6 +176,18 @@ def test_schedule_has_a_work_list_for_each_pass(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, prefix, expected)
     expected = attention.make_schedule(jnp.array([7, 40], jnp.int32), **facts)
     jax.tree.map(np.testing.assert_array_equal, suffix, expected)
+
+
+def test_shared_prefix_runs_on_the_hopper_kernels(monkeypatch):
+    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr(paged, "NUM_SMS", 3)  # few parts: the interpreter is slow
+    spec = spec_of(head_dim=64)
+    case, inputs = whole(37, q_len=1, suffixes=(3, 20), spec=spec, dtype="bfloat16", sinks=True)
+    facts = {"spec": spec, "num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 16}
+    schedule = shared_prefix_schedule(jnp.int32(37), jnp.array([3, 20, 0], jnp.int32), **facts)
+    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        assert_agrees(case, inputs, 37, page_size=16, schedule=schedule, implementation="mosaic")
+    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 @pytest.mark.gpu
