@@ -1,18 +1,27 @@
 """Attention kernels over paged and ragged keys: pure functions of arrays."""
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
-from jattn_kernels.merge import merge_state, merge_states
-from jattn_kernels.pages import copy_pages, write_pages
+from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
+from jattn_kernels.mla import mla_decode, mla_extend
+from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
+from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
 
 __all__ = [
     "AttentionSpec",
     "copy_pages",
+    "lse_from_base2",
+    "lse_to_base2",
     "make_schedule",
     "merge_state",
     "merge_states",
+    "mla_decode",
+    "mla_extend",
     "paged_decode",
     "paged_extend",
     "ragged_extend",
+    "shared_prefix_decode",
+    "shared_prefix_schedule",
+    "write_latent_pages",
     "write_pages",
 ]

@@ -34,8 +34,7 @@ def paged_extend(
     sizes = choose_tiles(spec)
     schedule = options.schedule
     if schedule is None:
-        kv_start = jnp.zeros_like(seq_lens) if options.kv_start is None else options.kv_start
-        q_start = kv_start + seq_lens - jnp.diff(cu_q_lens) if options.q_start is None else options.q_start
+        q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
         limit = q_start - kv_start + 1
         schedule = extend_schedule(seq_lens, cu_q_lens, limit, spec=spec, num_tokens=q.shape[0], sizes=sizes)
     return extend(q, k_pages, v_pages, page_table, schedule, layer, spec=spec, sizes=sizes, page_size=page_size)

@@ -38,8 +38,7 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
     batch_size, num_tokens = q.shape[:2]
-    kv_start = 0 if options.kv_start is None else options.kv_start
-    q_start = kv_start + seq_lens - num_tokens if options.q_start is None else options.q_start
+    q_start, kv_start = options.starts(seq_lens, num_tokens)
     schedule = options.schedule
     if schedule is None:
         schedule = decode_schedule(seq_lens, spec=spec, num_tokens=num_tokens, itemsize=q.dtype.itemsize)
