@@ -4,8 +4,10 @@ from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, r
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
+from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.xla.rotate_and_write import rotate
 
 __all__ = [
     "AttentionSpec",
@@ -20,6 +22,8 @@ __all__ = [
     "paged_decode",
     "paged_extend",
     "ragged_extend",
+    "rotate",
+    "rotate_and_write",
     "shared_prefix_decode",
     "shared_prefix_schedule",
     "write_latent_pages",

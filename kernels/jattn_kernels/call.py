@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn_kernels.spec import AttentionSpec
 
-Operation = Literal["paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"]
+Operation = Literal["paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "rotate_and_write"]
 
 
 @typing.no_type_check
@@ -109,5 +109,5 @@ class Implementation:
 
     name: str
     refuses: Callable[[AttentionCall], str | None]
-    operations: Mapping[Operation, Callable[..., tuple[Array, Array]]]
+    operations: Mapping[Operation, Callable[..., Any]]
     schedules: Mapping[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)

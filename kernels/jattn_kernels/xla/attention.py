@@ -10,6 +10,7 @@ from jattn_kernels.call import AttentionCall, AttentionOptions, Implementation
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.core import attend
 from jattn_kernels.xla.fetch import Fetcher, LatentFetcher, PageFetcher, RaggedFetcher
+from jattn_kernels.xla.rotate_and_write import rotate_and_write
 from jattn_kernels.xla.tiles import decode_tiles, extend_tiles
 from jattn_kernels.xla.visibility import tile_keys
 
@@ -154,5 +155,6 @@ XLA = Implementation(
         "ragged_extend": ragged_extend,
         "mla_decode": mla_decode,
         "mla_extend": mla_extend,
+        "rotate_and_write": rotate_and_write,
     },
 )

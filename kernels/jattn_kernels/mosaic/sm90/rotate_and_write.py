@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.paged import stacked
 from jattn_kernels.spec import AttentionSpec
 
 _THREADS = 128
@@ -33,13 +34,13 @@ def rotate_and_write(
     qkv: Float[Array, "T heads H"],
     cos: Float32[Array, "T half"],
     sin: Float32[Array, "T half"],
-    k_pages: Float[Array, "L P ..."],
-    v_pages: Float[Array, "L P ..."],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
     slots: Int[Array, " T"],
-    layer: Int[Array, ""] | int,
+    layer_index: Int[Array, ""] | int | None,
     *,
     spec: AttentionSpec,
-) -> tuple[Float[Array, "T N H"], Float[Array, "L P ..."], Float[Array, "L P ..."]]:
+) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
     """Turned queries, and the pages with the token's turned keys and its values at their slots."""
     num_tokens, num_heads, head_dim = qkv.shape
     half, num_kv_heads = head_dim // 2, spec.num_kv_heads
@@ -47,7 +48,8 @@ def rotate_and_write(
     at_once = heads_at_once(spec)
     assert at_once is not None
     by_token = spec.page_layout == "NHD"
-    num_pages, page_size = k_pages.shape[1], k_pages.shape[2 if by_token else 3]
+    layer, k_layers, v_layers = stacked(k_pages, v_pages, layer_index)
+    num_pages, page_size = k_layers.shape[1], k_layers.shape[2 if by_token else 3]
     shape = (at_once, half)
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(at_once * half // _THREADS, 8))
 
@@ -110,8 +112,7 @@ def rotate_and_write(
         interpret=tiles.interpret_params(),
     )
     tokens_of_pages = (-1, num_kv_heads, 2, half) if by_token else (-1, num_kv_heads, page_size, 2, half)
-    k_ref, v_ref = (jax.new_ref(pages.reshape(tokens_of_pages)) for pages in (k_pages, v_pages))
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    k_ref, v_ref = (jax.new_ref(pages.reshape(tokens_of_pages)) for pages in (k_layers, v_layers))
     q = run(qkv.reshape(num_tokens, num_heads, 2, half), cos, sin, slots, layer, k_ref, v_ref)
     k_pages, v_pages = jax.freeze(k_ref).reshape(k_pages.shape), jax.freeze(v_ref).reshape(v_pages.shape)
     return q.reshape(num_tokens, spec.num_q_heads, head_dim), k_pages, v_pages
