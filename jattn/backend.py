@@ -7,12 +7,10 @@ import typing
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import KVPool
-from jattn.rotary import Angles, rotate
 
 
 @typing.no_type_check
