@@ -101,12 +101,12 @@ def test_layers_are_stacked_in_few_leaves():
     assert shapes == {
         "vocabulary.embedding": (vocab, width),
         "vocabulary.lm_head.kernel": (width, vocab),
-        "layers.input_norm.scale": (3, width),
-        "layers.attention.qkv_proj.kernel": (3, width, q + 2 * kv),
-        "layers.attention.o_proj.kernel": (3, q, width),
-        "layers.post_attention_norm.scale": (3, width),
-        "layers.mlp.gate_up_proj.kernel": (3, width, 2 * units),
-        "layers.mlp.down_proj.kernel": (3, units, width),
+        "layers.0.input_norm.scale": (3, width),
+        "layers.0.attention.qkv_proj.kernel": (3, width, q + 2 * kv),
+        "layers.0.attention.o_proj.kernel": (3, q, width),
+        "layers.0.post_attention_norm.scale": (3, width),
+        "layers.0.mlp.gate_up_proj.kernel": (3, width, 2 * units),
+        "layers.0.mlp.down_proj.kernel": (3, units, width),
         "norm.scale": (width,),
     }
 
@@ -131,7 +131,7 @@ def test_random_model_computes_without_a_pool():
     logits = model.compute_logits(hidden)
     chex.assert_shape(logits, (5, model.vocab_size))
     assert logits.dtype == jnp.float32
-    layers = jax.tree.leaves(nnx.state(model.layers.mlp))
+    layers = jax.tree.leaves(nnx.state(model.layers[0].mlp))
     assert all(not np.array_equal(stacked[0], stacked[1]) for stacked in layers)
 
 
