@@ -24,12 +24,12 @@ class Qwen3MoeConfig(DecoderConfig):
             **QWEN_DEFAULTS,
             num_key_value_heads=4,
             num_experts_per_tok=8,
-            num_experts=128,
+            num_local_experts=128,
             moe_intermediate_size=768,
             decoder_sparse_step=1,
             mlp_only_layers=[],
         )
-        fields = used_window(fields)
+        fields = {"num_experts": fields["num_local_experts"]} | used_window(fields)  # transformers 5 renamed it
         experts = Experts(
             count=positive(fields, "num_experts", int),
             per_token=positive(fields, "num_experts_per_tok", int),

@@ -84,8 +84,7 @@ CASES = {
         "Phi3",
         {
             **SMALL,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
+            "hidden_size": 64,
             "original_max_position_embeddings": 16,
             "rope_parameters": LONGROPE,
         },
