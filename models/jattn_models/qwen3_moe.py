@@ -27,9 +27,8 @@ class Qwen3MoeConfig(DecoderConfig):
             num_local_experts=128,
             moe_intermediate_size=768,
             decoder_sparse_step=1,
-            mlp_only_layers=[],
         )
-        fields = {"num_experts": fields["num_local_experts"]} | used_window(fields)  # transformers 5 renamed it
+        fields = {"num_experts": fields.get("num_local_experts")} | used_window(fields)  # transformers 5 renamed it
         experts = Experts(
             count=positive(fields, "num_experts", int),
             per_token=positive(fields, "num_experts_per_tok", int),
@@ -58,7 +57,7 @@ def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
     """Every `decoder_sparse_step`-th layer is sparse, unless `mlp_only_layers` has its number."""
     (alike,) = one_window(fields, sparse=True)
     (sparse,) = alike.period
-    step, dense = positive(fields, "decoder_sparse_step", int), fields["mlp_only_layers"]
+    step, dense = positive(fields, "decoder_sparse_step", int), fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ValueError(f"`mlp_only_layers` must be a list of layers' numbers. Got {dense!r}.")
     if step == 1 and not dense:
