@@ -15,6 +15,7 @@ class Qwen2Config(DecoderConfig):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen2Config":
         fields = with_defaults(config, **QWEN_DEFAULTS, num_key_value_heads=32)
+        fields.pop("attention_bias", None)  # says nothing here: transformers does not ask
         return cls(**shared_fields(fields), segments=windows_by_layer(fields), qkv_bias=True)
 
 

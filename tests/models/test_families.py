@@ -49,6 +49,10 @@ def test_null_kv_heads_are_the_query_heads():
     assert MistralConfig.from_dict(SMALLEST | {"num_key_value_heads": None}).num_kv_heads == 32
 
 
+def test_qwen2_has_biases_whatever_attention_bias_says():
+    assert Qwen2Config.from_dict(SMALLEST | {"attention_bias": True}).qkv_bias
+
+
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_qwen3_moe_experts_go_by_both_names(name):
     fields = {name: 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
