@@ -74,14 +74,21 @@ def assert_shares_are_golden(whole, tokens, expected):
     abstract = nnx.eval_shape(lambda: type(whole)(whole.config, dtype=jnp.float32, rngs=nnx.Rngs(0), parallel=parallel))
     graph = nnx.graphdef(abstract)
     shares = jax.tree.map(lambda *parts: jnp.stack(parts), *(share(whole, index) for index in range(2)))
-    both = jax.vmap(lambda state: dense_logits(nnx.merge(graph, state), tokens), axis_name="tensor")(shares)
+    both = jax.vmap(lambda state: _dense_logits(graph, state, jnp.asarray(tokens)), axis_name="tensor")(shares)
     for device in both:
         assert_golden(device, expected)
     assert abstract.kv_groups[0].num_kv_heads == whole.config.num_kv_heads // 2
 
 
 def dense_logits(model, tokens):
-    hidden, _ = model(sequence(jnp.asarray(tokens)), None, DenseBackend(), None)
+    """The logits after each of one sequence's tokens, without a pool."""
+    return _dense_logits(*nnx.split(model), jnp.asarray(tokens))
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _dense_logits(graph, state, tokens):
+    model = nnx.merge(graph, state)
+    hidden, _ = model(sequence(tokens), None, DenseBackend(), None)
     return model.compute_logits(hidden)
 
 
