@@ -25,7 +25,7 @@ def rotate_and_write(
 ) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
     """Queries turned by their angles, and the pages with the turned keys and the values; in place where donated.
 
-    A head's pairs (i, i + H / 2) are turned, in float32.
+    A head's pairs (i, i + half) are turned, in float32; what lies past them stays as it is.
 
     Args:
         qkv: A token's query heads, then `num_kv_heads` key heads, then as many value heads.
@@ -45,12 +45,15 @@ def rotate_and_write(
             "`qkv` must have query heads and `num_kv_heads` key and value heads. "
             f"Got qkv.shape={qkv.shape}, num_kv_heads={num_kv_heads}."
         )
-    if head_dim % 2:
-        raise ValueError(f"`qkv` must have heads of even width. Got qkv.shape={qkv.shape}.")
+    half = cos.shape[-1]
+    if 2 * half > head_dim:
+        raise ValueError(
+            f"`cos` must have at most one value a pair of a head. Got cos.shape={cos.shape}, qkv.shape={qkv.shape}."
+        )
     for name, angle in (("cos", cos), ("sin", sin)):
-        if angle.shape != (num_tokens, head_dim // 2) or angle.dtype != jnp.float32:
+        if angle.shape != (num_tokens, half) or angle.dtype != jnp.float32:
             raise ValueError(
-                f"`{name}` must be float32 with one value a pair of `qkv`: {(num_tokens, head_dim // 2)}. "
+                f"`{name}` must be float32 with a row a token of `qkv`: {(num_tokens, half)}. "
                 f"Got {name}.shape={angle.shape}, {name}.dtype={angle.dtype}."
             )
     rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
@@ -74,6 +77,7 @@ def rotate_and_write(
         q_dtype=qkv.dtype.name,
         kv_dtype=k_pages.dtype.name,
         page_size=facts.page_size,
+        features=frozenset({"partial_rotary"} if 2 * half < head_dim else ()),
         device=default_device(),
     )
     run = choose(call, implementation).implementation.operations["rotate_and_write"]

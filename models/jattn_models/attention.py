@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionBackend, AttentionLayer, forward
+from jattn.backend import AttentionBackend, AttentionLayer, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.parallel import Parallel
+from jattn.rotary import Angles
 from jattn_models.layers import Linear, RMSNorm
-from jattn_models.rope import Angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +78,16 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
         heads = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim)
-        q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
-        layer = self.layer(layer_index)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, this_pass.angles), rotate(k, this_pass.angles)
-        out, pool = forward(this_pass.backend, q, k, v, layer, this_pass.forward_batch, this_pass.metadata, pool)
+            q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
+            heads = jnp.concatenate([self.q_norm(q), self.k_norm(k), v], axis=1)
+        out, pool = forward_rotary(
+            this_pass.backend,
+            heads,
+            this_pass.angles,
+            self.layer(layer_index),
+            this_pass.forward_batch,
+            this_pass.metadata,
+            pool,
+        )
         return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Int
 
+from jattn.rotary import Angles
 from jattn_models.config_fields import positive, refuse
 from jattn_models.rope_scaling import SCALINGS, Llama3Scaling, LongRopeScaling
-
-Angles = tuple[Float32[Array, "T half"], Float32[Array, "T half"]]  # cosines and sines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +59,6 @@ class Rope:
         angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(self.frequencies())[None, :]
         amplitude = self.scaling.amplitude if self.scaling else 1.0
         return amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)
-
-
-def rotate(x: Float[Array, "T heads H"], angles: Angles) -> Float[Array, "T heads H"]:
-    """Turns each pair (i, i + R / 2) of a head's first R dimensions by its angle, in float32."""
-    cos, sin = (part[:, None, :] for part in angles)
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
 
 
 def _rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:

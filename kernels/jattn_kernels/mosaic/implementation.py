@@ -11,7 +11,16 @@ _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = (64, 128, 256)
 _PAGE_SIZES = (8, 16, 32, 64, 128)
-_NOT_SERVED_OPTIONS = ("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks")
+_NOT_SERVED_OPTIONS = (
+    "q_positions",
+    "custom_mask",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "alibi_slopes",
+    "sinks",
+    "partial_rotary",
+)
 _NOT_SERVED_FIELDS = ("logits_soft_cap", "window_left", "window_right", "chunk_size", "rope_theta", "combined_pool")
 
 

@@ -10,10 +10,13 @@ from jattn_kernels.spec import AttentionSpec
 def rotate(
     x: Float[Array, "T heads H"], cos: Float32[Array, "T half"], sin: Float32[Array, "T half"]
 ) -> Float[Array, "T heads H"]:
-    """Pairs (i, i + H / 2) of each head turned by their angles, in float32."""
+    """Pairs (i, i + half) of each head turned by their angles, in float32; what lies past the pairs stays."""
     cos, sin = cos[:, None, :], sin[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def rotate_and_write(
