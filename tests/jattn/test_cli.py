@@ -24,6 +24,7 @@ class Delta:
     text: str
     finish_reason: str | None = None
     token_ids: tuple[int, ...] = (0,)
+    error: str | None = None
 
 
 @dataclasses.dataclass

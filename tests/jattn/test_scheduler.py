@@ -84,7 +84,7 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens():
     assert new.status is RequestStatus.WAITING
     assert new.pages == []
     assert new.tokens == [*range(7), 100, 101]
-    assert scheduler.num_preemptions == 1
+    assert new.num_preemptions == 1
 
 
 def test_finish_at_every_stage_frees_pages_and_row():
