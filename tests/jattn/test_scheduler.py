@@ -10,9 +10,7 @@ from jattn.serving.request import Request, RequestStatus, SamplingParams
 from jattn.serving.scheduler import Scheduler
 
 
-def make_scheduler(
-    num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, prefill_seqs=2, max_chunk_tokens=None
-):
+def make_scheduler(num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, prefill_seqs=2, max_chunk_tokens=None):
     allocator = PageAllocator(num_pages)
     scheduler = Scheduler(
         allocator,
