@@ -125,8 +125,12 @@ def test_pages_that_hold_nan_serve_their_next_owner_unharmed(engine, poison, mon
     expected = alone(engine, *request)
     poison(300)
     victim = engine.make_request([300] * 40, sampled(seed=5, max_tokens=2))
-    run(engine, [victim])
+    engine.add(victim)
+    engine.step()
+    row = victim.row
+    run(engine)
     assert victim.finish_reason == "error"
+    assert engine._state.finished[row]
     monkeypatch.undo()
     values = np.asarray(engine._pool.groups[0].v)
     held = set(np.flatnonzero(np.isnan(values).any(axis=(0, 2, 3, 4))).tolist())
