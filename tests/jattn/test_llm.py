@@ -110,6 +110,21 @@ def checkpoint_with_eos(folder, **eos_of_files):
     return folder
 
 
+def test_sizes_reach_the_engine(monkeypatch):
+    configs = []
+
+    def record(model, config, **_):
+        configs.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(llm_module, "Engine", record)
+    (point,) = entry_points(group="jattn.checkpoints", name="default")
+    with pytest.raises(InterruptedError):
+        jattn.LLM(point.load()(), prefill_tokens=128, max_chunk_tokens=32, debug_checks=True)
+    (config,) = configs
+    assert (config.prefill_tokens, config.max_chunk_tokens, config.debug_checks) == (128, 32, True)
+
+
 @pytest.mark.parametrize("eos", [2**40, -1, 1.0, "2", [None], [1, "2"], True])
 def test_eos_that_is_no_token_is_refused(tmp_path, eos):
     folder = checkpoint_with_eos(tmp_path, generation_config=eos)
