@@ -16,10 +16,14 @@ class EngineConfig:
         max_context_len: Longest request, prompt and generated tokens together.
         prefill_tokens: Tokens of a prefill launch at most; longer prompts come in chunks.
         prefill_seqs: Requests of a prefill launch at most.
+        max_chunk_tokens: Tokens of one request in a prefill launch at most; None is `prefill_tokens`. A lower number
+            leaves room for short prompts behind a long one.
         max_stop_ids: Tokens that may end a request, the model's own included.
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
         implementation: Which kernels to use; None lets dispatch choose.
+        debug_checks: Whether each launch waits for those before it, and the page tables, lengths and slots that it
+            will use are checked first. Slow.
     """
 
     num_pages: int
@@ -28,16 +32,18 @@ class EngineConfig:
     max_context_len: int = 1024
     prefill_tokens: int = 256
     prefill_seqs: int = 8
+    max_chunk_tokens: int | None = None
     max_stop_ids: int = 8
     smallest_decode_bucket: int = 8
     smallest_prefill_bucket: int = 64
     implementation: str | None = None
+    debug_checks: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             least = 2 if field.name == "num_pages" else 1
-            if isinstance(value, int) and value < least:
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"`{field.name}` must be at least {least}. Got {value}.")
 
     @property

@@ -20,19 +20,20 @@ from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
 from jattn.serving.batches import decode_batch, prefill_batch
+from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
-from jattn.serving.steps import Steps
+from jattn.serving.steps import NO_TOKEN, Steps
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:
-    """A token that the host has just read, and whether it was the request's last."""
+    """A token that the host has just read, and whether it was the request's last; None where an error came instead."""
 
     request: Request
-    token: int
+    token: int | None
     finish_reason: FinishReason | None
 
 
@@ -83,6 +84,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_tokens,
             prefill_seqs=config.prefill_seqs,
+            max_chunk_tokens=config.max_chunk_tokens,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = model.vocab_size
@@ -141,7 +143,11 @@ class Engine:
         return request
 
     def add(self, request: Request) -> None:
-        """Queues a request made by `make_request`."""
+        """Queues a request made by `make_request`.
+
+        Raises:
+            ValueError: It was queued before, or has ended.
+        """
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
@@ -214,22 +220,37 @@ class Engine:
             for request, token in zip(launch.requests, np.asarray(launch.tokens).tolist(), strict=False):
                 if request is None or request.finished:
                     continue
-                request.generated.append(token)
-                self._finish_if_complete(request)
+                if token == NO_TOKEN:
+                    token = None
+                    self.scheduler.finish(request, "error")
+                else:
+                    request.generated.append(token)
+                    self._finish_if_complete(request)
                 events.append(TokenEvent(request, token, request.finish_reason))
         return events
 
     def _launch_decode(self, requests: list[Request]) -> None:
         bucket = smallest_bucket(self.config.decode_buckets, len(requests))
-        self._launch(("decode", bucket), list(requests), *decode_batch(requests, bucket, self.config))
+        rows, new_pages = decode_batch(requests, bucket, self.config)
+        if self.config.debug_checks:
+            assert self._state is not None
+            check_decode(self._state, rows, new_pages, self.config)
+        self._launch(("decode", bucket), list(requests), rows, new_pages)
 
     def _launch_prefill(self, chunks: list[Chunk]) -> None:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
         batch = prefill_batch(chunks, bucket, self.config)
+        if self.config.debug_checks:
+            check_prefill(batch, self.config)
         self._launch(("prefill", bucket), [chunk.request if chunk.is_last else None for chunk in chunks], batch)
 
     def _launch(self, step: tuple[str, int], requests: list[Request | None], *arguments) -> None:
+        """Enqueues a step.
+
+        It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
+        page freed while a launch still writes to it is safe in the hands of its next owner.
+        """
         greedy_only = all(request is None or request.params.temperature == 0 for request in requests)
         tokens, self._state, self._pool = self.compiled_steps(
             (*step, greedy_only), self._weights, self._state, self._pool, *arguments

@@ -27,7 +27,8 @@ class LoopState:
         page_table: Each row's pages; 0 past its last page.
         sampling: How each row's tokens are chosen.
         stop_ids: Tokens that end a row; padded with -1.
-        finished: Rows that met a stop token. They stay inert until a prefill takes the row over.
+        finished: Rows that met a stop token, or logits that are not finite. They stay inert until a prefill takes the
+            row over.
     """
 
     last_tokens: Int[Array, " R"]

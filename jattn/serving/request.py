@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @typing.no_type_check  # it checks its values itself, and takes any integer type
@@ -83,6 +83,7 @@ def token_ids(values: Any, what: str, below: int = 2**31) -> tuple[int, ...]:
 
 
 class RequestStatus(enum.Enum):
+    NEW = enum.auto()
     WAITING = enum.auto()
     PREFILL = enum.auto()
     RUNNING = enum.auto()
@@ -104,6 +105,7 @@ class Request:
         row: Its row of the device's loop state while it has one.
         pages: Its pages of the pool, in order.
         num_computed: Tokens whose keys are in the pool once all launches so far have run.
+        num_preemptions: How often it lost its pages to earlier requests.
     """
 
     number: int
@@ -112,11 +114,12 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     generated: list[int] = dataclasses.field(default_factory=list)
-    status: RequestStatus = RequestStatus.WAITING
+    status: RequestStatus = RequestStatus.NEW
     finish_reason: FinishReason | None = None
     row: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
+    num_preemptions: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -130,6 +133,16 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def error(self) -> str | None:
+        """Why it ended by an error, in a sentence; None if it did not."""
+        if self.finish_reason != "error":
+            return None
+        return (
+            f"The model's logits after {self.num_tokens} tokens are NaN or infinite: "
+            "the weights are not finite, or the dtype is too narrow for them."
+        )
 
     @property
     def at_limit(self) -> bool:

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import KVPool
 from jattn.serving.loop_state import LoopState
 from jattn.serving.sampler import sample
+
+NO_TOKEN = -1  # in a token's place: the row's logits were not finite
 
 
 @typing.no_type_check
@@ -137,15 +139,24 @@ class Steps:
         return jnp.where(written, page * self.page_size + positions % self.page_size, pool.groups[0].num_slots)
 
     def _sampled(self, weights, hidden, state, rows, *, live, greedy_only):
-        """The live rows' next tokens, drawn with each row's key for the position they will have."""
+        """The live rows' next tokens, drawn with each row's key for the position they will have.
+
+        A row whose logits are not finite has finished, and yields NO_TOKEN.
+        """
         values = state.take(rows)
         logits = nnx.merge(self.graph, weights).compute_logits(hidden)
         tokens = sample(logits, values.sampling, values.seq_lens, greedy_only=greedy_only)
+        broken = not_finite(logits)
         stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
         rows = jnp.where(live, rows, state.finished.shape[0])
         state = dataclasses.replace(
             state,
             last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
-            finished=state.finished.at[rows].set(stopped, mode="drop"),
+            finished=state.finished.at[rows].set(stopped | broken, mode="drop"),
         )
-        return tokens, state
+        return jnp.where(broken, NO_TOKEN, tokens), state
+
+
+def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Whether a row has no likeliest token: a logit is NaN or +inf, or all are -inf. Some -inf only mask tokens."""
+    return ~jnp.all(logits < jnp.inf, axis=1) | jnp.all(logits == -jnp.inf, axis=1)

@@ -91,9 +91,8 @@ def test_crowd_with_preemption_gives_each_request_its_tokens_alone(model, engine
         engine.make_request(prompt, dataclasses.replace(GREEDY, max_tokens=1 + i % 40))
         for i, prompt in enumerate(prompts)
     ]
-    before = engine.scheduler.num_preemptions
     together = run(engine, crowd)
-    assert engine.scheduler.num_preemptions > before
+    assert any(request.num_preemptions for request in crowd)
     for prompt, request, tokens in zip(prompts, crowd, together, strict=True):
         (alone,) = run(engine, [engine.make_request(prompt, request.params)])
         assert len(tokens) == request.params.max_tokens
