@@ -209,7 +209,7 @@ def compilations() -> Iterator[list[str]]:
     """Every compilation inside, by the name of JAX's event."""
     events: list[str] = []
 
-    def listen(event: str, duration: float, **kwargs: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == _COMPILED:
             events.append(event)
 

@@ -205,7 +205,8 @@ class DecodeKernel:
                 return tuple(items_ref[number, field] for field in range(4))
 
             def whole(fields):
-                return _Item(*fields, lens_ref[fields[0]], limit_ref[fields[0]])
+                sequence, first, end, parts = fields
+                return _Item(sequence, first, end, parts, lens_ref[sequence], limit_ref[sequence])
 
             def step(number, carry):
                 now, ahead, state = carry
@@ -271,7 +272,7 @@ class DecodeKernel:
             stage = lax.rem(step, stages)
             for pages_ref, smem, filled, freed in zip(pages_refs, pages_smem, full, free, strict=True):
                 pl.when(step >= stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[stage]))
-                self.copies.start(pages_ref, *place, pages, tile, smem.at[stage], filled.at[stage])
+                self.copies.start(pages_ref, place, pages, tile, smem.at[stage], filled.at[stage])
             return next_pages
 
         def skip_item(_, pages):

@@ -248,7 +248,7 @@ class ExtendKernel:
         def load_k(step, pages):
             stage = lax.rem(done + step, k_stages)
             pl.when(done + step >= k_stages)(lambda: plgpu.barrier_wait(k_free.at[stage]))
-            copies.start(k_ref, *place, pages, step, k_smem.at[stage], k_full.at[stage])
+            copies.start(k_ref, place, pages, step, k_smem.at[stage], k_full.at[stage])
 
         def load_v(step, pages):
             stage = lax.rem(done + step, v_stages)
@@ -256,11 +256,11 @@ class ExtendKernel:
 
             @pl.when(step < whole)
             def whole_tile():
-                copies.start(v_ref, *place, pages, step, v_smem.at[stage], v_full.at[stage])
+                copies.start(v_ref, place, pages, step, v_smem.at[stage], v_full.at[stage])
 
             @pl.when(step >= whole)
             def last_tile():
-                copies.start(v_ref, *place, pages, step, v_smem.at[stage], last_v_full)
+                copies.start(v_ref, place, pages, step, v_smem.at[stage], last_v_full)
                 plgpu.barrier_wait(last_v_full)
                 for row in range(0, block_kv, 64):
                     for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time

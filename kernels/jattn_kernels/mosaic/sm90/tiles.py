@@ -137,11 +137,12 @@ class PageCopies:
         return [table_ref[sequence, jax.lax.div(key, self.page_size)] for key in keys]
 
     def start(
-        self, pages_ref: Any, layer: Any, head: Any, pages: list[Any], tile_index: Any, smem: Any, barrier: Any
+        self, pages_ref: Any, place: tuple[Any, Any], pages: list[Any], tile_index: Any, smem: Any, barrier: Any
     ) -> None:
-        """Starts the copies of one tile of keys or values of one head."""
+        """Starts the copies of one tile of keys or values at a place: of a layer and head."""
+        layer, head = place
         row = 0 if self.page_size <= self.block_kv else jax.lax.rem(tile_index * self.block_kv, self.page_size)
         rows = pl.ds(row, self.rows)
         for copy, page in enumerate(pages):
-            place = (layer, page, rows, head) if self.page_layout == "NHD" else (layer, page, head, rows)
-            plgpu.copy_gmem_to_smem(pages_ref.at[place], smem.at[pl.ds(copy * self.rows, self.rows)], barrier)
+            source = (layer, page, rows, head) if self.page_layout == "NHD" else (layer, page, head, rows)
+            plgpu.copy_gmem_to_smem(pages_ref.at[source], smem.at[pl.ds(copy * self.rows, self.rows)], barrier)
