@@ -19,12 +19,13 @@ from jattn.flash_attention import FlashAttentionConfig
 from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
-from jattn.serving.batches import decode_batch, prefill_batch
+from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.config import EngineConfig
+from jattn.serving.logit_rules import empty_history
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
-from jattn.serving.steps import Steps
+from jattn.serving.steps import VARIANTS, StepOutput, Steps, Variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,15 @@ class TokenEvent:
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    """Tokens on their way to the host: row i belongs to requests[i]; None where the row yields no token."""
+    """Tokens on their way to the host: row i belongs to requests[i]; None where the row yields no token.
 
-    tokens: jax.Array
+    Attributes:
+        chunks: What a prefill computes.
+    """
+
+    output: StepOutput
     requests: list[Request | None]
+    chunks: list[Chunk]
 
 
 class Engine:
@@ -97,7 +103,9 @@ class Engine:
         )
         graph, self._weights = nnx.split(model)
         self._state = self._empty_state()
-        self.compiled_steps = compile_steps(self._plans(Steps(graph, backend, config.page_size)), progress=progress)
+        self._max_logprobs = min(config.max_logprobs, model.vocab_size)
+        steps = Steps(graph, backend, config.page_size, self._max_logprobs)
+        self.compiled_steps = compile_steps(self._plans(steps), progress=progress)
         self._in_flight: deque[_Launch] = deque()
         self._num_requests = 0
         self._aborting: deque[Request] = deque()
@@ -112,8 +120,8 @@ class Engine:
             params: How to go on from there.
 
         Raises:
-            ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens; the
-                request could outgrow the pool.
+            ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens, biases
+                or log-probabilities; the request could outgrow the pool.
         """
         prompt = list(token_ids(prompt, "Token ids", self._vocab_size))
         if not prompt:
@@ -136,9 +144,26 @@ class Engine:
             limit=min(len(prompt) + params.max_tokens, self.config.max_context_len),
             stop_ids=stop_ids,
         )
+        self._check_full(params)
         self.scheduler.check(request)
         self._num_requests += 1
         return request
+
+    def _check_full(self, params: SamplingParams) -> None:
+        """Says whether the full steps can do what `params` asks of them."""
+        config = self.config
+        if _needs_full(params) and not config.full_sampling:
+            raise ValueError(
+                "Penalties, `logit_bias`, `min_tokens`, `logprobs` and `prompt_logprobs` need an engine with "
+                f"`full_sampling`. Got full_sampling={config.full_sampling}."
+            )
+        bias = params.logit_bias or {}
+        token_ids(bias, "The token ids of `logit_bias`", self._vocab_size)
+        if len(bias) > config.max_logit_bias:
+            raise ValueError(f"`logit_bias` must have at most {config.max_logit_bias} tokens. Got {len(bias)}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise ValueError(f"`{name}` must be at most {self._max_logprobs}. Got {getattr(params, name)}.")
 
     def add(self, request: Request) -> None:
         """Queues a request made by `make_request`."""
@@ -192,7 +217,16 @@ class Engine:
 
     def _empty_state(self) -> LoopState:
         config = self.config
-        return empty_rows(config.max_num_seqs, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids)
+        state = empty_rows(
+            config.max_num_seqs,
+            max_pages=config.max_pages,
+            max_stop_ids=config.max_stop_ids,
+            max_logit_bias=config.max_logit_bias if config.full_sampling else None,
+        )
+        if not config.full_sampling:
+            return state
+        history = empty_history(config.max_num_seqs, self._vocab_size, config.max_context_len)
+        return dataclasses.replace(state, history=history)
 
     def _finish_aborted(self) -> None:
         while self._aborting:
@@ -211,45 +245,78 @@ class Engine:
         events = []
         while len(self._in_flight) > keep:
             launch = self._in_flight.popleft()
-            for request, token in zip(launch.requests, np.asarray(launch.tokens).tolist(), strict=False):
+            output = launch.output
+            self._read_prompt_logprobs(launch)
+            for i, (request, token) in enumerate(
+                zip(launch.requests, np.asarray(output.tokens).tolist(), strict=False)
+            ):
                 if request is None or request.finished:
                     continue
+                if request.params.logprobs is not None:
+                    assert output.logprobs is not None
+                    # In its place before the token is: a call cut short between the two loses neither.
+                    logprobs = output.logprobs.at(i, token, request.params.logprobs)
+                    request.logprobs[len(request.generated) :] = [logprobs]
                 request.generated.append(token)
                 self._finish_if_complete(request)
                 events.append(TokenEvent(request, token, request.finish_reason))
         return events
 
+    def _read_prompt_logprobs(self, launch: _Launch) -> None:
+        begin = 0
+        for chunk in launch.chunks:
+            request = chunk.request
+            for i, place in enumerate(prompt_places(chunk)):
+                logprobs, count = launch.output.prompt_logprobs, request.params.prompt_logprobs
+                assert logprobs is not None
+                assert count is not None
+                request.prompt_logprobs[place] = logprobs.at(begin + i, request.prompt[place], count)
+            begin += chunk.stop - chunk.start
+
     def _launch_decode(self, requests: list[Request]) -> None:
         bucket = smallest_bucket(self.config.decode_buckets, len(requests))
-        self._launch(("decode", bucket), list(requests), *decode_batch(requests, bucket, self.config))
+        step = ("decode", bucket, _variant(requests))
+        self._launch(step, list(requests), *decode_batch(requests, bucket, self.config), chunks=[])
 
     def _launch_prefill(self, chunks: list[Chunk]) -> None:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
-        batch = prefill_batch(chunks, bucket, self.config)
-        self._launch(("prefill", bucket), [chunk.request if chunk.is_last else None for chunk in chunks], batch)
+        variant = _variant([chunk.request for chunk in chunks])
+        batch = prefill_batch(chunks, bucket, self.config, variant)
+        requests = [chunk.request if chunk.is_last else None for chunk in chunks]
+        self._launch(("prefill", bucket, variant), requests, batch, chunks=chunks)
 
-    def _launch(self, step: tuple[str, int], requests: list[Request | None], *arguments) -> None:
-        greedy_only = all(request is None or request.params.temperature == 0 for request in requests)
-        tokens, self._state, self._pool = self.compiled_steps(
-            (*step, greedy_only), self._weights, self._state, self._pool, *arguments
-        )
-        tokens.copy_to_host_async()
-        self._in_flight.append(_Launch(tokens, requests))
+    def _launch(
+        self, step: tuple[str, int, Variant], requests: list[Request | None], *arguments, chunks: list[Chunk]
+    ) -> None:
+        output, self._state, self._pool = self.compiled_steps(step, self._weights, self._state, self._pool, *arguments)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
+        self._in_flight.append(_Launch(output, requests, chunks))
 
     def _plans(self, steps: Steps) -> dict[Any, StepPlan]:
         held = (self._weights, self._state, self._pool)
         plans = {}
-        for greedy_only in (True, False):
-            decode = functools.partial(steps.decode, greedy_only=greedy_only)
-            prefill = functools.partial(steps.prefill, greedy_only=greedy_only)
+        for variant in VARIANTS if self.config.full_sampling else VARIANTS[:2]:
+            decode = functools.partial(steps.decode, variant=variant)
+            prefill = functools.partial(steps.prefill, variant=variant)
             for size in self.config.decode_buckets:
                 arguments = (*held, *decode_batch([], size, self.config))
-                plans["decode", size, greedy_only] = StepPlan(decode, arguments, donate=(1, 2))
+                plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2))
             for size in self.config.prefill_buckets:
-                arguments = (*held, prefill_batch([], size, self.config))
-                plans["prefill", size, greedy_only] = StepPlan(prefill, arguments, donate=(1, 2))
+                arguments = (*held, prefill_batch([], size, self.config, variant))
+                plans["prefill", size, variant] = StepPlan(prefill, arguments, donate=(1, 2))
         return plans
+
+
+def _needs_full(params: SamplingParams) -> bool:
+    return params.has_logit_rules or params.has_logprobs
+
+
+def _variant(requests: list[Request]) -> Variant:
+    """The cheapest steps that serve all of the requests."""
+    if any(_needs_full(request.params) for request in requests):
+        return "full"
+    return "greedy" if all(request.params.temperature == 0 for request in requests) else "plain"
 
 
 def _make_pool(model: CausalLM, config: EngineConfig, dtype: Any) -> KVPool:

@@ -288,7 +288,7 @@ def test_no_compilation_in_200_steps_of_changing_batches(model, engine):
     assert not compilations
 
 
-@pytest.mark.parametrize("step", [("decode", 8, True), ("prefill", 64, False)])
+@pytest.mark.parametrize("step", [("decode", 8, "greedy"), ("prefill", 64, "plain"), ("prefill", 64, "full")])
 def test_temporary_memory_does_not_grow_with_the_pool(model, engine, step):
     small = engine.compiled_steps[step].memory_analysis()
     large = Engine(model, dataclasses.replace(SMALL, num_pages=24 * 16)).compiled_steps[step].memory_analysis()

@@ -12,7 +12,7 @@ from jattn.serving.sampler import SamplingState, sample
 jitted = jax.jit(sample, static_argnames="greedy_only")
 
 
-def rows(batch, *, temperature=1.0, top_k=0, top_p=1.0, seed=0):
+def rows(batch, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
     """One row's parameters for all, or a list with one for each."""
 
     def column(value, dtype):
@@ -22,6 +22,7 @@ def rows(batch, *, temperature=1.0, top_k=0, top_p=1.0, seed=0):
         temperature=column(temperature, np.float32),
         top_k=column(top_k, np.int32),
         top_p=column(top_p, np.float32),
+        min_p=column(min_p, np.float32),
         seed=column(seed, np.uint32),
     )
 
