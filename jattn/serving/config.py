@@ -17,8 +17,8 @@ class EngineConfig:
         prefill_tokens: Tokens of a prefill launch at most; longer prompts come in chunks.
         prefill_seqs: Requests of a prefill launch at most.
         max_stop_ids: Tokens that may end a request, the model's own included.
-        full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities. They run
-            in steps of their own, half as many again to compile, and need 3 bytes a row and token of the vocabulary (5
+        full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities. They
+            run in steps of their own, half as many again to compile, and need 3 bytes a row and token of the vocabulary (5
             from a context of 32,768 on); requests that ask for none of it pay nothing.
         max_logit_bias: Tokens that a request may give a bias.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
