@@ -125,8 +125,12 @@ def generate(
             from jattn.serving.llm import LLM
 
             llm = LLM(path, dtype=dtype.value, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs)
-            _print_text(interrupts.deltas(llm.stream(prompts, sampling_params)), prompts)
+            errors = _print_text(interrupts.deltas(llm.stream(prompts, sampling_params)), prompts)
             _print_summary(llm.stats)
+            for index, sentence in errors.items():
+                typer.echo(f"error: Prompt {index + 1} of {len(prompts)}: {sentence}", err=True)
+            if errors:
+                raise typer.Exit(1)
 
 
 @app.command()
@@ -231,8 +235,13 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> None:
-    """Prints the texts in the order of the prompts: the first unfinished one live, later ones once their turn comes."""
+def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> dict[int, str]:
+    """Prints the texts in the order of the prompts: the first unfinished one live, later ones once their turn comes.
+
+    Returns:
+        By prompt, why those that ended by an error did.
+    """
+    errors = {}
     several = len(prompts) > 1
     waiting = [""] * len(prompts)
     finished = [False] * len(prompts)
@@ -243,6 +252,8 @@ def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> None:
     for delta in deltas:
         waiting[delta.index] += delta.text
         finished[delta.index] = delta.finish_reason is not None
+        if delta.error:
+            errors[delta.index] = delta.error
         while turn < len(prompts):
             _write(waiting[turn])
             last_text, waiting[turn] = waiting[turn] or last_text, ""
@@ -255,6 +266,7 @@ def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> None:
             if turn < len(prompts):
                 _write("\n")
                 _print_prompt(prompts, turn)
+    return errors
 
 
 def _print_prompt(prompts: Sequence[str], index: int) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from jattn.serving.config import EngineConfig
-from jattn.serving.logit_rules import LogitRules
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import Request
 from jattn.serving.scheduler import Chunk
@@ -54,10 +53,7 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, varian
         batch.values.seq_lens[i] = chunk.stop
         _fill_row(batch.values, i, chunk.request)
         if is_full:
-            _fill_rules(batch.values.rules, i, chunk.request)
-            wanted = prompt_places(chunk)
-            batch.next_ids[begin : begin + len(wanted)] = [chunk.request.prompt[place] for place in wanted]
-            batch.wants_logprobs[begin : begin + len(wanted)] = True
+            _fill_full(batch, i, begin, chunk)
     return batch
 
 
@@ -85,7 +81,14 @@ def _fill_row(rows: LoopState, i: int, request: Request) -> None:
     rows.sampling.seed[i] = request.number if params.seed is None else params.seed
 
 
-def _fill_rules(rules: LogitRules, i: int, request: Request) -> None:
+def _fill_full(batch: PrefillBatch, i: int, begin: int, chunk: Chunk) -> None:
+    rules, request = batch.values.rules, chunk.request
+    assert rules
+    assert batch.next_ids is not None
+    assert batch.wants_logprobs is not None
+    places = prompt_places(chunk)
+    batch.next_ids[begin : begin + len(places)] = [request.prompt[place] for place in places]
+    batch.wants_logprobs[begin : begin + len(places)] = True
     params = request.params
     rules.in_force[i] = params.has_logit_rules or params.has_logprobs
     rules.repetition_penalty[i] = params.repetition_penalty

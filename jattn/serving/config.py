@@ -16,15 +16,19 @@ class EngineConfig:
         max_context_len: Longest request, prompt and generated tokens together.
         prefill_tokens: Tokens of a prefill launch at most; longer prompts come in chunks.
         prefill_seqs: Requests of a prefill launch at most.
+        max_chunk_tokens: Tokens of one request in a prefill launch at most; None is `prefill_tokens`. A lower number
+            leaves room for short prompts behind a long one.
         max_stop_ids: Tokens that may end a request, the model's own included.
         full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities. They
-            run in steps of their own, half as many again to compile, and need 3 bytes a row and token of the vocabulary (5
-            from a context of 32,768 on); requests that ask for none of it pay nothing.
+            run in steps of their own, half as many again to compile, and need 3 bytes a row and token of the vocabulary
+            (5 from a context of 32,768 on); requests that ask for none of it pay nothing.
         max_logit_bias: Tokens that a request may give a bias.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
         implementation: Which kernels to use; None lets dispatch choose.
+        debug_checks: Whether each launch waits for those before it, and the page tables, lengths and slots that it
+            will use are checked first. Slow.
     """
 
     num_pages: int
@@ -33,6 +37,7 @@ class EngineConfig:
     max_context_len: int = 1024
     prefill_tokens: int = 256
     prefill_seqs: int = 8
+    max_chunk_tokens: int | None = None
     max_stop_ids: int = 8
     full_sampling: bool = True
     max_logit_bias: int = 300
@@ -40,6 +45,7 @@ class EngineConfig:
     smallest_decode_bucket: int = 8
     smallest_prefill_bucket: int = 64
     implementation: str | None = None
+    debug_checks: bool = False
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,20 +20,21 @@ from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
 from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
+from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
-from jattn.serving.steps import VARIANTS, StepOutput, Steps, Variant
+from jattn.serving.steps import NO_TOKEN, VARIANTS, StepOutput, Steps, Variant
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:
-    """A token that the host has just read, and whether it was the request's last."""
+    """A token that the host has just read, and whether it was the request's last; None where an error came instead."""
 
     request: Request
-    token: int
+    token: int | None
     finish_reason: FinishReason | None
 
 
@@ -47,7 +48,7 @@ class _Launch:
 
     output: StepOutput
     requests: list[Request | None]
-    chunks: list[Chunk]
+    chunks: Sequence[Chunk]
 
 
 class Engine:
@@ -89,6 +90,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_tokens,
             prefill_seqs=config.prefill_seqs,
+            max_chunk_tokens=config.max_chunk_tokens,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = model.vocab_size
@@ -166,7 +168,11 @@ class Engine:
                 raise ValueError(f"`{name}` must be at most {self._max_logprobs}. Got {getattr(params, name)}.")
 
     def add(self, request: Request) -> None:
-        """Queues a request made by `make_request`."""
+        """Queues a request made by `make_request`.
+
+        Raises:
+            ValueError: It was queued before, or has ended.
+        """
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
@@ -252,43 +258,56 @@ class Engine:
             ):
                 if request is None or request.finished:
                     continue
-                if request.params.logprobs is not None:
-                    assert output.logprobs is not None
-                    # In its place before the token is: a call cut short between the two loses neither.
-                    logprobs = output.logprobs.at(i, token, request.params.logprobs)
-                    request.logprobs[len(request.generated) :] = [logprobs]
-                request.generated.append(token)
-                self._finish_if_complete(request)
+                if token == NO_TOKEN:
+                    token = None
+                    self.scheduler.finish(request, "error")
+                else:
+                    if output.logprobs is not None and request.params.logprobs is not None:
+                        # In its place before the token is: a call cut short between the two loses neither.
+                        logprobs = output.logprobs.at(i, token, request.params.logprobs)
+                        request.logprobs[len(request.generated) :] = [logprobs]
+                    request.generated.append(token)
+                    self._finish_if_complete(request)
                 events.append(TokenEvent(request, token, request.finish_reason))
         return events
 
     def _read_prompt_logprobs(self, launch: _Launch) -> None:
+        logprobs = launch.output.prompt_logprobs
         begin = 0
         for chunk in launch.chunks:
             request = chunk.request
-            for i, place in enumerate(prompt_places(chunk)):
-                logprobs, count = launch.output.prompt_logprobs, request.params.prompt_logprobs
+            for i, place in enumerate(prompt_places(chunk), begin):
                 assert logprobs is not None
-                assert count is not None
-                request.prompt_logprobs[place] = logprobs.at(begin + i, request.prompt[place], count)
+                token, count = request.prompt[place], request.params.prompt_logprobs
+                request.prompt_logprobs[place] = logprobs.at(i, token, count or 0)
             begin += chunk.stop - chunk.start
 
     def _launch_decode(self, requests: list[Request]) -> None:
         bucket = smallest_bucket(self.config.decode_buckets, len(requests))
-        step = ("decode", bucket, _variant(requests))
-        self._launch(step, list(requests), *decode_batch(requests, bucket, self.config), chunks=[])
+        rows, new_pages = decode_batch(requests, bucket, self.config)
+        if self.config.debug_checks:
+            assert self._state is not None
+            check_decode(self._state, rows, new_pages, self.config)
+        self._launch(("decode", bucket, _variant(requests)), list(requests), rows, new_pages)
 
     def _launch_prefill(self, chunks: list[Chunk]) -> None:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
         variant = _variant([chunk.request for chunk in chunks])
         batch = prefill_batch(chunks, bucket, self.config, variant)
+        if self.config.debug_checks:
+            check_prefill(batch, self.config)
         requests = [chunk.request if chunk.is_last else None for chunk in chunks]
         self._launch(("prefill", bucket, variant), requests, batch, chunks=chunks)
 
     def _launch(
-        self, step: tuple[str, int, Variant], requests: list[Request | None], *arguments, chunks: list[Chunk]
+        self, step: tuple[str, int, Variant], requests: list[Request | None], *arguments, chunks: Sequence[Chunk] = ()
     ) -> None:
+        """Enqueues a step.
+
+        It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
+        page freed while a launch still writes to it is safe in the hands of its next owner.
+        """
         output, self._state, self._pool = self.compiled_steps(step, self._weights, self._state, self._pool, *arguments)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
         self._in_flight.append(_Launch(output, requests, chunks))

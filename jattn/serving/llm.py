@@ -37,27 +37,39 @@ class Delta:
         text: May be empty while a character is incomplete.
         token_ids: The tokens behind it.
         finish_reason: Set on the request's last delta.
+        error: Why it ended, in a sentence, if the reason is "error".
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A finished request."""
+    """A finished request.
+
+    Attributes:
+        error: Why it ended, in a sentence, if the reason is "error"; text and tokens are what came before.
+    """
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    error: str | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
 class RunStats:
-    """Figures of one `generate` or `stream` call; times in seconds, pages in whole pages of the pool."""
+    """Figures of one `generate` or `stream` call; times in seconds, pages in whole pages of the pool.
+
+    Attributes:
+        peak_pages: In use at once while the call ran, by whichever requests.
+        preemptions: Of the call's own requests.
+    """
 
     requests: int
     prompt_tokens: int
@@ -67,6 +79,13 @@ class RunStats:
     time_to_first_token: float = 0.0
     peak_pages: int = 0
     preemptions: int = 0
+
+
+class _Latest(threading.local):
+    """Each thread's own."""
+
+    def __init__(self, stats: RunStats):
+        self.stats = stats
 
 
 class LLM:
@@ -80,7 +99,9 @@ class LLM:
         max_num_seqs: Requests served at the same time.
         max_context_len: Longest request in tokens; the model's own if None.
         prefill_tokens: Prompt tokens of a launch at most.
+        max_chunk_tokens: Of them, one prompt's at most; None is all. A lower number lets short prompts pass a long one.
         implementation: Which attention kernels; None lets dispatch choose.
+        debug_checks: Whether to check what each launch will use; slow.
         progress: Whether to show a bar on standard error while the steps compile.
 
     Raises:
@@ -97,7 +118,9 @@ class LLM:
         max_num_seqs: int = 8,
         max_context_len: int | None = None,
         prefill_tokens: int = 256,
+        max_chunk_tokens: int | None = None,
         implementation: str | None = None,
+        debug_checks: bool = False,
         progress: bool = True,
     ):
         use_persistent_cache()
@@ -118,15 +141,23 @@ class LLM:
                 max_context_len=context,
                 prefill_tokens=prefill_tokens,
                 prefill_seqs=max_num_seqs,
+                max_chunk_tokens=max_chunk_tokens,
                 max_stop_ids=len(eos_token_ids) + _STOP_IDS,
                 implementation=implementation,
+                debug_checks=debug_checks,
             ),
             eos_token_ids=eos_token_ids,
             dtype=weights_dtype,
             progress=progress,
         )
-        self.stats = RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.allocator.num_pages)
+        self._latest = _Latest(RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.allocator.num_pages))
+        self._running: list[RunStats] = []
         self._lock = threading.RLock()  # re-entered where the garbage collector closes a stream amid a step
+
+    @property
+    def stats(self) -> RunStats:
+        """Figures of the call that this thread began last, up to now if it still runs."""
+        return self._latest.stats
 
     def generate(
         self,
@@ -139,7 +170,9 @@ class LLM:
         for delta in self._serve(requests):
             texts[delta.index] += delta.text
         return [
-            Completion(tuple(request.prompt), tuple(request.generated), text, request.finish_reason or "abort")
+            Completion(
+                tuple(request.prompt), tuple(request.generated), text, request.finish_reason or "abort", request.error
+            )
             for request, text in zip(requests, texts, strict=True)
         ]
 
@@ -177,49 +210,57 @@ class LLM:
             return [self.engine.make_request(*pair) for pair in zip(ids, sampling_params, strict=True)]
 
     def _serve(self, requests: list[Request]) -> Iterator[Delta]:
-        stats = self.stats = RunStats(
+        stats = self._latest.stats = RunStats(
             requests=len(requests),
             prompt_tokens=sum(len(request.prompt) for request in requests),
             num_pages=self.engine.allocator.num_pages,
         )
-        scheduler = self.engine.scheduler
-        scheduler.peak_pages, preemptions = 0, scheduler.num_preemptions
         decoders = [StreamDecoder(self.tokenizer) for _ in requests]
         start = time.perf_counter()
         try:
             with self._lock:
+                self._running.append(stats)
                 for request in requests:
                     self.engine.add(request)
-            for i, token, finish_reason in self._tokens(requests):
-                text = decoders[i].push([token])
+            for i, tokens, finish_reason in self._tokens(requests):
+                text = decoders[i].push(tokens)
                 if finish_reason:
                     text += decoders[i].finish()
-                stats.generated_tokens += 1
+                stats.generated_tokens += len(tokens)
                 stats.seconds = time.perf_counter() - start
-                stats.time_to_first_token = stats.time_to_first_token or stats.seconds
-                stats.peak_pages = scheduler.peak_pages
-                stats.preemptions = scheduler.num_preemptions - preemptions
-                yield Delta(i, text, (token,), finish_reason)
+                if tokens and not stats.time_to_first_token:
+                    stats.time_to_first_token = stats.seconds
+                stats.preemptions = sum(request.num_preemptions for request in requests)
+                yield Delta(i, text, tokens, finish_reason, requests[i].error if finish_reason else None)
         finally:
             with self._lock:
+                self._running = [other for other in self._running if other is not stats]
                 for request in requests:
                     self.engine.abort(request)
 
-    def _tokens(self, requests: list[Request]) -> Iterator[tuple[int, int, FinishReason | None]]:
-        """Each request's tokens, the reason with its last one; another stream's step may have read them."""
+    def _tokens(self, requests: list[Request]) -> Iterator[tuple[int, tuple[int, ...], FinishReason | None]]:
+        """Each request's tokens one by one, the reason with its last one or, where it ended without one, alone."""
         counts = [0] * len(requests)
         unfinished = list(range(len(requests)))
         while unfinished:
             with self._lock:
-                if all(len(requests[i].generated) == counts[i] for i in unfinished):
-                    self.engine.step()
+                # Another stream's step may have read some.
+                if all(len(requests[i].generated) == counts[i] and not requests[i].finished for i in unfinished):
+                    self._step()
                 reasons: list[FinishReason | None] = [requests[i].finish_reason for i in unfinished]
                 ends = [len(requests[i].generated) for i in unfinished]
             for i, end, reason in zip(unfinished, ends, reasons, strict=True):
+                if reason and counts[i] == end:
+                    yield i, (), reason
                 while counts[i] < end:
                     counts[i] += 1
-                    yield i, requests[i].generated[counts[i] - 1], reason if counts[i] == end else None
+                    yield i, (requests[i].generated[counts[i] - 1],), reason if counts[i] == end else None
             unfinished = [i for i, reason in zip(unfinished, reasons, strict=True) if reason is None]
+
+    def _step(self) -> None:
+        self.engine.step()
+        for stats in self._running:
+            stats.peak_pages = max(stats.peak_pages, self.engine.scheduler.peak_pages)
 
 
 def _dtype(name: str):

@@ -28,7 +28,8 @@ class LoopState:
         page_table: Each row's pages; 0 past its last page.
         sampling: How each row's tokens are chosen.
         stop_ids: Tokens that end a row; padded with -1.
-        finished: Rows that met a stop token. They stay inert until a prefill takes the row over.
+        finished: Rows that met a stop token, or logits that are not finite. They stay inert until a prefill takes the
+            row over.
         rules: What rows ask of their logits beyond `sampling`; None where the engine serves no such request.
         history: The tokens that the rows with rules have seen; likewise.
     """

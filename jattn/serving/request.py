@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jattn.serving.logprobs import Logprob
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @typing.no_type_check  # it checks its values itself, and takes any integer type
@@ -141,9 +141,10 @@ def _float(value: Any) -> float:
 
 def _texts(values: Any) -> tuple[str, ...]:
     """Stop strings, from one or several; None is none."""
-    values = () if values is None else (values,) if isinstance(values, str) else values
+    if values is None or isinstance(values, str):
+        values = () if values is None else (values,)
     is_several = isinstance(values, Iterable) and not isinstance(values, bytes | bytearray)
-    texts = tuple(values) if is_several else (values,)
+    texts: tuple[Any, ...] = tuple(values) if is_several else (values,)
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"`stop` must be a text or several, none of them empty. Got {values!r}.")
     return texts
@@ -190,6 +191,7 @@ def token_ids(values: Any, what: str, below: int = 2**31) -> tuple[int, ...]:
 
 
 class RequestStatus(enum.Enum):
+    NEW = enum.auto()
     WAITING = enum.auto()
     PREFILL = enum.auto()
     RUNNING = enum.auto()
@@ -213,6 +215,7 @@ class Request:
         row: Its row of the device's loop state while it has one.
         pages: Its pages of the pool, in order.
         num_computed: Tokens whose keys are in the pool once all launches so far have run.
+        num_preemptions: How often it lost its pages to earlier requests.
     """
 
     number: int
@@ -223,11 +226,12 @@ class Request:
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     prompt_logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)
-    status: RequestStatus = RequestStatus.WAITING
+    status: RequestStatus = RequestStatus.NEW
     finish_reason: FinishReason | None = None
     row: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
+    num_preemptions: int = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -241,6 +245,16 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def error(self) -> str | None:
+        """Why it ended by an error, in a sentence; None if it did not."""
+        if self.finish_reason != "error":
+            return None
+        return (
+            f"The model's logits after {self.num_tokens} tokens are NaN or infinite: "
+            "the weights are not finite, or the dtype is too narrow for them."
+        )
 
     @property
     def at_limit(self) -> bool:

@@ -29,26 +29,38 @@ class Chunk:
 class Scheduler:
     """First come, first served: admission by free pages, preemption of the latest arrival by recompute.
 
+    A step plans one token for every running request, and beside them chunks of prompts under a budget of tokens:
+    however long a prompt is, a decode waits for one prefill launch at most. The budget goes to the earliest arrivals
+    first, as in vLLM and SGLang; with `max_chunk_tokens` below it, what a long prompt leaves goes to those behind it.
+
     Args:
         allocator: The pool's pages; the scheduler alone takes and returns them.
         page_size: Tokens a page.
         max_num_seqs: Requests that hold a row at the same time.
         prefill_tokens, prefill_seqs: Bounds of one prefill launch.
+        max_chunk_tokens: Bound of one request's part of it; None is `prefill_tokens`.
     """
 
     def __init__(
-        self, allocator: PageAllocator, *, page_size: int, max_num_seqs: int, prefill_tokens: int, prefill_seqs: int
+        self,
+        allocator: PageAllocator,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        prefill_tokens: int,
+        prefill_seqs: int,
+        max_chunk_tokens: int | None = None,
     ):
         self._allocator = allocator
         self._page_size = page_size
         self._prefill_tokens = prefill_tokens
         self._prefill_seqs = prefill_seqs
+        self._max_chunk_tokens = max_chunk_tokens or prefill_tokens
         self._max_num_seqs = max_num_seqs
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._waiting: deque[Request] = deque()
         self._admitted: list[Request] = []  # in order of arrival
-        self.peak_pages = 0
-        self.num_preemptions = 0
+        self.peak_pages = 0  # in use at once, in the latest step
 
     @property
     def has_work(self) -> bool:
@@ -71,8 +83,15 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queues a request that passed `check`."""
+        """Queues a request that passed `check`.
+
+        Raises:
+            ValueError: It was queued before, or has ended.
+        """
+        if request.status is not RequestStatus.NEW:
+            raise ValueError(f"`request` must be new: make another one. Got one that is {request.status.name}.")
         self._waiting.append(request)
+        request.status = RequestStatus.WAITING
 
     def must_preempt(self) -> bool:
         """Whether the next decode launch needs more pages than are free."""
@@ -84,6 +103,7 @@ class Scheduler:
         A preempted request starts over with what `Request.generated` holds, so every launch must have been read
         when `must_preempt` says so.
         """
+        self.peak_pages = 0
         planned = []
         for request in self._decodable():
             while request.status is RequestStatus.RUNNING and self._needs_page(request):
@@ -108,7 +128,7 @@ class Scheduler:
                 continue
             total = request.num_tokens
             start = request.num_computed
-            stop = min(total, start + budget)
+            stop = min(total, start + min(budget, self._max_chunk_tokens))
             budget -= stop - start
             request.num_computed = stop
             if stop == total:
@@ -118,7 +138,10 @@ class Scheduler:
         return chunks
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request at any stage; its pages and its row are free from the next launch on."""
+        """Ends a request at any stage; its pages and its row are free for the next launch.
+
+        A launch still under way may write to them: it runs before the next one, which writes them anew.
+        """
         request.finish_reason, request.status = reason, RequestStatus.FINISHED
         if request in self._admitted:
             self._release(request)
@@ -167,7 +190,7 @@ class Scheduler:
         self._release(request)
         request.num_computed = 0
         request.status = RequestStatus.WAITING
-        self.num_preemptions += 1
+        request.num_preemptions += 1
 
     def _release(self, request: Request) -> None:
         assert request.row is not None

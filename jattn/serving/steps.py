@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardBatch, ForwardMode
@@ -21,6 +21,8 @@ from jattn.serving.sampler import sample
 # What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
 Variant = Literal["greedy", "plain", "full"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
+
+NO_TOKEN = -1  # in a token's place: the row's logits were not finite
 
 
 @typing.no_type_check
@@ -80,7 +82,7 @@ class Steps:
     graph: nnx.GraphDef
     backend: AttentionBackend
     page_size: int
-    max_logprobs: int
+    max_logprobs: int = 0
 
     def prefill(
         self, weights: Any, state: LoopState, pool: KVPool, batch: PrefillBatch, *, variant: Variant
@@ -111,6 +113,10 @@ class Steps:
         state = state.put(batch.rows, batch.values)
         prompt = None
         if variant == "full":
+            assert state.history
+            assert batch.values.rules
+            assert batch.next_ids is not None
+            assert batch.wants_logprobs is not None
             in_prompt = positions < batch.values.rules.prompt_len[owner]
             history = state.history.with_parts(
                 batch.rows, prefix_lens == 0, owner, batch.input_ids, real & in_prompt, real & ~in_prompt
@@ -183,21 +189,32 @@ class Steps:
         return nnx.merge(self.graph, weights).compute_logits(hidden)
 
     def _sampled(self, weights, hidden, state, rows, *, live, variant):
-        """The live rows' next tokens, drawn with each row's key for the position they will have."""
+        """The live rows' next tokens, drawn with each row's key for the position they will have.
+
+        A row whose logits are not finite has finished, and yields NO_TOKEN.
+        """
         values = state.take(rows)
         logits = ruled = self._logits(weights, hidden)
         if variant == "full":
             ruled = apply_rules(logits, values.rules, values.history, values.stop_ids, values.seq_lens)
         tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
+        broken = not_finite(logits)
         stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
         rows = jnp.where(live, rows, state.finished.shape[0])
         state = dataclasses.replace(
             state,
             last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
-            finished=state.finished.at[rows].set(stopped, mode="drop"),
+            finished=state.finished.at[rows].set(stopped | broken, mode="drop"),
         )
+        output = StepOutput(tokens=jnp.where(broken, NO_TOKEN, tokens))
         if variant != "full":
-            return StepOutput(tokens=tokens), state
+            return output, state
         state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
         wanted = live & values.rules.in_force & values.rules.wants_logprobs
-        return StepOutput(tokens=tokens, logprobs=token_logprobs(logits, tokens, wanted, top=self.max_logprobs)), state
+        logprobs = token_logprobs(logits, tokens, wanted, top=self.max_logprobs)
+        return dataclasses.replace(output, logprobs=logprobs), state
+
+
+def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
+    """Whether a row has no likeliest token: a logit is NaN or +inf, or all are -inf. Some -inf only mask tokens."""
+    return ~jnp.all(logits < jnp.inf, axis=1) | jnp.all(logits == -jnp.inf, axis=1)

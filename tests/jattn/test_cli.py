@@ -24,6 +24,7 @@ class Delta:
     text: str
     finish_reason: str | None = None
     token_ids: tuple[int, ...] = (0,)
+    error: str | None = None
 
 
 @dataclasses.dataclass
@@ -225,6 +226,15 @@ def test_generate_prints_the_summary_to_stderr(llm):
         ["time", "to", "first", "token", "0.250", "s"],
         ["pages", "used", "at", "peak", "7", "of", "99"],
     ]
+
+
+def test_generate_tells_of_prompts_that_ended_by_an_error(llm):
+    sentence = "The model's logits after 3 tokens are NaN or infinite."
+    llm.deltas = [Delta(1, "two", "stop"), Delta(0, "one"), Delta(0, "", "error", (), sentence)]
+    result = generate("--prompt", "x", "--prompt", "y")
+    assert result.exit_code == 1
+    assert result.stdout == "==> 1 of 2 <==\nxone\n\n==> 2 of 2 <==\nytwo\n"
+    assert result.stderr.endswith(f"error: Prompt 1 of 2: {sentence}\n")
 
 
 def test_generate_summary_bears_a_run_without_time(llm):

@@ -29,6 +29,7 @@ SMALL = EngineConfig(
     max_context_len=128,
     prefill_tokens=64,
     smallest_decode_bucket=1,
+    full_sampling=False,
 )
 
 
@@ -91,9 +92,8 @@ def test_crowd_with_preemption_gives_each_request_its_tokens_alone(model, engine
         engine.make_request(prompt, dataclasses.replace(GREEDY, max_tokens=1 + i % 40))
         for i, prompt in enumerate(prompts)
     ]
-    before = engine.scheduler.num_preemptions
     together = run(engine, crowd)
-    assert engine.scheduler.num_preemptions > before
+    assert any(request.num_preemptions for request in crowd)
     for prompt, request, tokens in zip(prompts, crowd, together, strict=True):
         (alone,) = run(engine, [engine.make_request(prompt, request.params)])
         assert len(tokens) == request.params.max_tokens
@@ -288,7 +288,7 @@ def test_no_compilation_in_200_steps_of_changing_batches(model, engine):
     assert not compilations
 
 
-@pytest.mark.parametrize("step", [("decode", 8, "greedy"), ("prefill", 64, "plain"), ("prefill", 64, "full")])
+@pytest.mark.parametrize("step", [("decode", 8, "greedy"), ("prefill", 64, "plain")])
 def test_temporary_memory_does_not_grow_with_the_pool(model, engine, step):
     small = engine.compiled_steps[step].memory_analysis()
     large = Engine(model, dataclasses.replace(SMALL, num_pages=24 * 16)).compiled_steps[step].memory_analysis()

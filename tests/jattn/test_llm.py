@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -109,6 +110,21 @@ def checkpoint_with_eos(folder, **eos_of_files):
     return folder
 
 
+def test_sizes_reach_the_engine(monkeypatch):
+    configs = []
+
+    def record(model, config, **_):
+        configs.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(llm_module, "Engine", record)
+    (point,) = entry_points(group="jattn.checkpoints", name="default")
+    with pytest.raises(InterruptedError):
+        jattn.LLM(point.load()(), prefill_tokens=128, max_chunk_tokens=32, debug_checks=True)
+    (config,) = configs
+    assert (config.prefill_tokens, config.max_chunk_tokens, config.debug_checks) == (128, 32, True)
+
+
 @pytest.mark.parametrize("eos", [2**40, -1, 1.0, "2", [None], [1, "2"], True])
 def test_eos_that_is_no_token_is_refused(tmp_path, eos):
     folder = checkpoint_with_eos(tmp_path, generation_config=eos)
@@ -177,6 +193,48 @@ def test_stats_count_the_run(llm):
     assert stats.prompt_tokens == sum(len(completion.prompt_token_ids) for completion in completions)
     assert 0 < stats.time_to_first_token <= stats.seconds
     assert 3 <= stats.peak_pages <= stats.num_pages
+
+
+def test_stats_are_those_of_the_threads_own_call(llm):
+    counts = {}
+
+    def work(count):
+        llm.generate(PROMPTS[:count], GREEDY)
+        counts[count] = (llm.stats.requests, llm.stats.generated_tokens)
+
+    threads = [threading.Thread(target=work, args=(count,)) for count in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert counts == {count: (count, 12 * count) for count in (1, 2, 3)}
+
+
+def test_stats_of_a_stream_bear_another_one_beside_it(llm):
+    outer = llm.stream(PROMPTS, GREEDY)
+    next(outer)
+    stats, peak = llm.stats, llm.stats.peak_pages
+    llm.generate("import os", GREEDY)
+    assert llm.stats is not stats
+    assert llm.stats.peak_pages > peak  # of all that ran beside it
+    assert sum(1 for _ in outer) == 35
+    assert stats.generated_tokens == 36
+    assert stats.peak_pages >= llm.stats.peak_pages
+    assert not llm._running
+
+
+def test_logits_that_are_not_finite_end_a_request_with_a_sentence(llm, monkeypatch):
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), llm.engine._weights)
+    monkeypatch.setattr(llm.engine, "_weights", broken)
+    completions = llm.generate(PROMPTS, GREEDY)
+    assert [(c.text, c.token_ids, c.finish_reason) for c in completions] == [("", (), "error")] * 3
+    assert completions[1].error.startswith("The model's logits after 3 tokens are NaN or infinite: the weights")
+    assert llm.stats.generated_tokens == 0
+    assert llm.stats.time_to_first_token == 0
+    (delta,) = llm.stream("import os", GREEDY)
+    assert (delta.token_ids, delta.finish_reason, delta.error) == ((), "error", completions[1].error)
+    monkeypatch.undo()
+    assert all(completion.error is None for completion in llm.generate(PROMPTS, GREEDY))
 
 
 def test_a_prompt_that_cannot_be_served_starts_none(llm):

@@ -1,6 +1,7 @@
 """The scheduler alone, driven by hand and by random arrivals: no device, no arrays."""
 
 import random
+from collections import Counter, deque
 
 import pytest
 
@@ -9,7 +10,7 @@ from jattn.serving.request import Request, RequestStatus, SamplingParams
 from jattn.serving.scheduler import Scheduler
 
 
-def make_scheduler(num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, prefill_seqs=2):
+def make_scheduler(num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, prefill_seqs=2, max_chunk_tokens=None):
     allocator = PageAllocator(num_pages)
     scheduler = Scheduler(
         allocator,
@@ -17,6 +18,7 @@ def make_scheduler(num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, p
         max_num_seqs=max_num_seqs,
         prefill_tokens=prefill_tokens,
         prefill_seqs=prefill_seqs,
+        max_chunk_tokens=max_chunk_tokens,
     )
     return scheduler, allocator
 
@@ -84,7 +86,7 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens():
     assert new.status is RequestStatus.WAITING
     assert new.pages == []
     assert new.tokens == [*range(7), 100, 101]
-    assert scheduler.num_preemptions == 1
+    assert new.num_preemptions == 1
 
 
 def test_finish_at_every_stage_frees_pages_and_row():
@@ -120,40 +122,127 @@ def test_restart_lets_every_request_wait_again_in_order():
     assert allocator.num_free < allocator.num_pages
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_traffic_keeps_the_invariants(seed):
-    rng = random.Random(seed)
-    scheduler, allocator = make_scheduler(
-        num_pages=rng.randint(6, 20), page_size=rng.choice([1, 4]), max_num_seqs=rng.randint(1, 5), prefill_tokens=8
-    )
-    live, done, started, number = [], [], [], 0
-    for _ in range(600):
-        if rng.random() < 0.2:
-            request = make_request(number, rng.randint(1, 12), rng.randint(1, 8))
-            try:
-                scheduler.check(request)
-            except ValueError:
-                continue
-            scheduler.add(request)
-            live.append(request)
-            number += 1
-        planned = scheduler.plan_decode()
-        yields = planned + [chunk.request for chunk in scheduler.plan_prefill() if chunk.is_last]
-        started += [request.number for request in yields if request.number not in started]
-        for request in yields:
-            request.generated.append(0)
-            if len(request.tokens) == request.limit or rng.random() < 0.05:
-                scheduler.finish(request, "length")
-        for request in live:
-            if not request.finished and rng.random() < 0.01:
-                scheduler.finish(request, "abort")
-        done += [request for request in live if request.finished]
-        live = [request for request in live if not request.finished]
-        owned = [page for request in live for page in request.pages]
-        assert len(owned) == len(set(owned))
-        assert len(owned) + allocator.num_free == allocator.num_pages
-        assert all(len(request.pages) * scheduler._page_size >= request.num_computed for request in live)
-        rows = [request.row for request in live if request.row is not None]
-        assert len(rows) == len(set(rows))
-    assert started == sorted(started)
-    assert len(done) > 20
+@pytest.mark.parametrize("status", list(RequestStatus)[1:])
+def test_request_is_queued_once_only(status):
+    scheduler, _ = make_scheduler()
+    request = make_request(0, prompt_len=3, max_tokens=2)
+    request.status = status
+    with pytest.raises(ValueError, match=rf"`request` must be new: .* Got one that is {status.name}"):
+        scheduler.add(request)
+    assert not scheduler.has_work
+
+
+def test_chunks_are_cut_to_their_own_bound():
+    scheduler, _ = make_scheduler(prefill_tokens=8, max_chunk_tokens=5)
+    requests = [make_request(i, prompt_len=prompt_len, max_tokens=1) for i, prompt_len in enumerate((11, 6))]
+    for request in requests:
+        scheduler.add(request)
+    spans = [[(chunk.request.number, chunk.start, chunk.stop) for chunk in scheduler.plan_prefill()] for _ in range(3)]
+    assert spans == [[(0, 0, 5), (1, 0, 3)], [(0, 5, 10), (1, 3, 6)], [(0, 10, 11)]]
+
+
+class Traffic:
+    """Requests that come, end and are aborted at random, and the engine's loop: it reads one step behind.
+
+    Args:
+        seed: Of the sizes and of all that happens.
+    """
+
+    def __init__(self, seed):
+        self.rng = rng = random.Random(seed)
+        self.num_rows, self.page_size = rng.randint(1, 5), rng.choice([1, 2, 4])
+        self.scheduler, self.allocator = make_scheduler(
+            num_pages=rng.randint(4, 20),
+            page_size=self.page_size,
+            max_num_seqs=self.num_rows,
+            prefill_tokens=rng.randint(1, 12),
+            prefill_seqs=rng.randint(1, 3),
+            max_chunk_tokens=rng.choice([None, 2]),
+        )
+        self.requests, self.live, self.started = [], [], []
+        self.in_flight = deque()
+        self.aborted = Counter()
+
+    def arrive(self):
+        request = make_request(len(self.requests), self.rng.randint(1, 15), self.rng.randint(1, 12))
+        try:
+            self.scheduler.check(request)
+        except ValueError:
+            return
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.live.append(request)
+
+    def abort(self):
+        request = self.rng.choice(self.live)
+        self.aborted["PREEMPTED" if request.num_preemptions else request.status.name] += 1
+        self.finish(request, "abort")
+
+    def finish(self, request, reason):
+        owned, free = len(request.pages), self.allocator.num_free
+        self.scheduler.finish(request, reason)
+        assert self.allocator.num_free == free + owned
+        assert (request.pages, request.row, request.finish_reason) == ([], None, reason)
+
+    def step(self):
+        if self.scheduler.must_preempt():
+            self.read(0)
+        before = len(self.in_flight)
+        if planned := self.scheduler.plan_decode():
+            self.in_flight.append(planned)
+        if chunks := self.scheduler.plan_prefill():
+            self.started += [chunk.request.number for chunk in chunks if chunk.request.number not in self.started]
+            self.in_flight.append([chunk.request for chunk in chunks if chunk.is_last])
+        self.read(len(self.in_flight) - before)
+
+    def read(self, keep):
+        while len(self.in_flight) > keep:
+            for request in self.in_flight.popleft():
+                if request.finished:
+                    continue
+                request.generated.append(0)
+                if request.num_tokens == request.limit:
+                    self.finish(request, "length")
+                elif self.rng.random() < 0.05:
+                    self.finish(request, self.rng.choice(["stop", "error"]))
+        self.live = [request for request in self.live if not request.finished]
+
+    def check(self):
+        self.live = [request for request in self.live if not request.finished]
+        owned = [page for request in self.live for page in request.pages]
+        assert sorted(set(owned)) == sorted(owned)
+        assert all(self.allocator.ref_count(page) == 1 for page in owned)
+        assert len(owned) + self.allocator.num_free == self.allocator.num_pages
+        rows = [request.row for request in self.live if request.row is not None]
+        assert len(set(rows)) == len(rows)
+        assert set(rows) <= set(range(self.num_rows))
+        for request in self.live:
+            assert request.num_tokens <= request.limit
+            assert request.num_computed <= len(request.pages) * self.page_size
+        # Order: who came earlier is served earlier, and who holds pages came before all who wait.
+        assert self.started == sorted(self.started)
+        waits = [request.status is RequestStatus.WAITING for request in self.live]
+        assert waits == sorted(waits)
+
+
+def test_random_traffic_of_10000_steps_keeps_the_invariants():
+    aborted = Counter()
+    for seed in range(25):
+        traffic = Traffic(seed)
+        for _ in range(400):
+            if traffic.rng.random() < 0.3 and len(traffic.live) < 20:
+                traffic.arrive()
+            traffic.step()
+            if traffic.live and traffic.rng.random() < 0.1:
+                traffic.abort()
+            traffic.check()
+        steps = 0
+        while traffic.scheduler.has_work:
+            traffic.step()
+            traffic.check()
+            steps += 1
+            assert steps < 1000, f"stuck: {seed=}"
+        assert traffic.allocator.num_free == traffic.allocator.num_pages
+        assert all(request.finished for request in traffic.requests)
+        aborted += traffic.aborted
+    assert min(aborted[stage] for stage in ("WAITING", "PREFILL", "RUNNING", "PREEMPTED")) > 20

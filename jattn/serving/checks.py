@@ -1,0 +1,61 @@
+"""What `EngineConfig.debug_checks` checks before a launch: kernels take page tables, lengths and slots on trust."""
+
+import numpy as np
+
+from jattn.serving.config import EngineConfig
+from jattn.serving.loop_state import LoopState
+from jattn.serving.steps import PrefillBatch
+from jattn_kernels.validate import validate
+
+
+def check_decode(state: LoopState, rows: np.ndarray, new_pages: np.ndarray, config: EngineConfig) -> None:
+    """Checks what a decode launch will use; waits for the launches that make `state`.
+
+    Raises:
+        ValueError: A length is longer than its page table, a page is not in the pool, or a slot is of the reserved page
+            or written twice.
+    """
+    real = rows < config.max_num_seqs
+    rows, new_pages = rows[real], new_pages[real]
+    live = ~np.asarray(state.finished)[rows]
+    seq_lens = np.where(live, np.asarray(state.seq_lens)[rows] + 1, 0)
+    page_table = np.asarray(state.page_table)[rows]
+    column = (seq_lens - 1) // config.page_size
+    opens = live & (new_pages >= 0) & (column < config.max_pages)
+    page_table[opens, column[opens]] = new_pages[opens]
+    _check(page_table, seq_lens, np.cumsum([0, *live]), len(rows), config)
+
+
+def check_prefill(batch: PrefillBatch, config: EngineConfig) -> None:
+    """Checks what a prefill launch will use.
+
+    Raises:
+        ValueError: As for `check_decode`, or `cu_q_lens` does not fit the tokens or the lengths.
+    """
+    page_table, seq_lens = np.asarray(batch.values.page_table), np.asarray(batch.values.seq_lens)
+    _check(page_table, seq_lens, np.asarray(batch.cu_q_lens), len(batch.input_ids), config)
+
+
+def _check(
+    page_table: np.ndarray, seq_lens: np.ndarray, cu_q_lens: np.ndarray, num_tokens: int, config: EngineConfig
+) -> None:
+    page_size = config.page_size
+    validate(page_table, seq_lens, config.num_pages, page_size, cu_q_lens=cu_q_lens, num_tokens=num_tokens)
+    q_lens = np.diff(cu_q_lens)
+    if (q_lens > seq_lens).any():
+        row = int(np.argmax(q_lens > seq_lens))
+        raise ValueError(
+            f"`seq_lens` must count the launch's own tokens. Got seq_lens[{row}]={seq_lens[row]}, {q_lens[row]} tokens."
+        )
+    row = np.repeat(np.arange(len(seq_lens)), q_lens)
+    position = np.arange(cu_q_lens[-1]) - cu_q_lens[row + 1] + seq_lens[row]
+    slots, times = np.unique(
+        page_table[row, position // page_size] * page_size + position % page_size, return_counts=True
+    )
+    wrong = (slots < page_size) | (times > 1)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise ValueError(
+            "A launch must write each slot once and none of page 0, which is reserved. "
+            f"Got slot {slots[i]} of page {slots[i] // page_size} {times[i]} times."
+        )

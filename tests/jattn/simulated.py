@@ -1,0 +1,56 @@
+"""The engine over a simulated device: launches run one after another, and each takes as long as it has tokens."""
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.kv_pool import KVGroupSpec
+from jattn.serving import engine as engine_module
+from jattn.serving.engine import Engine
+from jattn.serving.steps import StepOutput
+
+
+class Sizes(nnx.Module):
+    """A model that has sizes and computes nothing."""
+
+    vocab_size = 8
+    context_len = 2**16
+    attention_layers = ()
+    kv_groups = (KVGroupSpec(name="all", num_layers=1, num_kv_heads=1, head_dim=1),)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint, *, dtype, parallel):
+        raise NotImplementedError
+
+    def __call__(self, forward_batch, metadata, backend, pool):
+        raise NotImplementedError
+
+    def compute_logits(self, hidden):
+        raise NotImplementedError
+
+
+class SimulatedDevice:
+    """Stands for the compiled steps of `engine`, with a clock of its own; the host takes no time."""
+
+    def __init__(self, config, monkeypatch):
+        self._num_rows = config.max_num_seqs
+        self._ends = [0]
+        self.now = 0
+        monkeypatch.setattr(engine_module, "compile_steps", lambda plans, *, progress: self)
+        self.engine = Engine(Sizes(), config)
+
+    def __call__(self, key, weights, state, pool, *arguments):
+        if key[0] == "decode":
+            rows, _ = arguments
+            num_tokens = int(np.sum(rows < self._num_rows))
+        else:
+            (batch,) = arguments
+            rows, num_tokens = batch.rows, int(batch.cu_q_lens[-1])
+        self._ends.append(max(self.now, self._ends[-1]) + num_tokens)
+        return StepOutput(tokens=jnp.ones(len(rows), jnp.int32)), state, pool
+
+    def step(self):
+        """The engine's events; `now` is then when the last of the launches that it waited for has ended."""
+        events = self.engine.step()
+        self.now = max(self.now, self._ends[-1 - len(self.engine._in_flight)])
+        return events

@@ -1,0 +1,128 @@
+"""Debug checks: what the loop launches passes, and a launch that would leave its pages is refused with a sentence."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jattn.serving.batches import prefill_batch
+from jattn.serving.checks import check_decode, check_prefill
+from jattn.serving.config import EngineConfig
+from jattn.serving.loop_state import empty_rows
+from jattn.serving.request import Request, SamplingParams
+from jattn.serving.scheduler import Chunk
+from tests.jattn.tiny import run, sampled, tiny_engine
+
+CONFIG = EngineConfig(num_pages=8, page_size=4, max_num_seqs=3, max_context_len=16, prefill_tokens=16, prefill_seqs=2)
+NONE = -1
+
+
+def decode_arguments(**changes):
+    """Rows of 6, 8 and no tokens; the second one's next token opens page 5. `changes` go into the state's arrays."""
+    state = empty_rows(3, max_pages=4, max_stop_ids=1, numpy=np)
+    state.seq_lens[:] = 6, 8, 0
+    state.page_table[:2, :2] = [[1, 2], [3, 4]]
+    state.finished[2] = True
+    for name, (index, value) in changes.items():
+        getattr(state, name)[index] = value
+    return state, np.array([0, 1, 2, 3], np.int32), np.array([NONE, 5, NONE, NONE], np.int32)
+
+
+def test_decode_within_its_pages_passes():
+    check_decode(*decode_arguments(), CONFIG)
+
+
+def test_finished_row_is_not_looked_at():
+    check_decode(*decode_arguments(page_table=((2, 0), 99), seq_lens=(2, 77)), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "new_page", "sentence"),
+    [
+        ({"page_table": ((0, 1), 99)}, 5, r"`page_table` must hold pages in 0 \.\. 7\. Got page_table\[0, 1\]=99"),
+        ({"page_table": ((0, 0), -1)}, 5, r"Got page_table\[0, 0\]=-1"),
+        ({"seq_lens": (0, 16)}, 5, r"`seq_lens` must be in 0 \.\. 16, .* Got seq_lens\[0\]=17"),
+        ({}, 8, r"Got page_table\[1, 2\]=8"),
+        ({}, NONE, r"each slot once and none of page 0, .* Got slot 0 of page 0 1 times"),
+        ({"seq_lens": (0, 8), "page_table": ((0, 2), 5)}, 5, r"Got slot 20 of page 5 2 times"),
+    ],
+)
+def test_decode_out_of_its_pages_is_refused(changes, new_page, sentence):
+    state, rows, new_pages = decode_arguments(**changes)
+    new_pages[1] = new_page
+    with pytest.raises(ValueError, match=sentence):
+        check_decode(state, rows, new_pages, CONFIG)
+
+
+def prefill_arguments(pages=((1, 2), (3,))):
+    """Tokens 2 to 6 of one prompt and 0 to 3 of another."""
+    requests = [
+        Request(number=i, prompt=[1] * 6, params=SamplingParams(), limit=9, stop_ids=frozenset()) for i in range(2)
+    ]
+    for row, request in enumerate(requests):
+        request.row, request.pages = row, list(pages[row])
+    return prefill_batch([Chunk(requests[0], 2, 6, True), Chunk(requests[1], 0, 3, False)], 8, CONFIG)
+
+
+def test_prefill_within_its_pages_passes():
+    check_prefill(prefill_arguments(), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("pages", "sentence"),
+    [
+        (((1, 8), (3,)), r"Got page_table\[0, 1\]=8"),
+        (((1, 3), (3,)), r"each slot once .* Got slot 12 of page 3 2 times"),
+        (((1,), (3,)), r"Got slot 0 of page 0 1 times"),
+    ],
+)
+def test_prefill_out_of_its_pages_is_refused(pages, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        check_prefill(prefill_arguments(pages), CONFIG)
+
+
+def test_prefill_longer_than_its_sequence_is_refused():
+    batch = prefill_arguments()
+    batch.values.seq_lens[0] = 3
+    with pytest.raises(ValueError, match=r"`seq_lens` must count the launch's own tokens. Got seq_lens\[0\]=3, 4 tok"):
+        check_prefill(batch, CONFIG)
+
+
+@pytest.fixture
+def check_launches(monkeypatch):
+    """Switches the debug checks on."""
+
+    def switch(engine):
+        monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, debug_checks=True))
+
+    return switch
+
+
+def make_crowd(engine):
+    return [engine.make_request(list(range(i, i + 5 * i)), sampled(seed=i, max_tokens=20)) for i in range(1, 7)]
+
+
+def test_checked_crowd_with_preemption_gives_the_same_tokens(check_launches):
+    engine = tiny_engine()
+    expected = run(engine, make_crowd(engine))
+    check_launches(engine)
+    crowd = make_crowd(engine)
+    assert run(engine, crowd) == expected
+    assert any(request.num_preemptions for request in crowd)
+
+
+def test_refused_launch_loses_no_request(check_launches):
+    engine = tiny_engine()
+    expected = run(engine, make_crowd(engine)[:3])
+    check_launches(engine)
+    crowd = make_crowd(engine)[:3]
+    for request in crowd:
+        engine.add(request)
+    while not all(len(request.generated) > 2 for request in crowd):
+        engine.step()
+    table = engine._state.page_table.at[crowd[1].row, 0].set(99)
+    engine._state = dataclasses.replace(engine._state, page_table=table)
+    with pytest.raises(ValueError, match=r"`page_table` must hold pages in 0 \.\. 16\. Got page_table\[1, 0\]=99"):
+        engine.step()
+    run(engine)
+    assert [request.generated for request in crowd] == expected

@@ -1,0 +1,76 @@
+"""How long requests wait for each other, on a device whose launches take as long as they have tokens."""
+
+import dataclasses
+
+import pytest
+
+from jattn.serving.config import EngineConfig
+from jattn.serving.request import SamplingParams
+from tests.jattn.simulated import SimulatedDevice
+
+LONG = 2**15
+BUDGET = 512
+CONFIG = EngineConfig(
+    num_pages=4096, page_size=16, max_num_seqs=16, max_context_len=LONG + 1024, prefill_tokens=BUDGET, prefill_seqs=4
+)
+ENDLESS = SamplingParams(max_tokens=1024, ignore_eos=True)
+
+
+def inter_token_times(monkeypatch, **changes):
+    """Of 8 running requests, step by step from the arrival of a long prompt until it has its first token."""
+    device = SimulatedDevice(dataclasses.replace(CONFIG, **changes), monkeypatch)
+    running = [device.engine.make_request([1] * 16, ENDLESS) for _ in range(8)]
+    long = device.engine.make_request([1] * LONG, ENDLESS)
+    for request in running:
+        device.engine.add(request)
+    while not all(request.generated for request in running):
+        device.step()
+    device.engine.add(long)
+    latest, times = device.now, []
+    while not long.generated:
+        events = device.step()
+        assert {event.request for event in events} >= set(running)  # each step serves them all
+        times.append(device.now - latest)
+        latest = device.now
+    return times
+
+
+@pytest.mark.parametrize("max_chunk_tokens", [None, 128])
+def test_decodes_wait_for_one_chunk_of_a_long_prompt_at_most(monkeypatch, max_chunk_tokens):
+    chunk = max_chunk_tokens or BUDGET
+    times = inter_token_times(monkeypatch, max_chunk_tokens=max_chunk_tokens)
+    assert len(times) >= LONG // chunk
+    assert max(times) == chunk + 8  # one chunk, and one token of each running request
+
+
+def test_decodes_wait_for_the_whole_prompt_without_a_budget(monkeypatch):
+    assert max(inter_token_times(monkeypatch, prefill_tokens=LONG)) == LONG + 8
+
+
+@pytest.mark.parametrize(
+    ("max_chunk_tokens", "most_steps"), [(None, LONG // BUDGET + 2), (BUDGET // 2, 3)], ids=["fcfs", "bounded_chunk"]
+)
+def test_short_prompt_behind_a_long_one_waits_for_the_budget_it_leaves(monkeypatch, max_chunk_tokens, most_steps):
+    device = SimulatedDevice(dataclasses.replace(CONFIG, max_chunk_tokens=max_chunk_tokens), monkeypatch)
+    long, short = (device.engine.make_request([1] * size, ENDLESS) for size in (LONG, 64))
+    device.engine.add(long)
+    device.step()
+    device.engine.add(short)
+    steps = 0
+    while not short.generated:
+        device.step()
+        steps += 1
+    assert steps <= most_steps
+    assert bool(long.generated) == (max_chunk_tokens is None)
+
+
+def test_several_long_prompts_share_the_budget_in_order_of_arrival(monkeypatch):
+    device = SimulatedDevice(dataclasses.replace(CONFIG, max_chunk_tokens=BUDGET // 2, num_pages=8192), monkeypatch)
+    requests = [device.engine.make_request([1] * LONG, ENDLESS) for _ in range(3)]
+    for request in requests:
+        device.engine.add(request)
+    device.step()
+    assert [request.num_computed for request in requests] == [BUDGET // 2, BUDGET // 2, 0]
+    while not requests[0].generated:
+        device.step()
+    assert [len(request.generated) for request in requests] == [1, 1, 0]

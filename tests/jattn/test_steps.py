@@ -1,0 +1,28 @@
+"""What the steps ask of logits; the steps themselves run in test_engine."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.serving.steps import not_finite
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ([1.0, -2.0, 3.0], False),
+        ([1.0, -INF, 3.0], False),
+        ([-INF, 0.0, -INF], False),
+        ([1.0, NAN, 3.0], True),
+        ([NAN, NAN, NAN], True),
+        ([1.0, INF, 3.0], True),
+        ([NAN, INF, -INF], True),
+        ([NAN, -INF, -INF], True),
+        ([-INF, -INF, -INF], True),
+    ],
+)
+def test_not_finite_looks_at_each_row_alone(row, expected):
+    good = [0.0, 1.0, 2.0]
+    assert not_finite(jnp.array([good, row, good], jnp.float32)).tolist() == [False, expected, False]
