@@ -12,8 +12,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jattn.checkpoint import read_json
 
-Messages = Sequence[Mapping[str, Any]]
-
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -39,7 +37,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Messages,
+        messages: Any,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -49,7 +47,7 @@ class ChatTemplate:
         """The text of a conversation. It has its own begin-of-text token, if the template writes one.
 
         Args:
-            messages: Each has a `role`, mostly "system", "user" or "assistant", and a `content`.
+            messages: A list of mappings. Each has a `role`, mostly "system", "user" or "assistant", and a `content`.
             add_generation_prompt: Whether the text ends with what opens the assistant's answer.
             tools: JSON schemas of functions that the model may call.
             chat_template: A template's name, or a template itself; None takes the one called "tool_use" if there are

@@ -16,7 +16,7 @@ from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
-from jattn.serving.chat import ChatTemplate, Messages
+from jattn.serving.chat import ChatTemplate
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
@@ -146,29 +146,29 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """The assistant's answers to conversations, in their order.
 
         Args:
-            messages: One conversation or several.
+            messages: A conversation, as for `ChatTemplate.render`, or a list of them.
             sampling_params: One for all or one for each; None is `SamplingParams()`.
             options: Of `ChatTemplate.render`.
 
         Raises:
             ValueError: The checkpoint has no chat template, or a conversation cannot be served; none was started.
         """
-        is_one = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if is_one else messages
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], str | Mapping)
+        conversations = messages if several else [messages]
         return self.generate([self.chat_tokens(each, **options) for each in conversations], sampling_params)
 
-    def chat_tokens(self, messages: Messages, **options: Any) -> list[int]:
+    def chat_tokens(self, messages: Any, **options: Any) -> list[int]:
         """The prompt that `chat` makes of a conversation; `stream` takes it too.
 
         Args:
-            messages: The conversation.
+            messages: A conversation.
             options: Of `ChatTemplate.render`.
 
         Raises:
