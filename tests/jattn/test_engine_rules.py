@@ -157,6 +157,23 @@ def test_crowd_with_preemption_follows_each_ones_rules(engine):
     assert tokens == [asked(name)[2] for name in [*ASKED, *reversed(ASKED)]]
 
 
+def test_no_variant_of_a_step_compiles_once_it_runs(engine):
+    compilations = []
+
+    def count(event, duration, **_):
+        if "compile" in event:
+            compilations.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    try:
+        run(engine, [engine.make_request(*asked(name)[:2]) for name in ASKED])
+        assert not compilations
+        jax.jit(lambda x: x + 1)(jnp.zeros(3))
+        assert compilations, "the listener must see a compilation when there is one"
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
 def test_interrupted_launch_rebuilds_the_histories(engine, monkeypatch):
     requests = [engine.make_request(*asked(name)[:2]) for name in ASKED]
     steps, calls = engine.compiled_steps, 0
