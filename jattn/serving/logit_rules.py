@@ -63,7 +63,7 @@ class TokenHistory:
 
         Args:
             rows: Of the sequences; out of range writes nowhere.
-            is_first: Whether a sequence's part is its first, so that its row starts anew.
+            is_first: Whether a sequence's part is its first, so that its row starts anew; all parts must pass here.
             owner: Each token's sequence.
             in_prompt, in_output: What a token is; padding is neither.
         """
