@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jattn.backend import backend_class
@@ -23,6 +22,7 @@ from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
 from jattn.serving.logit_rules import empty_history
+from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
@@ -31,11 +31,16 @@ from jattn.serving.steps import NO_TOKEN, VARIANTS, StepOutput, Steps, Variant
 
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:
-    """A token that the host has just read, and whether it was the request's last; None where an error came instead."""
+    """A token that the host has just read, and whether it was the request's last; None where an error came instead.
+
+    Attributes:
+        logprobs: Of the token and the likeliest ones, by token id; None if not asked for.
+    """
 
     request: Request
     token: int | None
     finish_reason: FinishReason | None
+    logprobs: dict[int, Logprob] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,13 +256,12 @@ class Engine:
         events = []
         while len(self._in_flight) > keep:
             launch = self._in_flight.popleft()
-            output = launch.output
-            self._read_prompt_logprobs(launch)
-            for i, (request, token) in enumerate(
-                zip(launch.requests, np.asarray(output.tokens).tolist(), strict=False)
-            ):
+            output = jax.device_get(launch.output)
+            self._read_prompt_logprobs(launch.chunks, output.prompt_logprobs)
+            for i, (request, token) in enumerate(zip(launch.requests, output.tokens.tolist(), strict=False)):
                 if request is None or request.finished:
                     continue
+                logprobs = None
                 if token == NO_TOKEN:
                     token = None
                     self.scheduler.finish(request, "error")
@@ -268,13 +272,12 @@ class Engine:
                         request.logprobs[len(request.generated) :] = [logprobs]
                     request.generated.append(token)
                     self._finish_if_complete(request)
-                events.append(TokenEvent(request, token, request.finish_reason))
+                events.append(TokenEvent(request, token, request.finish_reason, logprobs))
         return events
 
-    def _read_prompt_logprobs(self, launch: _Launch) -> None:
-        logprobs = launch.output.prompt_logprobs
+    def _read_prompt_logprobs(self, chunks: Sequence[Chunk], logprobs: TokenLogprobs | None) -> None:
         begin = 0
-        for chunk in launch.chunks:
+        for chunk in chunks:
             request = chunk.request
             for i, place in enumerate(prompt_places(chunk), begin):
                 assert logprobs is not None

@@ -3,11 +3,10 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -39,13 +38,9 @@ class TokenLogprobs:
     top_logprobs: Float[Array, "N k"]
 
     def at(self, place: int, token: int, count: int) -> dict[int, Logprob]:
-        """For the host: of the token at a place and of the `count` likeliest there, the token first."""
+        """Of the token at a place and of the `count` likeliest there, the token first; for NumPy arrays on the host."""
         found = {token: Logprob(float(self.logprob[place]), int(self.rank[place]))}
-        likeliest: Iterator = zip(
-            np.asarray(self.top_ids)[place, :count].tolist(),
-            np.asarray(self.top_logprobs)[place, :count].tolist(),
-            strict=True,
-        )
+        likeliest = zip(self.top_ids[place, :count].tolist(), self.top_logprobs[place, :count].tolist(), strict=True)
         for rank, (token_id, logprob) in enumerate(likeliest, 1):
             found.setdefault(token_id, Logprob(logprob, rank))
         return found

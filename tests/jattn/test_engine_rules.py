@@ -158,6 +158,7 @@ def test_crowd_with_preemption_follows_each_ones_rules(engine):
 
 
 def test_no_variant_of_a_step_compiles_once_it_runs(engine):
+    requests = [engine.make_request(*asked(name)[:2]) for name in ASKED]
     compilations = []
 
     def count(event, duration, **_):
@@ -166,7 +167,7 @@ def test_no_variant_of_a_step_compiles_once_it_runs(engine):
 
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
-        run(engine, [engine.make_request(*asked(name)[:2]) for name in ASKED])
+        run(engine, requests)
         assert not compilations
         jax.jit(lambda x: x + 1)(jnp.zeros(3))
         assert compilations, "the listener must see a compilation when there is one"
@@ -230,7 +231,13 @@ def test_logprobs_are_the_models_own(engine, asked_for, prompt_len):
 def test_request_that_asks_for_no_logprobs_has_none(engine):
     with_some = engine.make_request(random_prompt(0, 5), dataclasses.replace(BASE, logprobs=2))
     without = engine.make_request(random_prompt(1, 5), dataclasses.replace(BASE, presence_penalty=0.1))
-    run(engine, [with_some, without])
+    events = []
+    for request in (with_some, without):
+        engine.add(request)
+    while engine.has_work:
+        events += engine.step()
+    assert [event.logprobs for event in events if event.request is with_some] == with_some.logprobs
+    assert not any(event.logprobs for event in events if event.request is without)
     assert len(with_some.logprobs) == BASE.max_tokens
     assert (without.logprobs, without.prompt_logprobs, with_some.prompt_logprobs) == ([], {}, {})
 
