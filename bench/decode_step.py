@@ -1,9 +1,11 @@
 """The serving loop's decode step at full size: real step, random weights and pool, tokens read one step behind."""
 
+import contextlib
 import dataclasses
 import functools
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +32,7 @@ _WEIGHT_SIZE = 0.02
 _STOP_IDS = 8
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 20
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Model(NamedTuple):
@@ -171,7 +174,10 @@ def measured(
     del setup  # its state and pool are donated to the first step
     loop.rewind(_WARM_UP_STEPS)
     loop.run(_WARM_UP_STEPS)
-    times = [loop.timed(steps) for _ in range(repeats)]
+    with compilations() as compiled:
+        times = [loop.timed(steps) for _ in range(repeats)]
+    if compiled:
+        raise RuntimeError(f"{workload.name}: {len(compiled)} compilations in {repeats * steps} steps.")
     profiled_steps = min(_PROFILED_STEPS, steps // 2)
     loop.rewind(2 * profiled_steps)
     profile = profiled(functools.partial(loop.run, profiled_steps), runs=1)
@@ -190,10 +196,28 @@ def measured(
     }
     if profile.busy_share is not None:
         row["device_ms"] = round(profile.busy_us / profiled_steps / 1e3, 4)
-        row["busy_share"] = round(profile.busy_share, 4)
+        # Of the time outside the profile: while it is traced, XLA replays no command buffers.
+        row["busy_share"] = round(profile.busy_us / profiled_steps / 1e3 / time_ms, 4)
+        row["longest_copy_us"] = round(profile.longest_copy_us, 2)
         row["kernels"] = round(sum(profile.kernel_counts.values()) / profiled_steps, 1)
     kernels = [{"of": workload.name, "impl": row["impl"], **kernel} for kernel in profile.rows(per=profiled_steps)]
     return Measured(row, kernels)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Every compilation inside, by the name of JAX's event."""
+    events: list[str] = []
+
+    def listen(event: str, duration: float, **kwargs: Any) -> None:
+        if event == _COMPILED:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def serving_implementation(model: Model, workload: StepWorkload, implementation: str | None) -> str:

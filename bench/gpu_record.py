@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
 PARTS = ("tests", "decode", "prefill", "decode_step")
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
-DEVICE_FILES = ("schedule.py", "merge.py", "pages.py", "spec.py", "dispatch.py")
+DEVICE_FILES = ("schedule.py", "merge.py", "pages.py", "scales.py", "shared_prefix.py", "spec.py", "dispatch.py")
 
 Row = dict[str, Any]
 

@@ -53,12 +53,14 @@ class Profile:
         kernel_counts: How often each ran.
         busy_us: Microseconds in which anything ran.
         span_us: Microseconds from the first start to the last end.
+        longest_copy_us: Microseconds of the longest copy; a copy of the pool would take hundreds.
     """
 
     kernel_us: dict[str, float]
     kernel_counts: dict[str, int]
     busy_us: float
     span_us: float
+    longest_copy_us: float = 0.0
 
     @property
     def busy_share(self) -> float | None:
@@ -94,6 +96,7 @@ def read_profile(data: Any) -> Profile:
     times: defaultdict[str, float] = defaultdict(float)
     counts: defaultdict[str, int] = defaultdict(int)
     intervals = []
+    longest_copy = 0.0
     for plane in data.planes:
         if "GPU" not in plane.name:
             continue
@@ -103,6 +106,8 @@ def read_profile(data: Any) -> Profile:
             for event in line.events:
                 times[event.name] += event.duration_ns / 1e3
                 counts[event.name] += 1
+                if "memcpy" in event.name.lower():
+                    longest_copy = max(longest_copy, event.duration_ns / 1e3)
                 intervals.append((event.start_ns, event.start_ns + event.duration_ns))
     longest_first = dict(sorted(times.items(), key=lambda item: -item[1]))
     if not intervals:
@@ -112,4 +117,4 @@ def read_profile(data: Any) -> Profile:
     for start, stop in intervals:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return Profile(longest_first, dict(counts), busy / 1e3, (end - intervals[0][0]) / 1e3)
+    return Profile(longest_first, dict(counts), busy / 1e3, (end - intervals[0][0]) / 1e3, longest_copy)

@@ -7,10 +7,12 @@ import typing
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import KVPool
+from jattn.rotary import Angles, rotate
 
 
 @typing.no_type_check
@@ -86,6 +88,38 @@ def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, 
     mode: ForwardMode = forward_batch.forward_mode
     phase = backend.forward_decode if mode.is_decode_or_idle() else backend.forward_extend
     return phase(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+
+
+@typing.runtime_checkable
+class SavesRotated(Protocol):
+    """A backend that turns queries and keys and saves keys and values at once."""
+
+    def save_rotated(
+        self, qkv: Float[Array, "T heads H"], angles: Angles, layer: AttentionLayer, metadata: typing.Any, pool: KVPool
+    ) -> tuple[Float[Array, "T N H"], KVPool]:
+        """Turned queries, and the pool with this pass's turned keys and values."""
+        ...
+
+
+def forward_rotary(
+    backend: AttentionBackend,
+    qkv: Float[Array, "T heads H"],
+    angles: Angles,
+    layer: AttentionLayer,
+    forward_batch: ForwardBatch,
+    metadata: typing.Any,
+    pool: typing.Any,
+) -> tuple[Float[Array, "T N Hv"], typing.Any]:
+    """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
+
+    Args:
+        qkv: A token's query heads, then its key heads, then as many value heads.
+    """
+    if isinstance(backend, SavesRotated):
+        q, pool = backend.save_rotated(qkv, angles, layer, metadata, pool)
+        return forward(backend, q, None, None, layer, forward_batch, metadata, pool, save_kv_cache=False)
+    q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
+    return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
 
 
 BACKENDS = {"flash_attention": "jattn.flash_attention:FlashAttentionBackend"}

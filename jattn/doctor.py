@@ -22,6 +22,7 @@ PLUGINS = {"jax-cuda13-plugin": 13, "jax-cuda12-plugin": 12}
 PACKAGES = ("jattn", "jax", "jaxlib", "flax", *PLUGINS, "triton", "jax-triton")
 OLDEST_DRIVER = {13: 580, 12: 525}  # that NVIDIA's CUDA of this major version runs with
 EXAMPLE = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
+MLA_EXAMPLE = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=192**-0.5)
 EXAMPLE_PAGE_SIZE = 16
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -106,7 +107,7 @@ def served(device: Device) -> list[Served]:
         for dtype in DTYPES:
             call = AttentionCall(
                 operation=operation,
-                spec=EXAMPLE,
+                spec=MLA_EXAMPLE if operation.startswith("mla") else EXAMPLE,
                 q_dtype=dtype,
                 kv_dtype=dtype,
                 page_size=None if operation == "ragged_extend" else EXAMPLE_PAGE_SIZE,
@@ -151,7 +152,7 @@ def show(facts: Facts, console: Console) -> bool:
     if facts.device:
         caption = (
             f"Attention with {EXAMPLE.num_q_heads} query and {EXAMPLE.num_kv_heads} KV heads of width "
-            f"{EXAMPLE.head_dim}, pages of {EXAMPLE_PAGE_SIZE} tokens"
+            f"{EXAMPLE.head_dim}, or latent rows of {MLA_EXAMPLE.head_dim}, pages of {EXAMPLE_PAGE_SIZE} tokens"
         )
         rows = [
             (f"{row.operation} {row.dtype}", row.implementation or "none", row.reason) for row in served(facts.device)

@@ -11,6 +11,7 @@ from jattn.backend import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import KVPool
 from jattn.metadata import AttentionMetadata
+from jattn.rotary import Angles
 from jattn_kernels import make_schedule, paged_decode, paged_extend
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
@@ -133,6 +134,19 @@ class FlashAttentionBackend:
         )
         assert isinstance(out, jax.Array)
         return out[:, 0], pool
+
+    def save_rotated(
+        self,
+        qkv: Float[Array, "T heads H"],
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N H"], KVPool]:
+        """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
+        slots = metadata.slots[layer.group]
+        implementation = self.config.implementation
+        return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, implementation=implementation)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length that fills a bucket's unused rows."""

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels import write_pages
+from jattn.rotary import Angles
+from jattn_kernels import rotate_and_write, write_pages
 from jattn_kernels.spec import PageLayout
 
 
@@ -92,7 +93,40 @@ class KVPool:
         """The pool with one layer's new keys and values at `slots`; rows with a slot out of range go nowhere."""
         old = self.groups[group]
         k_pages, v_pages = write_pages(old.k, old.v, k, v, slots, layout=old.page_layout, layer_index=layer_index)
-        new = dataclasses.replace(old, k=k_pages, v=v_pages)
+        return self._with(group, k_pages, v_pages)
+
+    def rotate_and_write(
+        self,
+        group: int,
+        layer_index: Int[Array, ""] | int,
+        slots: Int[Array, " T"],
+        qkv: Float[Array, "T heads H"],
+        angles: Angles,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T N H"], "KVPool"]:
+        """Queries turned by their angles, and the pool with the turned keys and the values, as `write`.
+
+        Args:
+            qkv: A token's query heads, then its key heads, then as many value heads.
+            implementation: Of the kernel; None lets dispatch choose.
+        """
+        old = self.groups[group]
+        q, k_pages, v_pages = rotate_and_write(
+            qkv,
+            *angles,
+            old.k,
+            old.v,
+            slots,
+            num_kv_heads=old.k.shape[3 if old.page_layout == "NHD" else 2],
+            layout=old.page_layout,
+            layer_index=layer_index,
+            implementation=implementation,
+        )
+        return q, self._with(group, k_pages, v_pages)
+
+    def _with(self, group: int, k_pages: Array, v_pages: Array | None) -> "KVPool":
+        new = dataclasses.replace(self.groups[group], k=k_pages, v=v_pages)
         return KVPool((*self.groups[:group], new, *self.groups[group + 1 :]))
 
 

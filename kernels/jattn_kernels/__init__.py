@@ -1,18 +1,31 @@
 """Attention kernels over paged and ragged keys: pure functions of arrays."""
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
-from jattn_kernels.merge import merge_state, merge_states
-from jattn_kernels.pages import copy_pages, write_pages
+from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
+from jattn_kernels.mla import mla_decode, mla_extend
+from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
+from jattn_kernels.rotary import rotate_and_write
+from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.xla.rotate_and_write import rotate
 
 __all__ = [
     "AttentionSpec",
     "copy_pages",
+    "lse_from_base2",
+    "lse_to_base2",
     "make_schedule",
     "merge_state",
     "merge_states",
+    "mla_decode",
+    "mla_extend",
     "paged_decode",
     "paged_extend",
     "ragged_extend",
+    "rotate",
+    "rotate_and_write",
+    "shared_prefix_decode",
+    "shared_prefix_schedule",
+    "write_latent_pages",
     "write_pages",
 ]

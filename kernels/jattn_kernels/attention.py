@@ -1,5 +1,6 @@
 """The faces of the attention kernels: check, choose an implementation, run it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,14 +48,19 @@ def paged_decode(
         kv_start: Absolute position of the table's first key; 0 if None.
         q_positions: Absolute position of each query, in place of q_start + i.
         custom_mask: Per sequence [Q, seq_len] row-major, one after the other; replaces the causal rule.
-        q_scale, k_scale, v_scale: Factors of fp8 values.
-        alibi_slopes: Slope of the position bias of each head.
-        sinks: A logit of each head that counts in the denominator only.
+        q_scale: Factor of fp8 queries: a scalar, one a KV head, or a row of those for each sequence, [B, K].
+        k_scale, v_scale: Factors of fp8 keys and values: a scalar, one a KV head, or a row of those for each layer of
+            pages that have layers, [L, K]. Logits are multiplied by q_scale * k_scale, the output by v_scale.
+        alibi_slopes: Of each head: its logits get slope * (key's position - query's), minus the distance's size times
+            slope if the layer is not causal.
+        sinks: A logit of each head that counts in the denominator only, and not in the lse. A part whose result will
+            be merged must get none.
         return_lse: Also return the float32 natural log-sum-exp of the logits.
         implementation: Which one to use; None lets dispatch choose.
 
     Returns:
-        The output in the dtype of `q`, and the lse if asked for; 0 and -inf for a query that sees no key.
+        The output in the dtype of `q`, in bfloat16 if that is fp8, and the lse if asked for; 0 and -inf for a query
+        that sees no key.
 
     Raises:
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
@@ -74,7 +80,7 @@ def paged_decode(
         schedule=schedule,
     )
     page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
-    run = _chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
+    run = chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -130,7 +136,7 @@ def paged_extend(
         schedule=schedule,
     )
     page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec)
-    run = _chosen("paged_extend", q, k_pages, page_size, options, spec, implementation)
+    run = chosen("paged_extend", q, k_pages, page_size, options, spec, implementation)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -185,7 +191,7 @@ def ragged_extend(
         schedule=schedule,
     )
     shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options, spec)
-    run = _chosen("ragged_extend", q, k, None, options, spec, implementation)
+    run = chosen("ragged_extend", q, k, None, options, spec, implementation)
     out, lse = run(q, k, v, cu_q_lens, cu_kv_lens, options, spec=spec)
     return (out, lse) if return_lse else out
 
@@ -198,6 +204,8 @@ def make_schedule(
     num_tokens: int,
     dtype: Any,
     page_size: int,
+    kv_dtype: Any = None,
+    operation: Operation | None = None,
     implementation: str | None = None,
 ) -> Any:
     """The work list of a step, which all layers of one spec share; jit-able.
@@ -207,8 +215,10 @@ def make_schedule(
     Args:
         cu_q_lens: None for `paged_decode`.
         num_tokens: Query tokens a sequence in decode; in all, padded ones included, in extend.
-        dtype: Of queries, keys and values.
+        dtype: Of the queries.
         page_size: Tokens a page.
+        kv_dtype: Of keys and values; that of the queries if None.
+        operation: Of the calls; `paged_decode` or `paged_extend`, by `cu_q_lens`, if None.
 
     Returns:
         What `schedule` takes; None where the implementation that serves these calls needs none.
@@ -216,13 +226,14 @@ def make_schedule(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
     """
-    operation: Operation = "paged_decode" if cu_q_lens is None else "paged_extend"
+    if operation is None:
+        operation = "paged_decode" if cu_q_lens is None else "paged_extend"
     dtype = jnp.dtype(dtype)
     call = AttentionCall(
         operation=operation,
         spec=spec,
         q_dtype=dtype.name,
-        kv_dtype=dtype.name,
+        kv_dtype=dtype.name if kv_dtype is None else jnp.dtype(kv_dtype).name,
         page_size=page_size,
         device=default_device(),
     )
@@ -232,7 +243,7 @@ def make_schedule(
     return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, itemsize=dtype.itemsize)
 
 
-def _chosen(
+def chosen(
     operation: Operation,
     q: jax.Array,
     k: jax.Array,
@@ -240,7 +251,12 @@ def _chosen(
     options: AttentionOptions,
     spec: AttentionSpec,
     implementation: str | None,
-):
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The function of the implementation that serves a call.
+
+    Raises:
+        ValueError, NotImplementedError: As `paged_decode`.
+    """
     call = AttentionCall(
         operation=operation,
         spec=spec,

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn_kernels.spec import AttentionSpec
 
-Operation = Literal["paged_decode", "paged_extend", "ragged_extend"]
+Operation = Literal["paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "rotate_and_write"]
 
 
 @typing.no_type_check
@@ -36,6 +37,13 @@ class AttentionOptions:
         """Names of the arguments that were given."""
         names = (field.name for field in dataclasses.fields(self))
         return frozenset(name for name in names if getattr(self, name) is not None)
+
+    def starts(
+        self, seq_lens: Int[Array, " B"], q_lens: Int[Array, " B"] | int
+    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """`q_start` and `kv_start`, or what stands for those that were not given: the queries end where the keys do."""
+        kv_start = jnp.zeros_like(seq_lens) if self.kv_start is None else self.kv_start
+        return kv_start + seq_lens - q_lens if self.q_start is None else self.q_start, kv_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,5 +109,5 @@ class Implementation:
 
     name: str
     refuses: Callable[[AttentionCall], str | None]
-    operations: Mapping[Operation, Callable[..., tuple[Array, Array]]]
+    operations: Mapping[Operation, Callable[..., Any]]
     schedules: Mapping[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)

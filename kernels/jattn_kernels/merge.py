@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -42,6 +43,16 @@ def merge_state(
 ) -> tuple[Float[Array, "*rows N H"], Float[Array, "*rows N"]]:
     """`merge_states` of two parts."""
     return merge_states(jnp.stack([out_a, out_b]), jnp.stack([lse_a, lse_b]))
+
+
+def sink_share(lse: Float[Array, "*rows N"], sinks: Float[Array, " N"]) -> Float[Array, "*rows N"]:
+    """The part of the denominator that is keys and not the head's sink, which the output is multiplied with.
+
+    Args:
+        lse: Natural-log lse over all keys, sinks excluded.
+    """
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), lse.shape)
+    return jnp.where(lse == -jnp.inf, 0.0, jax.nn.sigmoid(lse - sinks))
 
 
 def lse_to_base2(lse: Float[Array, "..."]) -> Float[Array, "..."]:

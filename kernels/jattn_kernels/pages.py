@@ -1,8 +1,10 @@
-"""Writing rows into pages, and copying whole pages."""
+"""Writing rows into pages, latent pages too, and copying whole pages."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn_kernels.mla_shapes import check_latent_rows
+from jattn_kernels.scales import head_scales
 from jattn_kernels.shapes import PageGeometry, check_int32, check_page_rows, paged_geometry
 from jattn_kernels.spec import CombinedPool, PageLayout
 
@@ -25,7 +27,8 @@ def write_pages(
     Args:
         slots: Distinct where in range. A slot that is negative, or num_pages * page_size or more, is written nowhere.
         layer_index: Which layer of pages with a leading layer axis; may be traced.
-        k_scale, v_scale: What is stored is row / scale, a scalar or one for each of K heads; None is 1.
+        k_scale, v_scale: What is stored is row / scale: a scalar, one for each of K heads, or a row of those for each
+            layer of pages that have layers; None is 1.
 
     Returns:
         Both arrays of pages; rows are rounded to their dtype, and clipped to its finite range if that is fp8.
@@ -49,12 +52,44 @@ def write_pages(
 
     def written(pages, rows, scale, kv_index):
         index = _row_index(facts, slots, layout, combined_pool, layer_index, kv_index)
+        if scale is not None:
+            scale = head_scales(scale, facts.num_kv_heads, layer_index)
         return pages.at[index].set(_stored(rows, scale, pages.dtype), mode="drop")
 
     new_k = written(k_pages, k, k_scale, 0)
     if v_pages is None:
         return written(new_k, v, v_scale, 1), None
     return new_k, written(v_pages, v, v_scale, 1)
+
+
+def write_latent_pages(
+    latent_pages: Float[Array, "*L P page_size W"],
+    c_kv: Float[Array, "T C"],
+    k_pe: Float[Array, "T R"],
+    slots: Int[Array, " T"],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    kv_scale: Float[Array, "..."] | None = None,
+) -> Float[Array, "*L P page_size W"]:
+    """Latent pages with row [c_kv, k_pe] of token t at its slot; in place where the pages are donated.
+
+    Args:
+        c_kv: Compressed keys and values.
+        k_pe: Rotated keys.
+        slots, layer_index: As in `write_pages`.
+        kv_scale: What is stored is row / scale: a scalar, [1], or [L, 1] with `layer_index`; None is 1.
+
+    Returns:
+        The pages, rounded as in `write_pages`.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    facts = check_latent_rows(latent_pages, c_kv, k_pe, slots, layer_index=layer_index, kv_scale=kv_scale)
+    index = _row_index(facts, slots, "NHD", None, layer_index, 0)
+    scale = None if kv_scale is None else head_scales(kv_scale, 1, layer_index)
+    rows = _stored(jnp.concatenate([c_kv, k_pe], axis=-1)[:, None], scale, latent_pages.dtype)[:, 0]
+    return latent_pages.at[index].set(rows, mode="drop")
 
 
 def _row_index(
@@ -85,9 +120,8 @@ def _row_index(
             return (*layer, kv_index, page, *inner)
 
 
-def _stored(rows: Float[Array, "T K H"], scale: Float[Array, "..."] | None, dtype) -> Float[Array, "T K H"]:
+def _stored(rows: Float[Array, "T K H"], scale: Float[Array, " K"] | None, dtype) -> Float[Array, "T K H"]:
     if scale is not None:
-        scale = jnp.broadcast_to(scale.astype(jnp.float32), (rows.shape[1],))
         rows = rows.astype(jnp.float32) / scale[None, :, None]
     if jnp.finfo(dtype).bits == 8:
         limit = float(jnp.finfo(dtype).max)

@@ -13,32 +13,61 @@ from jaxtyping import Array, Int
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSchedule:
-    """Parts of sequences, each the work of one block of a kernel for every head.
+    """Parts of sequences, dealt out to workers that each have the same number of tiles to do, for every head.
 
     Attributes:
-        items: (sequence, first tile, end tile) of each part, in the order of the sequences; unused ones are empty.
-        offsets: Where each sequence's parts begin among the items. A sequence without keys has none.
+        items: (sequence, first tile, end tile, parts of the sequence) of each part, in the order of the sequences. A
+            sequence without keys has one empty part; unused items come last.
+        starts: Where each worker's items begin, and where the last one's end.
+        offsets: Where each sequence's items begin, and where the last one's end.
+        split: The sequences of more than one part; -1 where there are fewer.
         block_kv: Keys a tile; static.
     """
 
-    items: Int[Array, "W 3"]
+    items: Int[Array, "W 4"]
+    starts: Int[Array, " workers_plus_1"]
     offsets: Int[Array, " B_plus_1"]
+    split: Int[Array, " most_split"]
     block_kv: int = dataclasses.field(metadata={"static": True})
 
 
-def split_evenly(seq_lens: Int[Array, " B"], *, block_kv: int, parts: int) -> DecodeSchedule:
-    """Cuts sequences into parts of nearly equal size, about `parts` in all; at most B + parts.
+def split_evenly(seq_lens: Int[Array, " B"], *, block_kv: int, workers: int) -> DecodeSchedule:
+    """Cuts the tiles of all sequences, one after the other, into as many equal shares as there are workers.
 
-    A batch of more sequences than `parts` is cut only where one sequence is longer than its share of all the work.
+    A sequence is cut only where a share ends, so there are at most B + workers - 1 parts.
     """
     batch_size = seq_lens.shape[0]
     tiles = -(-seq_lens // block_kv)
-    share = jnp.maximum(1, -(-jnp.sum(tiles) // parts))
-    counts = -(-tiles // share)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    begins = ends - tiles
+    share = jnp.maximum(1, -(-ends[-1] // workers))
+    first_worker = jnp.minimum(begins // share, workers - 1)
+    counts = jnp.where(tiles > 0, (ends - 1) // share - first_worker + 1, 1)
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    item = jnp.arange(batch_size + parts, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(offsets[1:], item, side="right"), batch_size - 1).astype(jnp.int32)
-    size = -(-tiles // jnp.maximum(counts, 1))[sequence]
-    first = jnp.minimum((item - offsets[sequence]) * size, tiles[sequence])
-    end = jnp.minimum(first + size, tiles[sequence])
-    return DecodeSchedule(items=jnp.stack([sequence, first, end], axis=1), offsets=offsets, block_kv=block_kv)
+
+    item = jnp.arange(batch_size + workers - 1, dtype=jnp.int32)
+    used = item < offsets[-1]
+    sequence = jnp.minimum(_owner(offsets[1:], item), batch_size - 1)
+    worker = first_worker[sequence] + item - offsets[sequence]
+    first = jnp.maximum(begins[sequence], worker * share) - begins[sequence]
+    end = jnp.minimum(ends[sequence], (worker + 1) * share) - begins[sequence]
+    end = jnp.where(used, jnp.maximum(first, end), first)
+    worker = jnp.where(used, worker, workers)
+
+    most_split = min(batch_size, workers)
+    # A sequence's place among the split ones is how many of them come before it.
+    is_split = counts > 1
+    place = jnp.where(is_split, jnp.cumsum(is_split, dtype=jnp.int32) - 1, most_split)
+    split = jnp.full(most_split, -1, jnp.int32).at[place].set(jnp.arange(batch_size, dtype=jnp.int32), mode="drop")
+    return DecodeSchedule(
+        items=jnp.stack([sequence, first, end, counts[sequence]], axis=1),
+        starts=_owner(worker, jnp.arange(workers + 1, dtype=jnp.int32) - 1),
+        offsets=offsets,
+        split=split,
+        block_kv=block_kv,
+    )
+
+
+def _owner(ends: Int[Array, " n"], at: Int[Array, " m"]) -> Int[Array, " m"]:
+    """How many of the rising `ends` are not above each number; one kernel, where a search would be a loop of them."""
+    return jnp.sum(ends[None, :] <= at[:, None], axis=1, dtype=jnp.int32)

@@ -52,7 +52,7 @@ def page_geometry(name: str, pages, *, layout: str, combined_pool: str | None, l
         if size[axis] < 1:
             raise ValueError(f"`{name}` must have at least one page of one token. Got {name}.shape={pages.shape}.")
     if layer_index is not None:
-        _check_layer_index(layer_index, size["L"])
+        check_layer_index(layer_index, size["L"])
     return PageGeometry(size.get("L"), size["P"], size["page_size"], size["K"], size["H"])
 
 
@@ -91,13 +91,10 @@ def check_paged_decode(
         ValueError: A shape or dtype is wrong.
     """
     _check_queries(q, ("B", "Q", "N", "H"), spec)
-    page_size = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
-    if q.shape[0] != seq_lens.shape[0]:
-        raise ValueError(
-            f"`q` must have one row of queries a sequence. Got q.shape={q.shape}, seq_lens.shape={seq_lens.shape}."
-        )
-    _check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:2], spec=spec)
-    return page_size
+    facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
+    check_one_row_a_sequence("q", q, seq_lens)
+    check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:2], num_layers=facts.num_layers, spec=spec)
+    return facts.page_size
 
 
 def check_paged_extend(
@@ -109,10 +106,10 @@ def check_paged_extend(
         ValueError: A shape or dtype is wrong.
     """
     _check_queries(q, ("T", "N", "H"), spec)
-    page_size = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
+    facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
-    _check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:1], spec=spec)
-    return page_size
+    check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:1], num_layers=facts.num_layers, spec=spec)
+    return facts.page_size
 
 
 def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOptions, spec: AttentionSpec) -> None:
@@ -133,14 +130,20 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"`k` and `v` must have one row a token. Got k.shape={k.shape}, v.shape={v.shape}.")
     if stacked:
-        _check_layer_index(options.layer_index, k.shape[0])
+        check_layer_index(options.layer_index, k.shape[0])
     same_dtype("k", k, "v", v)
-    _check_dtypes(q, "k", k)
+    check_dtypes("q", q, "k", k)
     if cu_q_lens.ndim != 1 or cu_q_lens.shape[0] < 2:
         raise ValueError(f"`cu_q_lens` must be [B + 1] with B at least 1. Got cu_q_lens.shape={cu_q_lens.shape}.")
     check_int32("cu_q_lens", cu_q_lens, cu_q_lens.shape)
     check_int32("cu_kv_lens", cu_kv_lens, cu_q_lens.shape)
-    _check_options(options, num_seqs=cu_q_lens.shape[0] - 1, q_shape=q.shape[:1], spec=spec)
+    check_options(
+        options,
+        num_seqs=cu_q_lens.shape[0] - 1,
+        q_shape=q.shape[:1],
+        num_layers=k.shape[0] if stacked else None,
+        spec=spec,
+    )
 
 
 def check_merge(outs, lses) -> None:
@@ -189,7 +192,22 @@ def _check_queries(q, axes: tuple[str, ...], spec: AttentionSpec) -> None:
         )
 
 
-def _check_pages(q, k_pages, v_pages, page_table, seq_lens, options: AttentionOptions, spec: AttentionSpec) -> int:
+def check_one_row_a_sequence(name: str, q, seq_lens) -> None:
+    """Checks that decode's queries have a row for each sequence.
+
+    Raises:
+        ValueError: They do not.
+    """
+    if q.shape[0] != seq_lens.shape[0]:
+        raise ValueError(
+            f"`{name}` must have one row of queries a sequence. "
+            f"Got {name}.shape={q.shape}, seq_lens.shape={seq_lens.shape}."
+        )
+
+
+def _check_pages(
+    q, k_pages, v_pages, page_table, seq_lens, options: AttentionOptions, spec: AttentionSpec
+) -> PageGeometry:
     k_facts, v_facts = paged_geometry(
         k_pages, v_pages, layout=spec.page_layout, combined_pool=spec.combined_pool, layer_index=options.layer_index
     )
@@ -202,7 +220,17 @@ def _check_pages(q, k_pages, v_pages, page_table, seq_lens, options: AttentionOp
                 f"`{name}` must have num_kv_heads={spec.num_kv_heads} heads of width {width} in layout "
                 f"{spec.page_layout}. Got {name}.shape={pages.shape}."
             )
-    _check_dtypes(q, "k_pages", k_pages)
+    check_dtypes("q", q, "k_pages", k_pages)
+    check_table(page_table, seq_lens)
+    return k_facts
+
+
+def check_table(page_table, seq_lens) -> None:
+    """Checks a page table and the lengths that go with it.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
     if seq_lens.ndim != 1 or page_table.ndim != 2 or seq_lens.shape[0] < 1 or page_table.shape[1] < 1:
         raise ValueError(
             "`seq_lens` must be [B] and `page_table` [B, max_pages], both sizes at least 1. "
@@ -210,10 +238,14 @@ def _check_pages(q, k_pages, v_pages, page_table, seq_lens, options: AttentionOp
         )
     check_int32("seq_lens", seq_lens, seq_lens.shape)
     check_int32("page_table", page_table, (seq_lens.shape[0], page_table.shape[1]))
-    return k_facts.page_size
 
 
-def _check_layer_index(layer_index, num_layers: int) -> None:
+def check_layer_index(layer_index, num_layers: int) -> None:
+    """Checks which of some layers is meant, as far as its value is known.
+
+    Raises:
+        ValueError: It is no integer, or out of range.
+    """
     if isinstance(layer_index, bool) or not (isinstance(layer_index, int) or hasattr(layer_index, "dtype")):
         raise ValueError(f"`layer_index` must be an int or an int32 scalar. Got layer_index={layer_index!r}.")
     if not isinstance(layer_index, int):
@@ -222,19 +254,36 @@ def _check_layer_index(layer_index, num_layers: int) -> None:
         raise ValueError(f"`layer_index` must be in 0 .. {num_layers - 1}. Got layer_index={layer_index}.")
 
 
-def _check_dtypes(q, kv_name: str, kv) -> None:
-    for name, array in (("q", q), (kv_name, kv)):
-        _check_float(name, array)
+def check_dtypes(q_name: str, q, kv_name: str, kv) -> None:
+    """Checks that queries and keys are of one dtype, or the keys fp8.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for name, array in ((q_name, q), (kv_name, kv)):
+        check_float(name, array)
     if kv.dtype.name not in _FP8:
-        same_dtype("q", q, kv_name, kv)
+        same_dtype(q_name, q, kv_name, kv)
 
 
-def _check_float(name: str, array) -> None:
+def check_float(name: str, array) -> None:
+    """Checks that an array is of a dtype that is taken.
+
+    Raises:
+        ValueError: It is not.
+    """
     if array.dtype.name not in _FLOATS + _FP8:
         raise ValueError(f"`{name}` must be one of {', '.join(_FLOATS + _FP8)}. Got {name}.dtype={array.dtype}.")
 
 
-def _check_options(options: AttentionOptions, *, num_seqs: int, q_shape: tuple[int, ...], spec: AttentionSpec) -> None:
+def check_options(
+    options: AttentionOptions, *, num_seqs: int, q_shape: tuple[int, ...], num_layers: int | None, spec: AttentionSpec
+) -> None:
+    """Checks the optional arguments of a call whose pages have `num_layers`, None without that axis.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
     for name, shape in (("q_start", (num_seqs,)), ("kv_start", (num_seqs,)), ("q_positions", q_shape)):
         if getattr(options, name) is not None:
             check_int32(name, getattr(options, name), shape)
@@ -244,9 +293,24 @@ def _check_options(options: AttentionOptions, *, num_seqs: int, q_shape: tuple[i
             f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
         )
     for name in ("alibi_slopes", "sinks"):
-        array = getattr(options, name)
-        if array is not None and array.shape != (spec.num_q_heads,):
-            raise ValueError(f"`{name}` must be [num_q_heads={spec.num_q_heads}]. Got {name}.shape={array.shape}.")
+        check_one_a_head(name, getattr(options, name), spec)
+    heads = spec.num_kv_heads
+    check_scale("q_scale", options.q_scale, heads, rows=num_seqs, row="sequence")
+    for name in ("k_scale", "v_scale"):
+        check_scale(name, getattr(options, name), heads, rows=num_layers, row="layer")
+
+
+def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
+    """Checks numbers, or None, for each query head.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    if array is not None and (array.shape != (spec.num_q_heads,) or array.dtype.name not in _FLOATS):
+        raise ValueError(
+            f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "
+            f"Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
+        )
 
 
 def check_page_rows(
@@ -274,22 +338,33 @@ def check_page_rows(
                 f"`{name}` must be [T, {geometry.num_kv_heads}, {geometry.head_dim}] as the pages are. "
                 f"Got {name}.shape={rows.shape}."
             )
-        _check_float(name, rows)
-    _check_float("k_pages", k_pages)
+        check_float(name, rows)
+    check_float("k_pages", k_pages)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_scale(name, scale, facts[0].num_kv_heads)
+        check_scale(name, scale, facts[0].num_kv_heads, rows=facts[0].num_layers, row="layer")
     check_int32("slots", slots, k.shape[:1])
     if v.shape[0] != k.shape[0]:
         raise ValueError(f"`k` and `v` must have one row a slot. Got k.shape={k.shape}, v.shape={v.shape}.")
 
 
-def _check_scale(name: str, scale, num_kv_heads: int) -> None:
+def check_scale(name: str, scale, num_kv_heads: int, *, rows: int | None, row: str) -> None:
+    """Checks a scale; the number of its axes alone says what it is for.
+
+    Args:
+        rows: Of a scale of two axes, each for one `row`; None if it may not have two.
+
+    Raises:
+        ValueError: Its shape or dtype is wrong.
+    """
     if scale is None:
         return
     if not hasattr(scale, "dtype"):
         raise ValueError(f"`{name}` must be None or an array of floats. Got {name}={scale!r}.")
-    if scale.dtype.name not in _FLOATS or scale.shape not in ((), (num_kv_heads,)):
+    forms = {(): "a scalar", (num_kv_heads,): f"[{num_kv_heads}] (one a KV head)"}
+    if rows is not None:
+        forms[rows, num_kv_heads] = f"[{rows}, {num_kv_heads}] (one row a {row})"
+    if scale.dtype.name not in _FLOATS or scale.shape not in forms:
         raise ValueError(
-            f"`{name}` must be floats, a scalar or [{num_kv_heads}] as the pages have heads. "
+            f"`{name}` must be floats, {' or '.join(forms.values())}. "
             f"Got {name}.dtype={scale.dtype}, {name}.shape={scale.shape}."
         )

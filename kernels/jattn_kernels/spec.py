@@ -27,6 +27,9 @@ class AttentionSpec:
         window_left: j >= p - window_left, so window_left + 1 keys with the own one; None is off, 0 is legal.
         window_right: j <= p + window_right, for layers that are not causal; None is off.
         chunk_size: j // chunk_size == p // chunk_size; None is off.
+        rope_theta: Base of a rotary embedding inside the kernel, of halves, not interleaved: queries and keys arrive
+            unrotated, and pair i turns by (position / rope_scale) * rope_theta^(-2 i / head_dim); None is off.
+        rope_scale: What positions are divided by in that embedding.
         page_layout: Axes of a page, "NHD" [page_size, K, H] or "HND" [K, page_size, H].
         combined_pool: Set if K and V share one array, passed as `k_pages` with `v_pages` None: "pages_first" is
             [P, 2, ...], "kv_first" is [2, P, ...]; None means two arrays.
@@ -46,6 +49,8 @@ class AttentionSpec:
     window_left: int | None = None
     window_right: int | None = None
     chunk_size: int | None = None
+    rope_theta: float | None = None
+    rope_scale: float = 1.0
     page_layout: PageLayout = "NHD"
     combined_pool: CombinedPool | None = None
     batch_invariant: bool = False
@@ -72,6 +77,14 @@ class AttentionSpec:
             )
         if self.sm_scale is not None and not math.isfinite(self.sm_scale):
             raise ValueError(f"`sm_scale` must be finite. Got {self.sm_scale}.")
+        for name in ("rope_theta", "rope_scale"):
+            value = getattr(self, name)
+            if value is not None and not (0 < value < math.inf):
+                raise ValueError(f"`{name}` must be positive and finite. Got {name}={value}.")
+        if self.rope_theta is None and self.rope_scale != 1.0:
+            raise ValueError(f"`rope_scale` needs `rope_theta`, which is None. Got rope_scale={self.rope_scale}.")
+        if self.rope_theta is not None and self.head_dim % 2:
+            raise ValueError(f"`rope_theta` needs an even `head_dim`. Got head_dim={self.head_dim}.")
         if self.causal and self.window_right is not None:
             raise ValueError("`window_right` needs causal=False: a causal layer sees no key to the right.")
         if self.page_layout not in ("NHD", "HND"):

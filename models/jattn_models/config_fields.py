@@ -1,8 +1,13 @@
-"""Fields of a config.json, read with a sentence for what is missing or wrong."""
+"""Fields of a config.json, read with a sentence for what is missing, wrong or not built."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
+
+
+def with_defaults(config: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+    """The fields that have a value. One that is absent has the default that Hugging Face gives it; null is no value."""
+    return {name: value for name, value in (defaults | dict(config)).items() if value is not None}
 
 
 def positive[Number: (int, float)](fields: Mapping[str, Any], name: str, kind: type[Number]) -> Number:
@@ -12,10 +17,43 @@ def positive[Number: (int, float)](fields: Mapping[str, Any], name: str, kind: t
         ValueError: It is not.
     """
     value = fields.get(name)
-    allowed = int if kind is int else (int, float)
-    if not isinstance(value, allowed) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    if not _is_positive(value, kind):
         raise ValueError(f"`{name}` of the model's configuration must be {_NOUNS[kind]} above 0. Got {value!r}.")
     return kind(value)
+
+
+def positives(fields: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
+    """A field that must be a list of `count` finite numbers greater than 0.
+
+    Raises:
+        ValueError: It is not.
+    """
+    values = fields.get(name)
+    if not isinstance(values, list) or len(values) != count or not all(_is_positive(value, float) for value in values):
+        raise ValueError(
+            f"`{name}` of the model's configuration must be a list of {count} finite numbers above 0. Got {values!r}."
+        )
+    return tuple(map(float, values))
+
+
+def refuse(fields: Mapping[str, Any], name: str, *, unless: Any, why: str = "") -> None:
+    """Refuses a field that is there and asks for something else than what is built.
+
+    Raises:
+        NotImplementedError: It does.
+    """
+    value = fields.get(name, unless)
+    if value != unless:
+        raise NotImplementedError(f"`{name}` must be {_json(unless)}{why}. Got {_json(value)}.")
+
+
+def _is_positive(value: Any, kind: type) -> TypeGuard[int | float]:
+    allowed = int if kind is int else (int, float)
+    return isinstance(value, allowed) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 _NOUNS = {int: "an integer", float: "a finite number"}

@@ -15,25 +15,29 @@ _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
 
 def matmul(x: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
     """x @ kernel in their dtype; float32 stays float32 on devices that would round it to less."""
-    return jnp.matmul(x, kernel, precision=_precision(x))
+    return jnp.matmul(x, kernel, precision=precision(x))
 
 
-def _precision(x: Array) -> jax.lax.Precision | None:
+def precision(x: Array) -> jax.lax.Precision | None:
+    """What a product of x asks of the device, so that float32 stays float32."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-def _random(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
+def random_weights(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
+    """Weights to start a training from, normal and small."""
     return nnx.Param(nnx.initializers.normal(_INITIAL_DEVIATION)(rngs.params(), shape, dtype))
 
 
 class Linear(nnx.Module):
-    """A projection without bias; its kernel is [inputs, outputs]."""
+    """A projection, without bias unless asked for; its kernel is [inputs, outputs]."""
 
-    def __init__(self, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs):
-        self.kernel = _random(rngs, (inputs, outputs), dtype)
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs):
+        self.kernel = random_weights(rngs, (inputs, outputs), dtype)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
-        return matmul(x, self.kernel[...])
+        y = matmul(x, self.kernel[...])
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -43,10 +47,10 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones(size, dtype))
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)[None, :]).astype(x.dtype)
+        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)).astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -71,7 +75,7 @@ class Vocabulary(nnx.Module):
     ):
         self.share = parallel.share(vocab_size, "`vocab_size`")
         self.parallel = parallel
-        self.embedding = _random(rngs, (self.share, hidden_size), dtype)
+        self.embedding = random_weights(rngs, (self.share, hidden_size), dtype)
         self.lm_head = None if tied else Linear(hidden_size, self.share, dtype=dtype, rngs=rngs)
 
     def embed(self, input_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -88,5 +92,5 @@ class Vocabulary(nnx.Module):
         rows = hidden.shape[0]
         # For fewer rows XLA first converts the whole kernel to float32: 1.2 ms of a step of Llama-3-8B on an H200.
         hidden = jnp.pad(hidden, ((0, max(0, _LEAST_ROWS - rows)), (0, 0)))
-        logits = jnp.matmul(hidden, kernel, precision=_precision(hidden), preferred_element_type=jnp.float32)
+        logits = jnp.matmul(hidden, kernel, precision=precision(hidden), preferred_element_type=jnp.float32)
         return self.parallel.gather_logits(logits[:rows])

@@ -99,7 +99,7 @@ class Network:
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets.reshape(-1))
 
 
-def _load(weights: dict[str, np.ndarray]) -> LlamaForCausalLM:
+def _load(weights: dict[str, np.ndarray]) -> nnx.Module:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(pathlib.Path(folder), Tokenizer(models.BPE()), weights, np.float32)
         return LlamaForCausalLM.from_checkpoint(Checkpoint(pathlib.Path(folder)), dtype=jnp.float32)

@@ -63,8 +63,14 @@ def test_measured_row_has_the_peers_names(workload, monkeypatch):
 
 
 def test_measured_refuses_what_the_implementation_refuses():
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn"):
-        measured(dataclasses.replace(DECODE_TINY, kv="fp8_e4m3"), "xla")
+    with pytest.raises(NotImplementedError, match="`mosaic` has kernels for compute capability"):
+        measured(DECODE_TINY, "mosaic")
+
+
+def test_measured_row_of_fp8_pages_says_so(monkeypatch):
+    monkeypatch.setattr(attention, "num_calls", lambda workload: 2)
+    row = measured(dataclasses.replace(DECODE_TINY, kv="fp8_e4m3"), "xla", repeats=1, seconds=0.001).row
+    assert row["kv"] == "fp8_e4m3"
 
 
 def test_measured_rejects_numbers_that_are_not_finite(monkeypatch):

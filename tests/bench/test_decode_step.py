@@ -33,7 +33,7 @@ def test_random_model_is_that_of_the_class(model):
     for leaf, other in zip(jax.tree.leaves(model.weights), jax.tree.leaves(nnx.state(expected)), strict=True):
         assert (leaf.shape, leaf.dtype) == (other.shape, other.dtype)
     assert jnp.all(made.norm.scale[...] == 1)
-    kernel = made.layers.mlp.down_proj.kernel[...]
+    kernel = made.layers[0].mlp.down_proj.kernel[...]
     assert float(jnp.std(kernel.astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)
     assert not jnp.array_equal(kernel[0], kernel[1])
 

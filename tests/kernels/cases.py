@@ -1,238 +1,25 @@
-"""The one table of attention cases that every implementation is run over, and how close to the oracle it must come."""
+"""The one table of attention cases that every implementation is run over."""
 
-import dataclasses
 import functools
-import math
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import chex
-import jax
-import jax.numpy as jnp
-import numpy as np
 from hypothesis import strategies as st
 
-from jattn_kernels import reference
+from jattn_kernels.call import Operation
 from jattn_kernels.spec import AttentionSpec
+from tests.kernels.case import Case, Inputs, build
+from tests.kernels.closeness import assert_close, oracle, tolerances
 
-Operation = Literal["paged_decode", "paged_extend", "ragged_extend"]
-
-# Static buckets are larger than what a batch needs: pages nobody owns, a page-table column, K/V rows, mask entries.
-UNUSED_PAGES = 3
-UNUSED_COLUMNS = 1
-UNUSED_KEYS = 3
-UNUSED_MASK = 7
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """One attention call, without its numbers.
-
-    Attributes:
-        q_lens: New tokens a request; all equal in decode.
-        kv_lens: Keys a request.
-        num_layers: Layers of the pool, the wanted one holding the only numbers; None is a pool without that axis.
-        kv_start, q_start: One value a request, or None to leave the argument out.
-        custom_mask: Give a random mask.
-        q_positions: Give each query a random position near the end of its request, several sharing one.
-        padding_rows: Inert requests after the real ones; in decode they have queries (NaN) too.
-        padding_tokens: Query rows (NaN) after the last request; not in decode.
-    """
-
-    name: str
-    operation: Operation
-    spec: AttentionSpec
-    q_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    page_size: int = 8
-    dtype: str = "float32"
-    num_layers: int | None = None
-    layer_index: int | None = None
-    kv_start: tuple[int, ...] | None = None
-    q_start: tuple[int, ...] | None = None
-    custom_mask: bool = False
-    q_positions: bool = False
-    padding_rows: int = 0
-    padding_tokens: int = 0
-
-
-class Inputs(NamedTuple):
-    """Arguments ready for `jattn_kernels.<operation>` and `jattn_kernels.reference.<operation>`; add `return_lse`."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def build(case: Case, seed: int = 0) -> Inputs:
-    """The numbers of a case; NaN wherever no request owns the memory, but for page 0, which is zeros."""
-    rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(case.dtype)
-    spec = case.spec
-    num_rows = len(case.kv_lens) + case.padding_rows
-    kv_lens = np.array([*case.kv_lens, *[0] * case.padding_rows], np.int32)
-    decode = case.operation == "paged_decode"
-    q_lens = np.array([*case.q_lens, *[case.q_lens[0] if decode else 0] * case.padding_rows], np.int32)
-    cu_q_lens = _offsets(q_lens)
-    num_owned = sum(case.q_lens)
-    num_queries = int(cu_q_lens[-1]) + case.padding_tokens
-
-    q = np.full((num_queries, spec.num_q_heads, spec.head_dim), np.nan, np.float32)
-    q[:num_owned] = rng.standard_normal(q[:num_owned].shape)
-    widths = (spec.head_dim, spec.value_dim)
-    keys_and_values = [
-        [rng.standard_normal((length, spec.num_kv_heads, width)) for length in kv_lens] for width in widths
-    ]
-    kwargs: dict[str, Any] = {"spec": spec}
-    for name in ("kv_start", "q_start"):
-        if getattr(case, name) is not None:
-            kwargs[name] = _ints([*getattr(case, name), *[0] * case.padding_rows])
-    if case.custom_mask:
-        kwargs["custom_mask"] = jnp.asarray(rng.random(int(q_lens @ kv_lens) + UNUSED_MASK) < 0.5)
-    if case.q_positions:
-        first = np.array(case.kv_start or [0] * len(case.kv_lens)) + case.kv_lens - np.array(case.q_lens)
-        positions = np.zeros(num_queries, np.int32)
-        positions[:num_owned] = np.repeat(first, case.q_lens) + rng.integers(0, max(case.q_lens), num_owned)
-        kwargs["q_positions"] = _ints(positions)
-
-    if case.operation == "ragged_extend":
-        k, v = (_ragged(parts, dtype) for parts in keys_and_values)
-        return Inputs((jnp.asarray(q).astype(dtype), k, v, _ints(cu_q_lens), _ints(_offsets(kv_lens))), kwargs)
-
-    k_pages, v_pages, page_table = _paged(case, keys_and_values, kv_lens, rng, dtype)
-    if case.layer_index is not None:
-        kwargs["layer_index"] = _ints(case.layer_index)
-    args = (k_pages, v_pages, page_table, _ints(kv_lens))
-    if decode:
-        queries = jnp.asarray(q.reshape(num_rows, -1, *q.shape[1:])).astype(dtype)
-        if case.q_positions:
-            kwargs["q_positions"] = kwargs["q_positions"].reshape(num_rows, -1)
-        return Inputs((queries, *args), kwargs)
-    return Inputs((jnp.asarray(q).astype(dtype), *args, _ints(cu_q_lens)), kwargs)
-
-
-def oracle(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """Output and lse in float64."""
-    return getattr(reference, case.operation)(*inputs.args, **inputs.kwargs, return_lse=True)
-
-
-def tolerances(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """Absolute errors allowed in the output and the lse: [..., 1, 1] and [..., 1], one of each a query row.
-
-    Twice the largest error, relative to a row's size, of dense float32 maths that rounds P and the output to the input
-    dtype, plus a floor for sums in another order: sqrt(terms) float32 epsilons, and one rounding of the output.
-    """
-    exact_out, exact_lse = oracle(case, inputs)
-    out, lse = _in_input_dtype(case, inputs)
-    exact_lse, lse = (np.where(np.isneginf(exact_lse), 0.0, x) for x in (exact_lse, lse))
-    out_size = np.abs(exact_out).max(axis=(-2, -1), keepdims=True)
-    lse_size = np.maximum(1.0, np.abs(exact_lse).max(axis=-1, keepdims=True))
-    float32_floor = math.sqrt(case.spec.head_dim + max(case.kv_lens)) * float(np.finfo(np.float32).eps)
-    # A logit's rounding moves the output by that much relative to it, so the output's floor has the logits' size too.
-    out_floor = float32_floor * lse_size[..., None] + float(jnp.finfo(case.dtype).eps) / 2
-    out_error = (np.abs(out - exact_out) / np.where(out_size == 0, 1.0, out_size)).max()
-    lse_error = (np.abs(lse - exact_lse) / lse_size).max()
-    return (2 * out_error + out_floor) * out_size, (2 * lse_error + float32_floor) * lse_size
-
-
-def assert_close(case: Case, inputs: Inputs, out: Any, lse: Any) -> None:
-    """Asserts dtypes, shapes and values of an implementation's answer; -inf must be -inf, and nothing may be NaN."""
-    exact_out, exact_lse = oracle(case, inputs)
-    chex.assert_shape([out, lse], [exact_out.shape, exact_lse.shape])
-    chex.assert_type([out, lse], [inputs.args[0].dtype, jnp.float32])
-    out, lse = (np.asarray(x).astype(np.float64) for x in (out, lse))
-    chex.assert_tree_all_finite(out)
-    empty = np.isneginf(exact_lse)
-    np.testing.assert_array_equal(np.isneginf(lse), empty, f"{case.name}: rows that see nothing")
-    np.testing.assert_array_equal(out[empty], 0.0, f"{case.name}: output of rows that see nothing")
-    out_atol, lse_atol = tolerances(case, inputs)
-    lse, exact_lse = np.where(empty, 0.0, lse), np.where(empty, 0.0, exact_lse)
-    for name, actual, exact, atol in (("out", out, exact_out, out_atol), ("lse", lse, exact_lse, lse_atol)):
-        # Scaled so that 1 is the tolerance: the message then shows by how much it was missed.
-        safe = np.maximum(atol, np.finfo(np.float64).tiny)
-        np.testing.assert_allclose(
-            actual / safe, exact / safe, rtol=0, atol=1, err_msg=f"{case.name}: {name} in units of its tolerance"
-        )
-
-
-def _in_input_dtype(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-    args, kwargs = inputs
-    q = np.asarray(args[0])
-    if case.operation == "ragged_extend":
-        requests = reference.ragged_requests(*args, **kwargs)
-    elif case.operation == "paged_extend":
-        requests = reference.paged_requests(*args, **kwargs)
-    else:
-        q, cu_q_lens, positions = reference.flatten_decode(q, kwargs.get("q_positions"))
-        requests = reference.paged_requests(q, *args[1:], cu_q_lens, **{**kwargs, "q_positions": positions})
-    out = np.zeros((len(q), case.spec.num_q_heads, case.spec.value_dim))
-    lse = np.full(out.shape[:-1], -np.inf)
-    for request in requests:
-        out[request.rows], lse[request.rows] = _attend_rounded(request, case.spec, jnp.dtype(case.dtype))
-    leading = inputs.args[0].shape[:-2]
-    return out.reshape(*leading, *out.shape[1:]), lse.reshape(*leading, -1)
-
-
-def _attend_rounded(request: reference.Request, spec: AttentionSpec, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    q, k, v = (x.astype(np.float32) for x in (request.q, request.k, request.v))
-    k, v = (np.repeat(x, spec.group_size, axis=1) for x in (k, v))
-    logits = np.float32(spec.scale) * np.einsum("qnh,snh->qns", q, k)
-    if spec.logits_soft_cap is not None:
-        logits = np.float32(spec.logits_soft_cap) * np.tanh(logits / np.float32(spec.logits_soft_cap))
-    logits = np.where(request.visible[:, None, :], logits, np.float32(-np.inf))
-    top = logits.max(axis=-1, initial=-np.inf)
-    top = np.where(np.isneginf(top), np.float32(0), top)
-    weights = np.exp(logits - top[..., None])
-    total = weights.sum(axis=-1)
-    safe_total = np.where(total == 0, np.float32(1), total)
-    weights = weights.astype(dtype).astype(np.float32)
-    out = np.einsum("qns,snh->qnh", weights, v) / safe_total[..., None]
-    return out.astype(dtype).astype(np.float64), np.where(total == 0, -np.inf, top + np.log(safe_total))
-
-
-def _ints(values: Any) -> jax.Array:
-    return jnp.asarray(np.asarray(values, np.int32))
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)])
-
-
-def _ragged(parts: list[np.ndarray], dtype: Any) -> jax.Array:
-    unowned = np.full((UNUSED_KEYS, *parts[0].shape[1:]), np.nan)
-    return jnp.asarray(np.concatenate([*parts, unowned]).astype(np.float32)).astype(dtype)
-
-
-def _paged(case: Case, keys_and_values: list[list[np.ndarray]], kv_lens: np.ndarray, rng: Any, dtype: Any):
-    spec, page_size = case.spec, case.page_size
-    page_counts = -(-kv_lens // page_size)
-    num_pages = 1 + int(page_counts.sum()) + UNUSED_PAGES
-    numbers = iter(1 + rng.permutation(num_pages - 1))
-    page_table = np.zeros((len(kv_lens), page_counts.max(initial=0) + UNUSED_COLUMNS), np.int32)
-    for row, count in zip(page_table, page_counts, strict=True):
-        row[:count] = [next(numbers) for _ in range(count)]
-    pools = []
-    for parts, width in zip(keys_and_values, (spec.head_dim, spec.value_dim), strict=True):
-        pool = np.full((num_pages, page_size, spec.num_kv_heads, width), np.nan, np.float32)
-        pool[0] = 0
-        for row, part in zip(page_table, parts, strict=True):
-            for s, token in enumerate(part):
-                pool[row[s // page_size], s % page_size] = token
-        pools.append(pool if spec.page_layout == "NHD" else pool.swapaxes(1, 2))
-    if spec.combined_pool is not None:
-        pools = [np.stack(pools, axis=1 if spec.combined_pool == "pages_first" else 0)]
-    if case.num_layers is not None:
-        pools = [_among_layers(pool, case) for pool in pools]
-    k_pages, v_pages = (*(jnp.asarray(pool).astype(dtype) for pool in pools), None)[:2]
-    return k_pages, v_pages, _ints(page_table)
-
-
-def _among_layers(pool: np.ndarray, case: Case) -> np.ndarray:
-    layers = np.full((case.num_layers, *pool.shape), np.nan, np.float32)
-    layers[case.layer_index] = pool
-    return layers
+__all__ = ["CASES", "Case", "Inputs", "assert_close", "build", "oracle", "random_cases", "tolerances"]
 
 
 def _spec(**fields: Any) -> AttentionSpec:
     return AttentionSpec(**{"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16, **fields})
+
+
+def _mla_spec(**fields: Any) -> AttentionSpec:
+    widths = {"num_q_heads": 4, "num_kv_heads": 1, "head_dim": 24, "v_head_dim": 16, "sm_scale": 0.3}
+    return AttentionSpec(**{**widths, **fields})
 
 
 # Off, on and just past a page's end (page_size 8), for requests long and short.
@@ -240,8 +27,15 @@ _BATCHES: dict[Operation, dict[str, Any]] = {
     "paged_decode": {"q_lens": (1, 1, 1, 1), "kv_lens": (13, 1, 16, 25)},
     "paged_extend": {"q_lens": (5, 1, 9, 16), "kv_lens": (13, 1, 25, 16)},
     "ragged_extend": {"q_lens": (5, 1, 9, 16), "kv_lens": (13, 1, 25, 16)},
+    "mla_decode": {"q_lens": (1, 1, 1, 1), "kv_lens": (13, 1, 16, 25)},
+    "mla_extend": {"q_lens": (5, 1, 9, 16), "kv_lens": (13, 1, 25, 16)},
 }
+_KV_OPERATIONS: tuple[Operation, ...] = ("paged_decode", "paged_extend", "ragged_extend")
 _VERIFY = {"q_lens": (4, 4, 4, 4), "kv_lens": (13, 4, 16, 25)}
+# Two branches, of which one splits again; the last node is a second root.
+_TREE = {"q_lens": (6,) * 3, "kv_lens": (13, 6, 24), "tree": (-1, 0, 0, 1, 1, -1)}
+_FP8_LAYERS = {"kv_scale": "rows", "num_layers": 3, "layer_index": 2}
+_FP8_QUERIES = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2", "kv_scale": "scalar"}
 _GIANT = (1, 300, 2, 0, 9)
 
 # Each feature alone, on every operation.
@@ -257,6 +51,10 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "narrow_values": {"spec": _spec(v_head_dim=8)},
     "kv_start": {"kv_start": (5, 0, 3, 64), "q_start": (13, 0, 20, 79)},
     "q_positions": {"q_positions": True},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "rope": {"spec": _spec(rope_theta=1e4)},
+    "fp8": {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "kv_scale": "heads"},
 }
 
 # Pairs that meet in the mask or in the logit, and positions that the lengths alone do not give.
@@ -266,6 +64,9 @@ _PAIRS: dict[str, dict[str, Any]] = {
     "mask_and_window": {"spec": _spec(window_left=6), "custom_mask": True},
     "kv_start_and_window": {"spec": _spec(window_left=6), "kv_start": (5, 2, 3, 64)},
     "kv_start_and_chunk": {"spec": _spec(chunk_size=8), "kv_start": (5, 2, 3, 64)},
+    "alibi_and_soft_cap": {"spec": _spec(logits_soft_cap=2.0, sm_scale=1.0, causal=False), "alibi": True},
+    "sinks_and_window": {"spec": _spec(window_left=2), "sinks": True, "dtype": "bfloat16"},
+    "rope_and_kv_start": {"spec": _spec(rope_theta=5e5, rope_scale=8.0), "kv_start": (5, 2, 3, 70_000)},
 }
 
 
@@ -276,9 +77,11 @@ def _case(name: str, operation: Operation, **fields: Any) -> Case:
 _decode = functools.partial(_case, operation="paged_decode")
 _extend = functools.partial(_case, operation="paged_extend")
 _ragged_extend = functools.partial(_case, operation="ragged_extend")
+_mla_decode = functools.partial(_case, operation="mla_decode", spec=_mla_spec())
+_mla_extend = functools.partial(_case, operation="mla_extend", spec=_mla_spec())
 
 CASES: tuple[Case, ...] = (
-    *(_case(name, operation, **fields) for operation in _BATCHES for name, fields in _FEATURES.items()),
+    *(_case(name, operation, **fields) for operation in _KV_OPERATIONS for name, fields in _FEATURES.items()),
     *(_extend(name, **fields) for name, fields in _PAIRS.items()),
     *(_decode(f"verify_{name}", **_VERIFY, **fields) for name, fields in _PAIRS.items()),
     _decode("verify", **_VERIFY, padding_rows=2),
@@ -310,28 +113,59 @@ CASES: tuple[Case, ...] = (
     _ragged_extend("giant", q_lens=(1, 40, 2, 0, 9), kv_lens=_GIANT, dtype="float16", padding_tokens=12),
     _ragged_extend("more_queries_than_keys", q_lens=(6, 3, 9, 2), kv_lens=(2, 0, 8, 17), spec=_spec(window_left=3)),
     _ragged_extend("group_5_dim_64", spec=_spec(num_q_heads=5, num_kv_heads=1, head_dim=64), dtype="bfloat16"),
+    _decode("tree", **_TREE),
+    _extend("tree", **_TREE, spec=_spec(window_left=3), padding_rows=1, padding_tokens=2),
+    _decode("tree_rope", **_TREE, spec=_spec(rope_theta=1e4), alibi=True, dtype="bfloat16"),
+    _decode("cross_attention", kv_lens=(9, 0, 16, 1), spec=_spec(causal=False)),
+    _extend("cross_attention", q_lens=(3, 5, 0, 20), kv_lens=(17, 0, 8, 1), spec=_spec(causal=False)),
+    _ragged_extend("cross_attention", q_lens=(3, 5, 0, 20), kv_lens=(17, 0, 8, 1), spec=_spec(causal=False)),
+    _ragged_extend("encoder", q_lens=(9, 1, 0, 17), kv_lens=(9, 1, 0, 17), spec=_spec(causal=False), dtype="bfloat16"),
+    _decode("fp8_e5m2_layers", **_FP8_LAYERS, dtype="float16", kv_dtype="float8_e5m2"),
+    _extend("fp8_layers_hnd", **_FP8_LAYERS, kv_dtype="float8_e4m3fn", spec=_spec(page_layout="HND")),
+    _decode("fp8_without_scales", dtype="bfloat16", kv_dtype="float8_e4m3fn", padding_rows=1),
+    _decode("fp8_combined", dtype="bfloat16", kv_dtype="float8_e5m2", spec=_spec(combined_pool="kv_first")),
+    _decode("fp8_queries", **_FP8_QUERIES, q_scale="heads", padding_rows=1),
+    _extend("fp8_queries", **_FP8_QUERIES, q_scale="rows", padding_rows=1, padding_tokens=3),
+    _ragged_extend("fp8_queries", **_FP8_QUERIES, q_scale="scalar", spec=_spec(rope_theta=1e4, logits_soft_cap=2.0)),
+    _decode("fp8_sinks_alibi", dtype="bfloat16", kv_dtype="float8_e4m3fn", kv_scale="scalar", sinks=True, alibi=True),
+    _mla_decode("plain", padding_rows=1),
+    _mla_decode("bfloat16_layers", dtype="bfloat16", num_layers=3, layer_index=1, page_size=1),
+    _mla_decode("verify_window", **_VERIFY, spec=_mla_spec(window_left=5), sinks=True),
+    _mla_decode("tree", **_TREE, dtype="bfloat16"),
+    _mla_decode("fp8_layers", **_FP8_LAYERS, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+    _mla_extend("plain", padding_rows=1, padding_tokens=3),
+    _mla_extend("more_queries_than_keys", q_lens=(6, 3, 9, 2), kv_lens=(2, 0, 8, 17), dtype="bfloat16"),
+    _mla_extend("soft_cap_kv_start", kv_start=(5, 0, 3, 64), spec=_mla_spec(logits_soft_cap=2.0), custom_mask=True),
+    _mla_extend("fp8_queries", **_FP8_QUERIES, q_scale="rows"),
 )
 
 
 @st.composite
-def _random_specs(draw: st.DrawFn, paged: bool) -> AttentionSpec:
-    num_kv_heads = draw(st.integers(1, 3))
+def _random_specs(draw: st.DrawFn, operation: Operation) -> AttentionSpec:
+    paged, mla = operation.startswith("paged"), operation.startswith("mla")
+    num_kv_heads = 1 if mla else draw(st.integers(1, 3))
     causal = draw(st.booleans())
     combined_pool = draw(st.sampled_from((None, "pages_first", "kv_first"))) if paged else None
+    rope_theta = None if mla else draw(st.sampled_from((None, None, 1e4, 5e5)))
     return AttentionSpec(
         num_q_heads=num_kv_heads * draw(st.integers(1, 5)),
         num_kv_heads=num_kv_heads,
         head_dim=16,
-        v_head_dim=None if combined_pool else draw(st.sampled_from((None, 8))),
-        sm_scale=draw(st.sampled_from((None, 1.0))),
+        v_head_dim=8 if mla else None if combined_pool else draw(st.sampled_from((None, 8))),
+        sm_scale=1.0 if mla else draw(st.sampled_from((None, 1.0))),
         logits_soft_cap=draw(st.sampled_from((None, 4.0))),
         causal=causal,
         window_left=draw(st.none() | st.integers(0, 20)),
         window_right=None if causal else draw(st.none() | st.integers(0, 20)),
         chunk_size=draw(st.none() | st.integers(1, 12)),
+        rope_theta=rope_theta,
+        rope_scale=1.0 if rope_theta is None else draw(st.sampled_from((1.0, 4.0))),
         page_layout=draw(st.sampled_from(("NHD", "HND"))) if paged else "NHD",
         combined_pool=combined_pool,
     )
+
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 @st.composite
@@ -339,29 +173,37 @@ def random_cases(draw: st.DrawFn) -> Case:
     """Small valid cases of every operation, features freely combined."""
     operation = draw(st.sampled_from(tuple(_BATCHES)))
     paged = operation != "ragged_extend"
+    decode = operation.endswith("decode")
     batch = draw(st.integers(1, 4))
     per_request = functools.partial(st.lists, min_size=batch, max_size=batch)
-    if operation == "paged_decode":
+    if decode:
         q_lens = [draw(st.integers(1, 4))] * batch
     else:
         q_lens = draw(per_request(st.integers(0, 12)))
     starts = st.none() | per_request(st.integers(0, 40)).map(tuple)
     num_layers = draw(st.none() | st.integers(1, 3)) if paged else None
+    kv_dtype = draw(st.sampled_from((None, None, *_FP8)))
+    scales = ("scalar", "heads", None)
     return Case(
         name=f"random_{operation}",
         operation=operation,
-        spec=draw(_random_specs(paged)),
+        spec=draw(_random_specs(operation)),
         q_lens=tuple(q_lens),
         kv_lens=tuple(draw(per_request(st.integers(0, 40)))),
         page_size=draw(st.sampled_from((1, 8, 16))),
-        dtype=draw(st.sampled_from(("float32", "bfloat16", "float16"))),
+        dtype=draw(st.sampled_from(("float32", "bfloat16", "float16", *(_FP8 if kv_dtype else ())))),
+        kv_dtype=kv_dtype,
+        q_scale=draw(st.sampled_from((*scales, "rows"))),
+        kv_scale=draw(st.sampled_from(scales if num_layers is None else (*scales, "rows"))),
         num_layers=num_layers,
         layer_index=None if num_layers is None else draw(st.integers(0, num_layers - 1)),
         kv_start=draw(starts),
         q_start=draw(starts),
         custom_mask=draw(st.booleans()),
         q_positions=draw(st.booleans()),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
         padding_rows=draw(st.integers(0, 2)),
         # At least one query row in all.
-        padding_tokens=0 if operation == "paged_decode" else draw(st.integers(not any(q_lens), 4)),
+        padding_tokens=0 if decode else draw(st.integers(not any(q_lens), 4)),
     )

@@ -6,13 +6,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn_kernels import AttentionSpec, paged_decode
+from jattn_kernels import AttentionSpec, attention, make_schedule, paged_decode
 from jattn_kernels.call import AttentionCall, Device, Implementation, default_device
 from jattn_kernels.dispatch import choose
 
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=8)
 CALL = AttentionCall(
     operation="paged_decode", spec=SPEC, q_dtype="float32", kv_dtype="float32", page_size=4, device=Device("cpu")
+)
+
+
+HOPPER_CALL = AttentionCall(
+    operation="paged_decode",
+    spec=AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128),
+    q_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    page_size=16,
+    device=Device("gpu", (9, 0)),
 )
 
 
@@ -47,11 +57,7 @@ def test_choose_takes_xla_for_a_plain_call():
     ids=str,
 )
 def test_choose_takes_mosaic_on_hopper_only(device, name):
-    spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
-    call = AttentionCall(
-        operation="paged_decode", spec=spec, q_dtype="bfloat16", kv_dtype="bfloat16", page_size=16, device=device
-    )
-    assert choose(call).implementation.name == name
+    assert choose(dataclasses.replace(HOPPER_CALL, device=device)).implementation.name == name
 
 
 def test_choose_follows_the_device():
@@ -85,12 +91,8 @@ def test_choose_lists_the_choices_for_an_unknown_name():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        *[
-            ({"features": frozenset({name})}, f"`xla` does not do `{name}`")
-            for name in ("alibi_slopes", "sinks", "q_scale", "k_scale", "v_scale")
-        ],
-        ({"kv_dtype": "float8_e4m3fn"}, "`xla` does not do float8_e4m3fn"),
-        ({"q_dtype": "float8_e5m2"}, "`xla` does not do float8_e5m2"),
+        ({"kv_dtype": "float8_e4m3"}, "`xla` does not do float8_e4m3: it takes float32, "),
+        ({"q_dtype": "float64"}, "`xla` does not do float64"),
         ({"spec": dataclasses.replace(SPEC, batch_invariant=True)}, "does not promise `batch_invariant`"),
     ],
 )
@@ -99,14 +101,47 @@ def test_xla_refuses_by_name(change, sentence):
         choose(dataclasses.replace(CALL, **change))
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *[
+            ({"features": frozenset({name})}, f"`mosaic` does not do `{name}`")
+            for name in ("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks")
+        ],
+        *[
+            ({"spec": dataclasses.replace(HOPPER_CALL.spec, **{name: value})}, f"`mosaic` does not do `{name}`")
+            for name, value in (
+                ("logits_soft_cap", 30.0),
+                ("window_left", 5),
+                ("chunk_size", 8),
+                ("rope_theta", 1e4),
+                ("combined_pool", "kv_first"),
+            )
+        ],
+        *[
+            ({"operation": name, "page_size": None}, f"`mosaic` does not do {name}")
+            for name in ("ragged_extend", "mla_decode", "mla_extend")
+        ],
+        ({"kv_dtype": "float8_e4m3fn"}, "`mosaic` takes bfloat16 or float16, .* not bfloat16 and float8_e4m3fn"),
+        ({"q_dtype": "float8_e5m2", "kv_dtype": "float8_e5m2"}, "`mosaic` takes bfloat16 or float16"),
+        ({"spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)}, "does not promise `batch_invariant`"),
+    ],
+    ids=str,
+)
+def test_mosaic_refuses_by_name_on_hopper(change, sentence):
+    assert choose(HOPPER_CALL).implementation.name == "mosaic"
+    with pytest.raises(NotImplementedError, match=sentence):
+        choose(dataclasses.replace(HOPPER_CALL, **change), "mosaic")
+
+
 def decode_arguments():
     pages = jnp.zeros((2, 4, 1, 8))
     return jnp.ones((1, 1, 2, 8)), pages, pages, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
 
 
 def test_faces_refuse_what_no_kernel_does():
-    with pytest.raises(NotImplementedError, match="`xla` does not do `sinks`"):
-        paged_decode(*decode_arguments(), spec=SPEC, sinks=jnp.zeros(2))
+    with pytest.raises(NotImplementedError, match=r"`xla` does not promise `batch_invariant`.* No implementation"):
+        paged_decode(*decode_arguments(), spec=dataclasses.replace(SPEC, batch_invariant=True))
 
 
 def test_faces_list_the_choices_for_an_unknown_name():
@@ -122,6 +157,16 @@ def test_faces_refuse_the_one_asked_for_and_name_one_that_can():
 def test_faces_ignore_a_schedule_that_xla_does_not_need():
     plain = paged_decode(*decode_arguments(), spec=SPEC)
     assert jnp.array_equal(paged_decode(*decode_arguments(), spec=SPEC, schedule=jnp.arange(3)), plain)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("operation", [None, "mla_decode"])
+def test_make_schedule_asks_about_the_calls_that_it_is_for(monkeypatch, operation, kv_dtype):
+    monkeypatch.setattr(attention, "default_device", lambda: HOPPER_CALL.device)
+    facts = {"spec": HOPPER_CALL.spec, "num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 16}
+    schedule = make_schedule(jnp.array([9, 300], jnp.int32), **facts, kv_dtype=kv_dtype, operation=operation)
+    served_by_mosaic = operation is None and kv_dtype in (None, jnp.bfloat16)
+    assert (schedule is not None) == served_by_mosaic
 
 
 def test_default_device_follows_the_configuration():

@@ -5,8 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import merge_state, merge_states, reference
-from jattn_kernels.merge import lse_from_base2, lse_to_base2
+from jattn_kernels import (
+    AttentionSpec,
+    lse_from_base2,
+    lse_to_base2,
+    merge_state,
+    merge_states,
+    ragged_extend,
+    reference,
+)
+from jattn_kernels.merge import sink_share
 
 ROWS, HEADS, WIDTH = 5, 3, 4
 
@@ -60,6 +68,36 @@ def test_merge_of_distant_lses_does_not_overflow():
     lses = jnp.stack([jnp.full((ROWS, HEADS), 3e38, jnp.float32), jnp.full((ROWS, HEADS), -3e38, jnp.float32)])
     out, lse = merge_states(outs, lses)
     chex.assert_trees_all_equal((out, lse), (outs[0], lses[0]))
+
+
+def test_merge_of_base_2_parts_weighs_them_by_powers_of_two():
+    outs, lses = parts(2)
+    base2 = lses.at[:, 0].set(jnp.array([[3.0] * HEADS, [1.0] * HEADS]))
+    out, lse = merge_states(outs, lse_from_base2(base2))
+    np.testing.assert_allclose(out[0], (4 * outs[0, 0] + outs[1, 0]) / 5, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse_to_base2(lse)[0], np.log2(10), rtol=1e-6)
+
+
+def test_sink_share_is_the_part_of_the_denominator_that_is_keys():
+    lse = jnp.log(jnp.array([[3.0, 1.0], [0.0, 0.0]]))
+    share = sink_share(lse, jnp.array([0.0, -jnp.inf]))
+    np.testing.assert_allclose(share, [[3 / 4, 1], [0, 0]], rtol=1e-6)
+
+
+def test_sinks_after_a_merge_equal_sinks_of_the_whole():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((ROWS, HEADS, WIDTH)), jnp.float32) for _ in range(3))
+    spec = AttentionSpec(num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH, causal=False)
+    sinks = jnp.array([-1.0, 0.0, 2.0])
+
+    def part(first, last, **options):
+        offsets = jnp.array([0, ROWS], jnp.int32), jnp.array([0, last - first], jnp.int32)
+        return ragged_extend(q, k[first:last], v[first:last], *offsets, spec=spec, return_lse=True, **options)
+
+    out, lse = merge_state(*part(0, 2), *part(2, ROWS))
+    whole_out, whole_lse = part(0, ROWS, sinks=sinks)
+    np.testing.assert_allclose(out * sink_share(lse, sinks)[..., None], whole_out, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse, whole_lse, rtol=0, atol=2e-6)
 
 
 def test_lse_base_conversion_is_exact_at_powers_of_two():

@@ -10,7 +10,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jattn_kernels import AttentionSpec, attention
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import AttentionOptions, Device
-from jattn_kernels.mosaic.sm90 import combine, paged, tiles
+from jattn_kernels.mosaic.sm90 import paged, tiles
 from jattn_kernels.schedule import DecodeSchedule
 from tests.kernels.cases import Case, assert_close, build
 
@@ -19,7 +19,7 @@ from tests.kernels.cases import Case, assert_close, build
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU; the interpreter is it."""
     monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
-    monkeypatch.setattr(paged, "NUM_SMS", 3)  # few parts: the interpreter is slow
+    monkeypatch.setattr(paged, "NUM_SMS", 3)  # few workers: the interpreter is slow
     with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
         yield
     gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -43,6 +43,7 @@ INTERPRETED = [
     case("plain"),
     case("float16", dtype="float16"),
     case("split", kv_lens=(600, 9)),
+    case("many_items_a_worker", kv_lens=(70, 3, 0, 65, 130, 1, 16), spec={"num_q_heads": 2, "num_kv_heads": 1}),
     case("boundaries", kv_lens=(127, 128, 129), page_size=32),
     case("verify", q_len=4, kv_lens=(130, 4, 2)),
     case("verify_more_rows_than_one_block", q_len=5, kv_lens=(40,), spec={"num_q_heads": 32}),
@@ -77,14 +78,6 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
     given = paged_decode(*inputs.args, **inputs.kwargs, schedule=schedule, implementation="mosaic")
     own = paged_decode(*inputs.args, **inputs.kwargs, implementation="mosaic")
     np.testing.assert_array_equal(given, own)
-
-
-@pytest.mark.parametrize("name", ["split", "heads_share_rows"])
-def test_mosaic_decode_combines_several_vectors_a_block(hopper, monkeypatch, name):
-    monkeypatch.setattr(combine, "_BLOCKS_AT_ONCE", 0)
-    case = next(case for case in INTERPRETED if case.name == name)
-    inputs = build(case)
-    assert_close(case, inputs, *paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -145,9 +145,9 @@ def test_chosen_tiles_fit(head_dim, page_size):
 @pytest.mark.parametrize(
     ("sizes", "page_size", "message"),
     [
-        (ExtendTiles(block_kv=128, stages=3), 16, "bytes of shared memory"),
-        (ExtendTiles(block_kv=96, stages=2), 16, "multiple of 64 keys"),
-        (ExtendTiles(block_kv=128, stages=2), 48, "pages of 48"),
+        (ExtendTiles(block_kv=128, k_stages=4, v_stages=3), 16, "bytes of shared memory"),
+        (ExtendTiles(block_kv=96, k_stages=2, v_stages=2), 16, "multiple of 64 keys"),
+        (ExtendTiles(block_kv=128, k_stages=2, v_stages=2), 48, "pages of 48"),
     ],
 )
 def test_tiles_refuse_what_would_not_compile(sizes, page_size, message):

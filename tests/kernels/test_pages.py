@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import copy_pages, write_pages
+from jattn_kernels import AttentionSpec, copy_pages, paged_decode, ragged_extend, write_latent_pages, write_pages
 
 PAGES, PAGE_SIZE, HEADS, WIDTH, LAYERS = 5, 4, 2, 3, 3
 SLOTS = np.array([7, 19, -1, 20, 0, 2**31 - 1, -20, 8], np.int32)
@@ -92,6 +92,81 @@ def test_write_pages_clips_scaled_rows_to_the_range_of_fp8(dtype):
     )
     np.testing.assert_array_equal(k_pages[0, :3, 0, 0].astype(jnp.float32), [2, limit, -limit])
     np.testing.assert_array_equal(v_pages[0, 0, :, 0].astype(jnp.float32), [4, 1])
+
+
+def test_write_pages_divides_by_the_scales_of_the_layer():
+    pages = jnp.zeros(pool_shape(PAGES, "NHD", None, 1), jnp.float8_e4m3fn)
+    scales = jnp.array([[1.0, 1.0], [2.0, 8.0], [1.0, 1.0]])
+    slots, values = jnp.zeros(1, jnp.int32), rows([16.0])
+    written, unscaled = write_pages(pages, pages, values, values, slots, layer_index=jnp.int32(1), k_scale=scales)
+    np.testing.assert_array_equal(written[1, 0, 0, :, 0].astype(jnp.float32), [8, 2])
+    np.testing.assert_array_equal(unscaled[1, 0, 0, :, 0].astype(jnp.float32), [16, 16])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_write_pages_rounds_to_the_nearest_fp8_and_attention_reads_it_back(dtype):
+    rng = np.random.default_rng(0)
+    scale = jnp.array([0.25, 3.0])
+    k, v = (jnp.asarray(rng.standard_normal((5, HEADS, 8)) * 4, jnp.float32) for _ in range(2))
+    pages = jnp.zeros((PAGES, PAGE_SIZE, HEADS, 8), dtype)
+    slots = jnp.arange(4, 9, dtype=jnp.int32)
+    k_pages, v_pages = write_pages(pages, pages, k, v, slots, k_scale=scale, v_scale=scale)
+    stored_k, stored_v = (
+        np.asarray(pool).reshape(-1, HEADS, 8)[4:9].astype(np.float32) * np.asarray(scale)[:, None]
+        for pool in (k_pages, v_pages)
+    )
+    # Half a step between neighbours, and below the smallest normal number half of a fixed one.
+    step = float(jnp.finfo(dtype).eps) / 2
+    floor = float(jnp.finfo(dtype).smallest_subnormal) / 2 * np.asarray(scale)[:, None]
+    for exact, stored in ((k, stored_k), (v, stored_v)):
+        assert (np.abs(stored - exact) <= step * np.abs(exact) + floor).all()
+    spec = AttentionSpec(num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=8)
+    q, table, lens = k[:1, None], jnp.array([[1, 2]], jnp.int32), jnp.array([5], jnp.int32)
+    out = paged_decode(q, k_pages, v_pages, table, lens, spec=spec, k_scale=scale, v_scale=scale)
+    offsets = jnp.array([0, 1], jnp.int32), jnp.array([0, 5], jnp.int32)
+    plain = ragged_extend(q[0], jnp.asarray(stored_k), jnp.asarray(stored_v), *offsets, spec=spec)
+    np.testing.assert_allclose(out[0], plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer_index", [None, 2])
+def test_write_latent_pages_writes_the_rows_in_range_and_nothing_else(layer_index):
+    rng = np.random.default_rng(0)
+    c_kv, k_pe = (rng.standard_normal((len(SLOTS), width)).astype(np.float32) for width in (5, 2))
+    pool = np.full((*([] if layer_index is None else [LAYERS]), PAGES, PAGE_SIZE, 7), np.nan, np.float32)
+    index = None if layer_index is None else jnp.int32(layer_index)
+    arguments = (jnp.asarray(x) for x in (pool, c_kv, k_pe, SLOTS))
+    written = write_latent_pages(*arguments, layer_index=index)
+    view = pool if layer_index is None else pool[layer_index]
+    for t, slot in enumerate(SLOTS.tolist()):
+        if 0 <= slot < PAGES * PAGE_SIZE:
+            view[slot // PAGE_SIZE, slot % PAGE_SIZE] = [*c_kv[t], *k_pe[t]]
+    np.testing.assert_array_equal(written, pool)
+
+
+def test_write_latent_pages_clips_scaled_rows_to_the_range_of_fp8():
+    pages = jnp.zeros((LAYERS, PAGES, PAGE_SIZE, 2), jnp.float8_e4m3fn)
+    rows, slots = jnp.array([[8.0], [1e6]]), jnp.array([0, 5], jnp.int32)
+    written = write_latent_pages(pages, rows, rows, slots, layer_index=1, kv_scale=jnp.array([[1.0], [4.0], [1.0]]))
+    np.testing.assert_array_equal(written[1, 0, 0].astype(jnp.float32), [2, 2])
+    np.testing.assert_array_equal(written[1, 1, 1].astype(jnp.float32), [448, 448])
+    assert (written[jnp.array([0, 2])] == 0).all()
+
+
+def test_write_latent_pages_is_in_place_in_a_scan_over_layers():
+    def write(pages, c_kv, k_pe, slots):
+        def layer(pages, index):
+            return write_latent_pages(pages, c_kv, k_pe, slots, layer_index=index), None
+
+        return jax.lax.scan(layer, pages, jnp.arange(LAYERS, dtype=jnp.int32))[0]
+
+    temporary = []
+    for num_pages in (64, 4096):
+        pages = jax.ShapeDtypeStruct((LAYERS, num_pages, PAGE_SIZE, 7), jnp.bfloat16)
+        c_kv, k_pe = (jax.ShapeDtypeStruct((2, width), jnp.float32) for width in (5, 2))
+        memory = compiled_memory(write, pages, c_kv, k_pe, jax.ShapeDtypeStruct((2,), jnp.int32), donate=(0,))
+        assert memory.alias_size_in_bytes == pages.size * 2
+        temporary.append(memory.temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
 
 
 def test_write_pages_checks_the_scales():

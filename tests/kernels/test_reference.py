@@ -1,6 +1,7 @@
 """The oracle against brute force in plain Python, and against examples worked by hand."""
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 
 from jattn_kernels import reference
 from jattn_kernels.spec import AttentionSpec
-from tests.kernels import cases
+from tests.kernels.brute_force import BruteForce
+from tests.kernels.case import UNUSED_PAGES, tree_path
 from tests.kernels.cases import CASES, Case, Inputs, assert_close, build, oracle, random_cases
 
 # float64 sums in two orders.
@@ -23,119 +25,10 @@ def by_name(*names: str) -> list[Case]:
     return found
 
 
-def sees(spec: AttentionSpec, query: int, key: int, mask_bit: bool | None) -> bool:
-    """Whether a query at one absolute position sees the key at another."""
-    before = query - key
-    if mask_bit is False:
-        return False
-    if mask_bit is None and spec.causal and before < 0:
-        return False
-    if spec.window_left is not None and before > spec.window_left:
-        return False
-    if spec.window_right is not None and -before > spec.window_right:
-        return False
-    if spec.chunk_size is not None:
-        first_of_chunk = query - query % spec.chunk_size
-        return first_of_chunk <= key < first_of_chunk + spec.chunk_size
-    return True
-
-
-class BruteForce:
-    """One attention call, number by number: no array is sliced, gathered or reshaped."""
-
-    def __init__(self, case: Case, inputs: Inputs):
-        self.case, self.spec, self.kwargs = case, case.spec, inputs.kwargs
-        lists = [None if x is None else np.asarray(x).astype(np.float64).tolist() for x in inputs.args]
-        integers = [None if x is None else np.asarray(x).tolist() for x in inputs.args]
-        self.q, self.k, self.v = lists[:3]
-        if case.operation == "ragged_extend":
-            self.cu_q_lens, self.cu_kv_lens = integers[3:]
-            self.kv_lens = [b - a for a, b in zip(self.cu_kv_lens, self.cu_kv_lens[1:], strict=False)]
-        else:
-            self.page_table, self.kv_lens = integers[3:5]
-        if case.operation == "paged_extend":
-            self.cu_q_lens = integers[5]
-        self.mask = self.given("custom_mask")
-
-    def given(self, name: str):
-        return np.asarray(self.kwargs[name]).tolist() if name in self.kwargs else None
-
-    def q_len(self, request: int) -> int:
-        if self.case.operation == "paged_decode":
-            return len(self.q[request])
-        return self.cu_q_lens[request + 1] - self.cu_q_lens[request]
-
-    def row(self, request: int, i: int) -> tuple[int, ...]:
-        """Index of a query in `q`, `q_positions` and the results."""
-        return (request, i) if self.case.operation == "paged_decode" else (self.cu_q_lens[request] + i,)
-
-    def head(self, which: int, request: int, s: int, kv_head: int) -> list[float]:
-        """Key (0) or value (1) number s of a request."""
-        if self.case.operation == "ragged_extend":
-            return (self.k, self.v)[which][self.cu_kv_lens[request] + s][kv_head]
-        page = self.page_table[request][s // self.case.page_size]
-        row = s % self.case.page_size
-        pool = self.k if which == 0 or self.spec.combined_pool else self.v
-        if self.case.layer_index is not None:
-            pool = pool[self.case.layer_index]
-        if self.spec.combined_pool == "pages_first":
-            tokens = pool[page][which]
-        elif self.spec.combined_pool == "kv_first":
-            tokens = pool[which][page]
-        else:
-            tokens = pool[page]
-        return tokens[row][kv_head] if self.spec.page_layout == "NHD" else tokens[kv_head][row]
-
-    def position(self, request: int, i: int) -> int:
-        if (positions := self.given("q_positions")) is not None:
-            for index in self.row(request, i):
-                positions = positions[index]
-            return positions
-        if (starts := self.given("q_start")) is not None:
-            return starts[request] + i
-        return self.key_position(request, self.kv_lens[request]) - self.q_len(request) + i
-
-    def key_position(self, request: int, s: int) -> int:
-        starts = self.given("kv_start")
-        return s if starts is None else starts[request] + s
-
-    def attend(self, request: int, i: int, q_head: int) -> tuple[list[float], float]:
-        q = self.q
-        for index in (*self.row(request, i), q_head):
-            q = q[index]
-        kv_head = q_head * self.spec.num_kv_heads // self.spec.num_q_heads
-        scale = self.spec.sm_scale or self.spec.head_dim**-0.5
-        mask_start = sum(self.q_len(r) * self.kv_lens[r] for r in range(request)) + i * self.kv_lens[request]
-        p = self.position(request, i)
-        terms = []
-        for s in range(self.kv_lens[request]):
-            bit = None if self.mask is None else self.mask[mask_start + s]
-            if not sees(self.spec, p, self.key_position(request, s), bit):
-                continue
-            logit = scale * sum(a * b for a, b in zip(q, self.head(0, request, s, kv_head), strict=True))
-            if self.spec.logits_soft_cap:
-                logit = self.spec.logits_soft_cap * math.tanh(logit / self.spec.logits_soft_cap)
-            terms.append((math.exp(logit), self.head(1, request, s, kv_head)))
-        if not terms:
-            return [0.0] * self.spec.value_dim, -math.inf
-        total = sum(weight for weight, _ in terms)
-        out = [sum(weight * v[d] for weight, v in terms) / total for d in range(self.spec.value_dim)]
-        return out, math.log(total)
-
-    def run(self, out_shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        out, lse = np.zeros(out_shape), np.full(out_shape[:-1], -np.inf)
-        for request in range(len(self.kv_lens)):
-            for i in range(self.q_len(request)):
-                for n in range(self.spec.num_q_heads):
-                    index = (*self.row(request, i), n)
-                    out[index], lse[index] = self.attend(request, i, n)
-        return out, lse
-
-
 def assert_brute_force_agrees(case: Case, seed: int = 0) -> None:
     inputs = build(case, seed)
     out, lse = oracle(case, inputs)
-    expected_out, expected_lse = BruteForce(case, inputs).run((*inputs.args[0].shape[:-1], case.spec.value_dim))
+    expected_out, expected_lse = BruteForce(case, inputs).run()
     np.testing.assert_allclose(out, expected_out, rtol=0, atol=ATOL)
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=ATOL)
 
@@ -247,6 +140,118 @@ def test_soft_cap_comes_after_the_scale():
     np.testing.assert_allclose(lse, 3.0 * math.tanh(2.0), rtol=0, atol=ATOL)
 
 
+def one_row(q, k, v, *, spec=None, q_start=0, kv_start=0, **options):
+    """One query of one head over a few keys, given as lists."""
+    q, k, v = (np.asarray(x, np.float64)[:, None] for x in ([q], k, v))
+    spec = spec or AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=q.shape[-1], v_head_dim=v.shape[-1])
+    places = {"q_start": np.array([q_start]), "kv_start": np.array([kv_start])}
+    bounds = np.array([0, 1]), np.array([0, len(k)])
+    out, lse = reference.ragged_extend(q, k, v, *bounds, spec=spec, **places, **options, return_lse=True)
+    return out[0, 0].tolist(), float(lse[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("causal", "q_start", "biases"),
+    [(True, 2, [-1.0, -0.5, 0.0]), (False, 1, [-0.5, 0.0, -0.5]), (False, -3, [-1.5, -2.0, -2.5])],
+)
+def test_alibi_by_hand(causal, q_start, biases):
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, causal=causal)
+    slopes = np.array([0.5])
+    _, lse = one_row([0.0], [[1.0]] * 3, [[1.0]] * 3, spec=spec, q_start=q_start, alibi_slopes=slopes)
+    np.testing.assert_allclose(lse, math.log(sum(map(math.exp, biases))), rtol=0, atol=ATOL)
+
+
+def test_alibi_comes_after_the_cap():
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, sm_scale=2.0, logits_soft_cap=3.0)
+    _, lse = one_row([3.0], [[1.0]], [[1.0]], spec=spec, q_start=10, alibi_slopes=np.array([0.25]))
+    np.testing.assert_allclose(lse, 3.0 * math.tanh(2.0) - 2.5, rtol=0, atol=ATOL)
+
+
+def test_sink_takes_its_share_of_the_output_and_none_of_the_lse():
+    options = {"q_start": 1, "sinks": np.log([2.0])}
+    out, lse = one_row([0.0], [[1.0]] * 2, [[4.0], [8.0]], **options)
+    np.testing.assert_allclose(out, [(4 + 8) / (2 + 2)], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(lse, math.log(2), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("sink", [0.0, 50.0, -math.inf])
+def test_sink_leaves_an_empty_row_empty(sink):
+    assert one_row([0.0], [[1.0]], [[4.0]], q_start=-1, sinks=np.array([sink])) == ([0.0], -math.inf)
+
+
+def test_sink_of_minus_infinity_is_none():
+    whole = one_row([1.0], [[1.0], [2.0]], [[4.0], [8.0]], q_start=1)
+    np.testing.assert_allclose(
+        np.hstack(one_row([1.0], [[1.0], [2.0]], [[4.0], [8.0]], q_start=1, sinks=np.array([-np.inf]))),
+        np.hstack(whole),
+        rtol=0,
+        atol=ATOL,
+    )
+
+
+def test_rope_turns_halves_by_a_right_angle():
+    # At position pi/2 * scale the first pair (x0, x2) turns by a right angle and the second, of a far base, stays.
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=4, rope_theta=1e16, rope_scale=2 / math.pi)
+    _, lse = one_row([1.0, 2.0, 3.0, 4.0], [[5.0, 6.0, 7.0, 8.0]], [[1.0] * 4], spec=spec, q_start=1)
+    turned = [-3.0, 2.0, 1.0, 4.0]
+    expected = sum(a * b for a, b in zip(turned, [5.0, 6.0, 7.0, 8.0], strict=True)) / 2
+    np.testing.assert_allclose(lse, expected, rtol=0, atol=1e-6)  # the second pair's angle is 1e-8 of the first's
+
+
+def test_rope_sees_distances_only():
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=4, rope_theta=1e4)
+    rows = [1.0, 2.0, 3.0, 4.0], [[5.0, 6.0, 7.0, 8.0], [0.5, 1.0, -1.0, 2.0]], [[1.0] * 4] * 2
+    near = one_row(*rows, spec=spec, q_start=1)[1]
+    far = one_row(*rows, spec=spec, q_start=1001, kv_start=1000)[1]
+    assert abs(near - one_row(*rows, spec=spec, q_start=5)[1]) > 0.1
+    np.testing.assert_allclose(far, near, rtol=0, atol=1e-9)
+
+
+def test_fp8_scales_stand_for_the_numbers_that_were_stored():
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=1, logits_soft_cap=3.0)
+    scales = {"q_scale": np.float32(2), "k_scale": np.float32([3]), "v_scale": np.float32(0.5)}
+    out, lse = one_row([1.5], [[0.5]], [[4.0]], spec=spec, **scales)
+    assert out == [2.0]
+    np.testing.assert_allclose(lse, 3 * math.tanh(2 * 3 * 1.5 * 0.5 / 3), rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", by_name("paged_decode_tree", "mla_decode_tree"), ids=lambda case: case.name)
+def test_tree_node_sees_what_its_branch_would_as_a_chain(case):
+    inputs = build(case)
+    out, lse = oracle(case, inputs)
+    tree, last = BruteForce(case, inputs), len(case.tree)
+    for request, node in itertools.product(range(len(case.kv_lens)), range(last)):
+        # The branch alone, as a chain: its keys are those of the prefix and of the path.
+        prefix = case.kv_lens[request] - last
+        keys = [*range(prefix), *(prefix + step for step in tree_path(case.tree, node))]
+        query = tree.query(request, node, 0)
+        weights = [
+            math.exp(case.spec.scale * sum(a * b for a, b in zip(query, tree.key(request, s, 0), strict=True)))
+            for s in keys
+        ]
+        expected = sum(w * tree.value(request, s, 0)[0] for w, s in zip(weights, keys, strict=True)) / sum(weights)
+        np.testing.assert_allclose(out[request, node, 0, 0], expected, rtol=0, atol=ATOL)
+        np.testing.assert_allclose(lse[request, node, 0], math.log(sum(weights)), rtol=0, atol=ATOL)
+        assert tree.position(request, node) == len(keys) - 1
+
+
+def test_mla_is_attention_whose_values_begin_its_keys():
+    (case,) = by_name("mla_extend_plain")
+    inputs = build(case)
+    q_nope, q_pe, latent, *rest = inputs.args
+    pages = latent[:, :, None]
+    plain = reference.paged_extend(
+        jnp.concatenate([q_nope, q_pe], axis=-1), pages, pages[..., :16], *rest, **inputs.kwargs, return_lse=True
+    )
+    for one, other in zip(oracle(case, inputs), plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_oracle_names_an_argument_that_it_does_not_know():
+    with pytest.raises(TypeError, match="sink_logits"):
+        one_row([0.0], [[1.0]], [[1.0]], sink_logits=np.zeros(1))
+
+
 @pytest.mark.parametrize("case", by_name("paged_decode_verify", "paged_extend_padding"), ids=lambda case: case.name)
 def test_padding_is_inert(case):
     out, lse = oracle(case, build(case))
@@ -306,7 +311,7 @@ def test_merge_of_parts_through_kv_start_is_the_whole(split, rules):
 
 
 def as_answer(case: Case, out: np.ndarray, lse: np.ndarray) -> tuple:
-    return jnp.asarray(out.astype(np.float32)).astype(case.dtype), jnp.asarray(lse.astype(np.float32))
+    return jnp.asarray(out.astype(np.float32)).astype(case.out_dtype), jnp.asarray(lse.astype(np.float32))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -325,6 +330,11 @@ def test_assert_close_accepts_the_rounded_oracle(case):
         ("ragged_extend_bfloat16", {"causal": False}),
         ("paged_extend_group_4_dim_64", {"sm_scale": 0.126}),
         ("paged_decode_soft_cap", {"logits_soft_cap": 5.01}),
+        ("ragged_extend_rope", {"rope_theta": 1.02e4}),
+        ("paged_extend_rope_and_kv_start", {"rope_scale": 8.1}),
+        ("paged_decode_tree_rope", {"rope_theta": None}),
+        ("paged_extend_cross_attention", {"causal": True}),
+        ("mla_decode_fp8_layers", {"sm_scale": 24**-0.5}),
     ],
 )
 def test_assert_close_rejects_another_rule(name, wrong):
@@ -332,6 +342,30 @@ def test_assert_close_rejects_another_rule(name, wrong):
     inputs = build(case)
     other = dataclasses.replace(case.spec, **wrong)
     out, lse = oracle(case, Inputs(inputs.args, inputs.kwargs | {"spec": other}))
+    with pytest.raises(AssertionError, match=name):
+        assert_close(case, inputs, *as_answer(case, out, lse))
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "change"),
+    [
+        ("paged_decode_alibi", "alibi_slopes", lambda x: x.at[1].multiply(1.001)),
+        ("paged_extend_alibi_and_soft_cap", "alibi_slopes", lambda x: -x),
+        ("paged_decode_verify_sinks_and_window", "sinks", lambda x: x + 0.1),
+        ("mla_decode_verify_window", "sinks", lambda x: x.at[0].add(1e-4)),
+        ("ragged_extend_fp8", "v_scale", lambda x: x * 1.02),
+        ("paged_extend_fp8_queries", "q_scale", lambda x: x[::-1]),
+        ("paged_decode_fp8_e5m2_layers", "k_scale", lambda x: x[jnp.array([0, 2, 1])]),
+        ("mla_extend_fp8_queries", "kv_scale", lambda x: x * 1.02),
+        ("mla_decode_tree", "custom_mask", lambda x: x | True),
+        ("paged_extend_tree", "q_positions", lambda x: x + 1),
+    ],
+)
+def test_assert_close_rejects_another_argument(name, argument, change):
+    (case,) = by_name(name)
+    inputs = build(case)
+    other = inputs.kwargs | {argument: change(inputs.kwargs[argument])}
+    out, lse = oracle(case, Inputs(inputs.args, other))
     with pytest.raises(AssertionError, match=name):
         assert_close(case, inputs, *as_answer(case, out, lse))
 
@@ -351,4 +385,4 @@ def test_build_leaves_nan_wherever_no_request_owns_the_memory():
         finite_rows = np.isfinite(np.asarray(pages)).all(axis=(-2, -1))
         assert finite_rows[0].all()
         assert finite_rows[1:].sum() == sum(case.kv_lens)
-        assert len(finite_rows) == 1 + np.count_nonzero(np.asarray(page_table)) + cases.UNUSED_PAGES
+        assert len(finite_rows) == 1 + np.count_nonzero(np.asarray(page_table)) + UNUSED_PAGES

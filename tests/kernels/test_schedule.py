@@ -1,4 +1,6 @@
-"""Work lists of decode: every key in exactly one part, parts of nearly equal size, within the static bound."""
+"""Work lists of decode: every key in exactly one part, workers with equal shares, within the static bound."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +15,41 @@ from jattn_kernels.schedule import split_evenly
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 
-@given(lens=st.lists(st.integers(0, 400), min_size=1, max_size=12), parts=st.integers(1, 20))
+@given(lens=st.lists(st.integers(0, 400), min_size=1, max_size=12), workers=st.integers(1, 20))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_split_gives_each_tile_to_one_part(lens, parts):
-    schedule = split_evenly(jnp.array(lens, jnp.int32), block_kv=16, parts=parts)
-    items, offsets = np.asarray(schedule.items), np.asarray(schedule.offsets)
+def test_split_deals_out_every_tile_evenly(lens, workers):
+    schedule = split_evenly(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
+    items, offsets, starts = (np.asarray(a) for a in (schedule.items, schedule.offsets, schedule.starts))
     tiles = [-(-length // 16) for length in lens]
-    assert items.shape == (len(lens) + parts, 3)
-    assert offsets[-1] <= len(items)
+    assert items.shape == (len(lens) + workers - 1, 4)
+    assert offsets[-1] == starts[-1] <= len(items)
     for sequence, count in enumerate(tiles):
         own = items[offsets[sequence] : offsets[sequence + 1]]
         assert (own[:, 0] == sequence).all()
-        assert [tile for _, first, end in own for tile in range(first, end)] == list(range(count))
-    assert (items[offsets[-1] :, 1] == items[offsets[-1] :, 2]).all()
-    assert (items[:, 2] - items[:, 1]).max() <= max(1, -(-sum(tiles) // parts))
+        assert (own[:, 3] == len(own)).all()
+        assert len(own) >= 1
+        assert [tile for _, first, end, _ in own for tile in range(first, end)] == list(range(count))
+    split = [sequence for sequence in range(len(lens)) if offsets[sequence + 1] - offsets[sequence] > 1]
+    assert schedule.split.tolist() == split + [-1] * (schedule.split.size - len(split))
+    assert (np.diff(starts) >= 0).all()
+    assert starts[0] == 0
+    assert starts.shape == (workers + 1,)
+    work = [(items[a:b, 2] - items[a:b, 1]).sum() for a, b in itertools.pairwise(starts)]
+    assert max(work) <= max(1, -(-sum(tiles) // workers))
 
 
-@pytest.mark.parametrize(("lens", "counts"), [((640, 640), [2, 2]), ((1280, 16), [4, 1]), ((0, 64), [0, 4])])
-def test_split_cuts_what_is_longer_than_its_share(lens, counts):
-    schedule = split_evenly(jnp.array(lens, jnp.int32), block_kv=16, parts=4)
+@pytest.mark.parametrize(
+    ("lens", "counts"), [((640, 640), [2, 2]), ((1280, 16), [4, 1]), ((0, 64), [1, 4]), ((16, 32, 16), [1, 2, 1])]
+)
+def test_split_cuts_where_a_share_ends(lens, counts):
+    schedule = split_evenly(jnp.array(lens, jnp.int32), block_kv=16, workers=4)
     assert jnp.diff(schedule.offsets).tolist() == counts
 
 
 def test_split_is_the_same_in_jit():
     lens = jnp.array([7, 300, 0, 64], jnp.int32)
-    expected = split_evenly(lens, block_kv=64, parts=3)
-    traced = jax.jit(lambda lens: split_evenly(lens, block_kv=64, parts=3))(lens)
+    expected = split_evenly(lens, block_kv=64, workers=3)
+    traced = jax.jit(lambda lens: split_evenly(lens, block_kv=64, workers=3))(lens)
     assert jax.tree.structure(traced) == jax.tree.structure(expected)
     np.testing.assert_array_equal(traced.items, expected.items)
 

@@ -64,6 +64,7 @@ def check(function, arguments, change):
             "k_pages": zeros(5, 16, 2, 8, dtype=jnp.float8_e4m3fn),
             "v_pages": zeros(5, 16, 2, 8, dtype=jnp.float8_e4m3fn),
         },
+        options(q_scale=zeros(3, 2), k_scale=zeros(2), v_scale=zeros(), sinks=zeros(4), alibi_slopes=zeros(4)),
         options(q_start=ints(3), kv_start=ints(3), q_positions=ints(3, 1), custom_mask=zeros(50, dtype=bool)),
     ],
 )
@@ -107,8 +108,17 @@ BAD_DECODE = [
     (options(q_positions=ints(3)), r"`q_positions` must be int32 \[3, 1\]"),
     (options(custom_mask=ints(9)), r"`custom_mask` must be bool \[M\]. Got custom_mask.dtype=int32"),
     (options(custom_mask=zeros(3, 3, dtype=bool)), r"`custom_mask` must be bool \[M\]"),
-    (options(alibi_slopes=zeros(2)), r"`alibi_slopes` must be \[num_q_heads=4\]"),
-    (options(sinks=zeros(4, 1)), r"`sinks` must be \[num_q_heads=4\]"),
+    (options(alibi_slopes=zeros(2)), r"`alibi_slopes` must be floats \[num_q_heads=4\]"),
+    (options(sinks=zeros(4, 1)), r"`sinks` must be floats \[num_q_heads=4\]"),
+    (options(sinks=ints(4)), r"`sinks` must be floats .* Got sinks.dtype=int32"),
+    (options(q_scale=2.0), r"`q_scale` must be None or an array of floats\. Got q_scale=2\.0"),
+    (
+        options(q_scale=zeros(2, 2)),
+        r"`q_scale` must be floats, a scalar or \[2\] \(one a KV head\) or \[3, 2\] \(one row a sequence\)",
+    ),
+    (options(k_scale=ints(2)), r"`k_scale` must be floats, .* Got k_scale.dtype=int32"),
+    (options(v_scale=zeros(4)), r"`v_scale` must be floats, a scalar or \[2\] \(one a KV head\)\. Got"),
+    (options(k_scale=zeros(3, 2)), r"`k_scale` must be floats, a scalar or \[2\] \(one a KV head\)\. Got"),
 ]
 
 
@@ -123,6 +133,14 @@ def test_check_paged_decode_rejects_a_layer_that_is_no_integer(layer_index):
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
     with pytest.raises(ValueError, match=r"`layer_index` must be an int or an int32 scalar\. Got layer_index="):
         check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
+
+
+def test_check_paged_decode_takes_scales_of_each_layer_exactly_if_pages_have_layers():
+    stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
+    given = options(layer_index=0, k_scale=zeros(2, 2), v_scale=zeros(2))
+    assert check(shapes.check_paged_decode, DECODE, stacked | given) == 16
+    with pytest.raises(ValueError, match=r"or \[2, 2\] \(one row a layer\)\. Got .* v_scale.shape=\(3, 2\)"):
+        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=0, v_scale=zeros(3, 2)))
 
 
 @pytest.mark.parametrize("layer_index", [-1, 2])

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import jattn_kernels
-from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend
-from jattn_kernels.xla import fetch, tiles
+from jattn_kernels import AttentionSpec, mla_decode, paged_decode, paged_extend, ragged_extend
+from jattn_kernels.reference.scores import rotate
+from jattn_kernels.xla import fetch, rope, tiles
 from tests.kernels.cases import CASES, assert_close, build, random_cases
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
@@ -136,6 +137,44 @@ def test_ragged_extend_takes_one_of_stacked_layers():
     stacked = jax.jit(lambda layer: ragged_extend(q, k, v, offsets, offsets, spec=SPEC, layer_index=layer))
     expected = ragged_extend(q, k[1], v[1], offsets, offsets, spec=SPEC)
     np.testing.assert_array_equal(stacked(jnp.int32(1)), expected)
+
+
+def test_mla_decode_reads_one_of_stacked_layers_in_jit():
+    rng = np.random.default_rng(2)
+    latent = jnp.asarray(rng.standard_normal((3, 48, 8, 10)), jnp.float32)
+    q_nope, q_pe = (jnp.asarray(rng.standard_normal((2, 1, 4, width)), jnp.float32) for width in (8, 2))
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=10, v_head_dim=8, sm_scale=0.3)
+    lens = jnp.array([21, 8], jnp.int32)
+    stacked = jax.jit(lambda layer: mla_decode(q_nope, q_pe, latent, TABLE, lens, spec=spec, layer_index=layer))
+    expected = mla_decode(q_nope, q_pe, latent[1], TABLE, lens, spec=spec)
+    np.testing.assert_array_equal(stacked(jnp.int32(1)), expected)
+
+
+@pytest.mark.parametrize("first", [0, 10**6, 2**24 + 1])
+def test_rope_is_as_exact_far_away_as_near(first):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 5, 2, 64)).astype(np.float32)
+    position = first + np.arange(5)
+    found = rope.rotate(jnp.asarray(x), jnp.asarray(position[None], jnp.int32), theta=1e4, scale=1.0)
+    exact = rotate(x[0].astype(np.float64), position, 1e4, 1.0)
+    # An angle is off by half a step of 2^-32 turns a position, and by a few float32 roundings.
+    angle = 2 * np.pi * (first + 5) * 2.0**-33 + 8 * np.finfo(np.float32).eps
+    np.testing.assert_allclose(found[0], exact, rtol=0, atol=angle * np.abs(x).max() * 2)
+
+
+def test_rope_sees_distances_only_even_far_away():
+    spec = dataclasses.replace(SPEC, rope_theta=5e5)
+    arguments = queries(0, 2, 1), *pool_of(1), TABLE, jnp.array([160, 9], jnp.int32)
+    near = paged_decode(*arguments, spec=spec)
+    far = paged_decode(*arguments, spec=spec, kv_start=jnp.array([2**24, 10**6], jnp.int32))
+    np.testing.assert_allclose(far, near, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("q_dtype", "out_dtype"), [("float8_e4m3fn", "bfloat16"), ("float16", "float16")])
+def test_decode_of_fp8_pages_answers_in_the_dtype_of_its_queries(q_dtype, out_dtype):
+    pools = (pages.astype(jnp.float8_e5m2) for pages in pool_of(1))
+    out = paged_decode(queries(0, 2, 1, dtype=q_dtype), *pools, TABLE, jnp.array([21, 4], jnp.int32), spec=SPEC)
+    assert out.dtype == out_dtype
 
 
 def paged_memory(operation, *, num_pages, max_pages, num_tokens=32, num_seqs=4):

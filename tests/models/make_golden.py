@@ -1,4 +1,4 @@
-"""Writes golden/: tiny random Llama checkpoints and their logits as transformers computes them, in float32 on CPU.
+"""Writes golden/: tiny random checkpoints and their logits as transformers computes them, in float32 on CPU.
 
 Needs torch and transformers, which the tests do not: `python tests/models/make_golden.py`.
 """
@@ -8,11 +8,13 @@ import shutil
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import PreTrainedModel
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 PROMPT_LENS = (1, 8, 21)
 DECODE_STEPS = 32
+GREEDY_STEPS = 12
 
 BASE = {
     "vocab_size": 96,
@@ -35,17 +37,75 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+}
+WINDOW = {"sliding_window": 8}
+# Of the architectures but Llama: small, and long enough for the greedy tokens.
+SMALL = {
+    "vocab_size": 64,
+    "intermediate_size": 40,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+ALTERNATING = ["full_attention", "sliding_attention"] * 2
 CASES = {
-    "mha": {},
-    "gqa": {"num_hidden_layers": 3, **GQA},
-    "tied": {"tie_word_embeddings": True},
-    "llama3_rope": {**GQA, "rope_parameters": LLAMA3},
-    "sharded": GQA,
-    "bfloat16": GQA,
+    "mha": ("Llama", {}),
+    "gqa": ("Llama", {"num_hidden_layers": 3, **GQA}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3_rope": ("Llama", {**GQA, "rope_parameters": LLAMA3}),
+    "sharded": ("Llama", GQA),
+    "bfloat16": ("Llama", GQA),
+    "mistral": ("Mistral", {**SMALL, **WINDOW}),
+    "qwen2": (
+        "Qwen2",
+        {**SMALL, **WINDOW, "num_hidden_layers": 3, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3": (
+        "Qwen3",
+        {
+            **SMALL,
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "phi3": ("Phi3", {**SMALL, **WINDOW, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            **SMALL,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **SMALL,
+            "num_hidden_layers": 5,
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "decoder_sparse_step": 2,
+        },
+    ),
 }
 
 
-def randomise(model: LlamaForCausalLM) -> None:
+def randomise(model: PreTrainedModel) -> None:
     """Weights so large that attention is peaked and logits differ; norms that are not 1."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -55,14 +115,14 @@ def randomise(model: LlamaForCausalLM) -> None:
                 parameter.normal_(0.0, 0.3)
 
 
-def golden(model: LlamaForCausalLM, twin: LlamaForCausalLM | None = None) -> dict[str, np.ndarray]:
+def golden(model: PreTrainedModel, twin: PreTrainedModel | None = None) -> dict[str, np.ndarray]:
     """For each prompt its tokens, those to decode included, and the logits after every one of them.
 
     Args:
         model: Computes in float32.
         twin: The same model in the dtype that its weights are stored in; its logits tell what rounding costs.
     """
-    arrays = {"frequencies": model.model.rotary_emb.inv_freq.numpy()}
+    arrays = {}
     for number, prompt_len in enumerate(PROMPT_LENS):
         tokens = torch.randint(model.config.vocab_size, (1, prompt_len + DECODE_STEPS))
         arrays[f"tokens_{number}"] = tokens[0].numpy().astype(np.int32)
@@ -70,21 +130,35 @@ def golden(model: LlamaForCausalLM, twin: LlamaForCausalLM | None = None) -> dic
             arrays[f"logits_{number}"] = model(tokens).logits[0].numpy()
             if twin:
                 arrays[f"twin_logits_{number}"] = twin(tokens).logits[0].float().numpy()
+            if tokens.shape[1] + GREEDY_STEPS <= model.config.max_position_embeddings:
+                arrays[f"greedy_{number}"] = greedy(model, tokens).numpy().astype(np.int32)
+    arrays["frequencies"] = model.model.rotary_emb.inv_freq.numpy()  # after long texts, on which they may depend
     return arrays
 
 
+def greedy(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """The likeliest tokens to follow, each from a pass over all before it."""
+    for _ in range(GREEDY_STEPS):
+        values, indices = model(tokens).logits[0, -1].topk(2)
+        assert values[0] - values[1] > 1e-3, "too close for another order of summation"
+        tokens = torch.cat([tokens, indices[None, :1]], dim=1)
+    return tokens[0, -GREEDY_STEPS:]
+
+
 def main() -> None:
-    for seed, (name, changes) in enumerate(CASES.items()):
+    for seed, (name, (family, changes)) in enumerate(CASES.items()):
         torch.manual_seed(seed)
         folder = FOLDER / name
         shutil.rmtree(folder, ignore_errors=True)
-        model = LlamaForCausalLM._from_config(LlamaConfig(**BASE | changes), attn_implementation="eager").eval()
+        model_class = getattr(transformers, f"{family}ForCausalLM")
+        config = getattr(transformers, f"{family}Config")(**BASE | changes)
+        model = model_class._from_config(config, attn_implementation="eager").eval()
         randomise(model)
         twin = None
         if name == "bfloat16":
             twin = model.to(torch.bfloat16)
             twin.save_pretrained(folder)
-            model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         else:
             model.save_pretrained(folder, max_shard_size="70KB" if name == "sharded" else "1GB")
         np.savez(folder / "golden.npz", **golden(model, twin))

@@ -11,11 +11,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jattn.checkpoint import Checkpoint
-from jattn_models.llama import LlamaForCausalLM
+from jattn.model import model_class
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 DOWN = "model.layers.1.mlp.down_proj.weight"
+EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+BIAS = "model.layers.1.self_attn.k_proj.bias"
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+def load_model(folder):
+    checkpoint = Checkpoint(folder)
+    return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=jnp.float32)
 
 
 @pytest.fixture
@@ -26,7 +33,7 @@ def load(tmp_path):
         folder = shutil.copytree(GOLDEN / case, tmp_path / case)
         tensors = load_file(folder / "model.safetensors") | changes
         save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
-        return LlamaForCausalLM.from_checkpoint(Checkpoint(folder), dtype=jnp.float32)
+        return load_model(folder)
 
     return with_changes
 
@@ -58,7 +65,21 @@ def test_configuration_that_is_too_large_for_memory_is_held_against_the_tensors_
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {field: 10**11}))
     with pytest.raises(ValueError, match=message):
-        LlamaForCausalLM.from_checkpoint(Checkpoint(folder), dtype=jnp.float32)
+        load_model(folder)
+
+
+@pytest.mark.parametrize(("case", "name"), [("mixtral", EXPERT), ("qwen2", BIAS)])
+def test_tensor_that_only_this_architecture_has_is_missed(load, case, name):
+    with pytest.raises(ValueError, match=rf"must hold the tensor '{name}', which is missing"):
+        load(case, **{name: None})
+
+
+def test_more_experts_than_there_are_tensors_are_noticed_before_memory_is_taken(tmp_path):
+    folder = shutil.copytree(GOLDEN / "mixtral", tmp_path / "mixtral")
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 10**11}))
+    with pytest.raises(ValueError, match=r"must hold the tensor 'model\.layers\.0\.block_sparse_moe\.experts\.4\."):
+        load_model(folder)
 
 
 @pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight")])

@@ -2,6 +2,7 @@
 
 for t in range(the most tiles of keys that any query tile needs):      one while loop, data-dependent length
     k, v = fetch(tile t of each query tile's own range)                [W, S, K, H]: memory by T, not by context
+    fp8 -> the queries' dtype (exact), rotated if asked for            here, so that stored keys are read once
     logits -> running maximum, sum, accumulator                        an all-hidden tile changes no bit
 """
 
@@ -9,19 +10,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jattn_kernels.call import AttentionOptions
+from jattn_kernels.merge import sink_share
+from jattn_kernels.scales import head_scales
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.fetch import Fetcher
+from jattn_kernels.xla.rope import rotate
+from jattn_kernels.xla.scores import compute_dtype, logit_factor, logits_of
 from jattn_kernels.xla.tiles import QueryTiles
 from jattn_kernels.xla.visibility import TileKeys, key_range, visible
 
 
 def attend(
-    tiles: QueryTiles, keys: TileKeys, fetch: Fetcher, spec: AttentionSpec
+    tiles: QueryTiles, keys: TileKeys, fetch: Fetcher, options: AttentionOptions, spec: AttentionSpec
 ) -> tuple[Float[Array, "W R N Hv"], Float[Array, "W R N"]]:
     """Output and natural-log lse of every row; 0 and -inf where a row sees no key."""
     num_tiles, rows, num_heads, head_dim = tiles.q.shape
-    q = tiles.q.reshape(num_tiles, rows, spec.num_kv_heads, spec.group_size, head_dim)
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    dtype = compute_dtype(tiles.q.dtype)
+    q = tiles.q.astype(dtype)
+    if spec.rope_theta is not None:
+        q = rotate(q, tiles.position, theta=spec.rope_theta, scale=spec.rope_scale)
+    q = q.reshape(num_tiles, rows, spec.num_kv_heads, spec.group_size, head_dim)
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    factor = logit_factor(tiles.request, options, spec)
     first, end = key_range(tiles, keys, spec)
     origin = first // fetch.align * fetch.align
     trips = jnp.max(-(-(end - origin) // fetch.tile_keys), initial=0)
@@ -29,13 +40,14 @@ def attend(
     def step(trip, state):
         running_max, running_sum, acc = state
         first_key = origin + trip * fetch.tile_keys
-        k, v = fetch(tiles.request, first_key, end)
+        k, v = (x.astype(dtype) for x in fetch(tiles.request, first_key, end))
         key = first_key[:, None] + jnp.arange(fetch.tile_keys, dtype=jnp.int32)[None]
         seen = visible(tiles, keys, key, spec)
-        logits = jnp.einsum("wrkgh,wskh->wkgrs", q, k, precision=precision, preferred_element_type=jnp.float32)
-        logits = logits * spec.scale
-        if spec.logits_soft_cap is not None:
-            logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+        position = keys.kv_start[:, None] + key
+        if spec.rope_theta is not None:
+            k = rotate(k, position, theta=spec.rope_theta, scale=spec.rope_scale)
+        products = jnp.einsum("wrkgh,wskh->wkgrs", q, k, precision=precision, preferred_element_type=jnp.float32)
+        logits = logits_of(products, factor, position[:, None] - tiles.position[:, :, None], options, spec)
         logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
         new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
@@ -59,7 +71,11 @@ def attend(
     # Judged by the maximum, not the sum: a NaN logit must reach the output.
     empty = top == -jnp.inf
     safe_total = jnp.where(empty, 1.0, total)
-    out = jnp.where(empty[..., None], 0.0, acc / safe_total[..., None]).astype(q.dtype)
+    v_scale = head_scales(options.v_scale, spec.num_kv_heads, options.layer_index)[None, :, None, None, None]
+    out = jnp.where(empty[..., None], 0.0, acc / safe_total[..., None] * v_scale)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe_total))
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, num_heads, spec.value_dim)
-    return out, lse.transpose(0, 3, 1, 2).reshape(num_tiles, rows, num_heads)
+    lse = lse.transpose(0, 3, 1, 2).reshape(num_tiles, rows, num_heads)
+    if options.sinks is not None:
+        out = out * sink_share(lse, options.sinks)[..., None]
+    return out.astype(dtype), lse

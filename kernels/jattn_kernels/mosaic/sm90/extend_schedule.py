@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, SHARED_MEMORY_BYTES, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 COMPUTE_WARPGROUPS = 2  # that compute
-STAGED_COLUMNS = 128  # of q and of the output that are in staging memory at once
 _ENOUGH_ROWS = 56  # of 64 in use, rather than more heads in a tile
 _OTHER_BYTES = 2048 + 512  # Mosaic's own for reductions, and more than all barriers take
 
@@ -23,22 +22,31 @@ class ExtendTiles:
 
     Attributes:
         block_kv: Keys a tile.
-        stages: Tiles in shared memory.
+        k_stages, v_stages: Tiles of k and of v in shared memory.
+        blocks: Blocks that run at the same time, one an SM.
     """
 
     block_kv: int
-    stages: int
+    k_stages: int
+    v_stages: int
+    blocks: int = NUM_SMS
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Of k and of v."""
+        return self.k_stages, self.v_stages
 
     def shared_memory_bytes(self, spec: AttentionSpec, itemsize: int) -> int:
         """Bytes of one block."""
-        keys = self.stages * self.block_kv * (spec.head_dim + spec.value_dim)
-        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS
-        staged = min(max(spec.head_dim, spec.value_dim), STAGED_COLUMNS)
-        return itemsize * (keys + rows * (spec.head_dim + staged)) + _OTHER_BYTES
+        keys = self.block_kv * (self.k_stages * spec.head_dim + self.v_stages * spec.value_dim)
+        staged = staged_columns(spec)
+        held = -(-spec.head_dim // staged) * staged
+        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (held + staged)
+        return itemsize * (keys + rows) + _OTHER_BYTES
 
     def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int) -> str | None:
         """Why the kernel cannot be compiled for these sizes, or None."""
-        if self.block_kv % 64 or self.stages < 2:
+        if self.block_kv % 64 or min(self.stages) < 2:
             return f"Extend tiles take a multiple of 64 keys and at least 2 stages. Got {self}."
         if self.block_kv % page_size and page_size % self.block_kv:
             return f"A tile of {self.block_kv} keys cannot be made of pages of {page_size}."
@@ -51,8 +59,16 @@ class ExtendTiles:
 def choose_tiles(spec: AttentionSpec) -> ExtendTiles:
     """As many keys a tile as the registers of a warpgroup can hold scores and output for."""
     if spec.head_dim <= 64:
-        return ExtendTiles(block_kv=128, stages=4)
-    return ExtendTiles(block_kv=128 if spec.head_dim <= 128 else 64, stages=2)
+        return ExtendTiles(block_kv=128, k_stages=4, v_stages=4)
+    if spec.head_dim <= 128:
+        return ExtendTiles(block_kv=128, k_stages=3, v_stages=2)
+    return ExtendTiles(block_kv=64, k_stages=2, v_stages=2)
+
+
+def staged_columns(spec: AttentionSpec) -> int:
+    """Columns of q and of the output that are in staging memory at once."""
+    widest = max(spec.head_dim, spec.value_dim)
+    return widest if widest <= 128 else 64
 
 
 def heads_per_tile(group_size: int) -> int:
@@ -69,14 +85,16 @@ class ExtendSchedule:
     """What each block of the kernel does, for every head. Padded tokens have items too, without keys.
 
     Attributes:
-        items: (sequence, first token, tokens, key tiles, keys that the first token sees by the causal rule) of each
-            item; unused ones have no tokens.
+        items: (sequence, first token, tokens, key tiles, keys that the first token sees by the causal rule, keys of
+            the sequence) of each item; unused ones come last.
+        num_items: How many are used.
         place: Where each token went: item * block_tokens + its number in the item.
         block_tokens: Query tokens an item; static.
         block_kv: Keys a tile; static.
     """
 
-    items: Int[Array, "W 5"]
+    items: Int[Array, "W 6"]
+    num_items: Int[Array, "1"]
     place: Int[Array, " T"]
     block_tokens: int = dataclasses.field(metadata={"static": True})
     block_kv: int = dataclasses.field(metadata={"static": True})
@@ -118,15 +136,19 @@ def longest_first(
         visible = jnp.minimum(visible, first_limit + tokens - 1)
     has_keys = (request < num_seqs) & (tokens > 0) & (visible > 0)
     key_tiles = jnp.where(has_keys, -(-visible // block_kv), 0)
-    order = jnp.argsort(-key_tiles, stable=True)
-    items = jnp.stack([sequence, first, tokens, key_tiles, first_limit], axis=1)[order]
+    order = jnp.argsort(jnp.where(tokens > 0, -key_tiles, 1), stable=True)
+    items = jnp.stack([sequence, first, tokens, key_tiles, first_limit, seq_lens[sequence]], axis=1)[order]
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = jnp.searchsorted(bounds[1:-1], token, side="right").astype(jnp.int32)
     row = token - bounds[owner]
     position = jnp.argsort(order).astype(jnp.int32)[starts[owner] + row // block_tokens]
     return ExtendSchedule(
-        items=items, place=position * block_tokens + row % block_tokens, block_tokens=block_tokens, block_kv=block_kv
+        items=items,
+        num_items=jnp.sum(tokens > 0, dtype=jnp.int32, keepdims=True),
+        place=position * block_tokens + row % block_tokens,
+        block_tokens=block_tokens,
+        block_kv=block_kv,
     )
 
 

@@ -5,26 +5,24 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.combine import combine_parts
-from jattn_kernels.mosaic.sm90.decode import choose_tiles, decode_parts
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS
+from jattn_kernels.mosaic.sm90.decode import DecodeKernel, choose_tiles
+from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
 from jattn_kernels.schedule import DecodeSchedule, split_evenly
 from jattn_kernels.spec import AttentionSpec
-
-NUM_SMS = 132  # of an H100 or H200
 
 
 def decode_schedule(
     seq_lens: Int[Array, " B"], cu_q_lens: None = None, *, spec: AttentionSpec, num_tokens: int, itemsize: int
 ) -> DecodeSchedule:
-    """Parts of sequences such that all heads of all parts together fill the GPU about once.
+    """Parts of sequences for as many workers as, with all heads, fill the GPU once.
 
     Args:
         num_tokens: Query tokens a sequence.
     """
     sizes = choose_tiles(spec, itemsize, num_tokens)
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
-    parts = max(1, NUM_SMS * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
-    return split_evenly(seq_lens, block_kv=sizes.block_kv, parts=parts)
+    workers = max(1, NUM_SMS * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
+    return split_evenly(seq_lens, block_kv=sizes.block_kv, workers=workers)
 
 
 def paged_decode(
@@ -40,8 +38,7 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
     batch_size, num_tokens = q.shape[:2]
-    kv_start = 0 if options.kv_start is None else options.kv_start
-    q_start = kv_start + seq_lens - num_tokens if options.q_start is None else options.q_start
+    q_start, kv_start = options.starts(seq_lens, num_tokens)
     schedule = options.schedule
     if schedule is None:
         schedule = decode_schedule(seq_lens, spec=spec, num_tokens=num_tokens, itemsize=q.dtype.itemsize)
@@ -56,22 +53,18 @@ def paged_decode(
         by_head = by_head.reshape(batch_size, spec.num_kv_heads, rows, spec.head_dim)
         by_head = jnp.pad(by_head, ((0, 0), (0, 0), (0, -rows % sizes.block_rows), (0, 0)))
         by_head = by_head.reshape(batch_size, -1, spec.head_dim)
-    outs, lses = decode_parts(
-        by_head,
-        k_pages,
-        v_pages,
-        page_table,
-        seq_lens,
-        q_start - kv_start + 1,
-        schedule.items,
-        layer,
-        spec=spec,
-        sizes=sizes,
-        page_size=page_size,
-        num_tokens=num_tokens,
+    kernel = DecodeKernel(
+        spec,
+        sizes,
+        page_size,
+        num_tokens,
+        row_blocks=-(-rows // sizes.block_rows),
+        heads_a_block=sizes.block_rows // spec.group_size if shared else 1,
+        dtype=q.dtype,
     )
-    out, lse = combine_parts(outs, lses, schedule.offsets, num_rows=rows, heads_share_rows=shared, dtype=q.dtype)
-    return _by_token(out, num_tokens), _by_token(lse[..., None], num_tokens)[..., 0]
+    parts = kernel(by_head, k_pages, v_pages, page_table, seq_lens, q_start - kv_start + 1, schedule, layer)
+    out, lse = combine_parts(parts, schedule)
+    return _by_token(out[:, :, :rows], num_tokens), _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
 
 
 def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jattn_kernels.spec import PageLayout
 
+NUM_SMS = 132  # of an H100 or H200
 SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
 RESERVED_BYTES = 2 * 1024  # of each block: the driver's own, barriers, alignment
 WGMMA_ROWS = 64  # of one warpgroup's product
@@ -51,30 +52,46 @@ def probabilities_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     return None if interpret_params() is None else tile(shape, dtype)
 
 
+def overlaid(*buffers: Any) -> Any:
+    """Shared memory that several buffers use in turn, each warpgroup its own part.
+
+    The interpreter keeps them apart: its race detector would take the parts of two warpgroups for the same memory.
+    """
+    return plgpu.RefUnion(*buffers) if interpret_params() is None else buffers
+
+
 def accumulator(rows: int, columns: int) -> Any:
     """Where a product of a warpgroup is summed."""
     return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
 
 
-def accumulate(acc: jax.Array, a: Any, b: Any) -> jax.Array:
-    """acc + a @ b, where a GPU starts from the accumulator and the interpreter cannot."""
+def accumulate(acc: jax.Array, a: Any, b: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+    """acc + a @ b, where a GPU starts from the accumulator and the interpreter cannot; calls `meanwhile` as it runs."""
     if interpret_params() is None:
-        start: Any = plgpu.WGMMAAccumulatorRef.init(acc)
-        return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(start)
 
-    def product(ref):
+        def product(ref):
+            plgpu.wgmma(ref, a, b)
+            meanwhile()
+
+        start: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+        return pl.run_state(product)(start)
+
+    def product_alone(ref):
         plgpu.wgmma(ref, a, b)
+        meanwhile()
         return ref[...]
 
-    return acc + pl.run_scoped(product, accumulator(*acc.shape))
+    return acc + pl.run_scoped(product_alone, accumulator(*acc.shape))
 
 
-def add_product(acc: jax.Array, p: jax.Array, v_smem: Any, p_smem: Any) -> jax.Array:
+def add_product(
+    acc: jax.Array, p: jax.Array, v_smem: Any, p_smem: Any, meanwhile: Callable[[], None] = lambda: None
+) -> jax.Array:
     """acc + p @ v; a GPU takes p from registers, the interpreter only from shared memory."""
     if p_smem is None:
-        return accumulate(acc, p, v_smem)
+        return accumulate(acc, p, v_smem, meanwhile)
     p_smem[...] = p
-    return accumulate(acc, p_smem, v_smem)
+    return accumulate(acc, p_smem, v_smem, meanwhile)
 
 
 def zero_rows_from(v_smem: Any, first: jax.Array) -> None:
@@ -112,19 +129,19 @@ class PageCopies:
         """Copies a tile; each arrives once on the tile's barrier."""
         return self.block_kv // self.rows
 
-    def sources(self, table_ref: Any, sequence: jax.Array, tile_index: jax.Array, last_key: jax.Array) -> list[Any]:
-        """(page, first row in it) of each copy; past the sequence's last page, that page again."""
-        sources = []
-        for copy in range(self.copies):
-            key = jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key)
-            page = table_ref[sequence, jax.lax.div(key, self.page_size)]
-            row = 0 if self.page_size <= self.block_kv else jax.lax.rem(tile_index * self.block_kv, self.page_size)
-            sources.append((page, row))
-        return sources
+    def pages(
+        self, table_ref: Any, sequence: jax.Array, tile_index: jax.Array | int, last_key: jax.Array
+    ) -> list[jax.Array]:
+        """The page of each copy; past the sequence's last page, that page again."""
+        keys = [jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key) for copy in range(self.copies)]
+        return [table_ref[sequence, jax.lax.div(key, self.page_size)] for key in keys]
 
-    def start(self, pages_ref: Any, layer: Any, head: Any, sources: list[Any], smem: Any, barrier: Any) -> None:
+    def start(
+        self, pages_ref: Any, layer: Any, head: Any, pages: list[Any], tile_index: Any, smem: Any, barrier: Any
+    ) -> None:
         """Starts the copies of one tile of keys or values of one head."""
-        for copy, (page, row) in enumerate(sources):
-            rows = pl.ds(row, self.rows)
+        row = 0 if self.page_size <= self.block_kv else jax.lax.rem(tile_index * self.block_kv, self.page_size)
+        rows = pl.ds(row, self.rows)
+        for copy, page in enumerate(pages):
             place = (layer, page, rows, head) if self.page_layout == "NHD" else (layer, page, head, rows)
             plgpu.copy_gmem_to_smem(pages_ref.at[place], smem.at[pl.ds(copy * self.rows, self.rows)], barrier)

@@ -1,0 +1,126 @@
+"""Trace-time checks of calls over latent pages, as `shapes` has them for K and V."""
+
+from jattn_kernels import shapes
+from jattn_kernels.call import AttentionOptions
+from jattn_kernels.shapes import PageGeometry
+from jattn_kernels.spec import AttentionSpec
+
+
+def check_mla_decode(
+    q_nope, q_pe, latent_pages, page_table, seq_lens, options: AttentionOptions, spec: AttentionSpec
+) -> int:
+    """Checks a decode over latent pages; returns the page size.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or the spec is not one of absorbed MLA.
+    """
+    facts = _check_queries_and_pages(q_nope, q_pe, ("B", "Q", "N"), latent_pages, options, spec)
+    shapes.check_table(page_table, seq_lens)
+    shapes.check_one_row_a_sequence("q_nope", q_nope, seq_lens)
+    _check_options(options, seq_lens, q_nope.shape[:2], facts, spec)
+    return facts.page_size
+
+
+def check_mla_extend(
+    q_nope, q_pe, latent_pages, page_table, seq_lens, cu_q_lens, options: AttentionOptions, spec: AttentionSpec
+) -> int:
+    """Checks an extend over latent pages; returns the page size.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or the spec is not one of absorbed MLA.
+    """
+    facts = _check_queries_and_pages(q_nope, q_pe, ("T", "N"), latent_pages, options, spec)
+    shapes.check_table(page_table, seq_lens)
+    shapes.check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
+    _check_options(options, seq_lens, q_nope.shape[:1], facts, spec)
+    return facts.page_size
+
+
+def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale) -> PageGeometry:
+    """Checks rows that are to be written into latent pages, and their scale; returns what the pages' shape says.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    facts = latent_geometry(latent_pages, layer_index=layer_index)
+    if c_kv.ndim != 2 or k_pe.ndim != 2 or c_kv.shape[1] + k_pe.shape[1] != facts.head_dim:
+        raise ValueError(
+            f"`c_kv` and `k_pe` must be [T, C] and [T, R] with C + R = {facts.head_dim} as the pages are wide. "
+            f"Got c_kv.shape={c_kv.shape}, k_pe.shape={k_pe.shape}."
+        )
+    if c_kv.shape[0] != k_pe.shape[0]:
+        raise ValueError(
+            f"`c_kv` and `k_pe` must have one row a slot. Got c_kv.shape={c_kv.shape}, k_pe.shape={k_pe.shape}."
+        )
+    shapes.same_dtype("c_kv", c_kv, "k_pe", k_pe)
+    shapes.check_float("c_kv", c_kv)
+    shapes.check_int32("slots", slots, c_kv.shape[:1])
+    shapes.check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
+    return facts
+
+
+def latent_geometry(latent_pages, *, layer_index) -> PageGeometry:
+    """Reads the shape of latent pages; their one head has no axis.
+
+    Raises:
+        ValueError: The shape has another number of axes, or too few layers, or the dtype is none that is taken.
+    """
+    stacked = layer_index is not None
+    if latent_pages.ndim != 3 + stacked or 0 in latent_pages.shape:
+        raise ValueError(
+            "`latent_pages` must be [P, page_size, W] and not empty, with a leading L exactly if `layer_index` is "
+            f"given. Got latent_pages.shape={latent_pages.shape}."
+        )
+    shapes.check_float("latent_pages", latent_pages)
+    *layers, num_pages, page_size, width = latent_pages.shape
+    if stacked:
+        shapes.check_layer_index(layer_index, layers[0])
+    return PageGeometry(layers[0] if stacked else None, num_pages, page_size, 1, width)
+
+
+def _check_queries_and_pages(
+    q_nope, q_pe, axes: tuple[str, ...], latent_pages, options: AttentionOptions, spec: AttentionSpec
+) -> PageGeometry:
+    _check_spec(spec)
+    for name, q, width in (("q_nope", q_nope, spec.value_dim), ("q_pe", q_pe, spec.head_dim - spec.value_dim)):
+        if q.ndim != len(axes) + 1 or 0 in q.shape or q.shape[-2:] != (spec.num_q_heads, width):
+            raise ValueError(
+                f"`{name}` must be [{', '.join(axes)}, {width}] with N = num_q_heads = {spec.num_q_heads}, and not "
+                f"empty. Got {name}.shape={q.shape}."
+            )
+    if q_nope.shape[:-1] != q_pe.shape[:-1]:
+        raise ValueError(
+            f"`q_nope` and `q_pe` must have the same rows. Got q_nope.shape={q_nope.shape}, q_pe.shape={q_pe.shape}."
+        )
+    shapes.same_dtype("q_nope", q_nope, "q_pe", q_pe)
+    facts = latent_geometry(latent_pages, layer_index=options.layer_index)
+    if facts.head_dim != spec.head_dim:
+        raise ValueError(
+            f"`latent_pages` must have rows of head_dim={spec.head_dim}. Got latent_pages.shape={latent_pages.shape}."
+        )
+    shapes.check_dtypes("q_nope", q_nope, "latent_pages", latent_pages)
+    return facts
+
+
+def _check_spec(spec: AttentionSpec) -> None:
+    if spec.num_kv_heads != 1 or spec.value_dim >= spec.head_dim:
+        raise ValueError(
+            "`spec` of absorbed MLA must have num_kv_heads=1 and a v_head_dim smaller than its head_dim. "
+            f"Got num_kv_heads={spec.num_kv_heads}, head_dim={spec.head_dim}, v_head_dim={spec.v_head_dim}."
+        )
+    if spec.sm_scale is None:
+        raise ValueError(
+            "`sm_scale` of absorbed MLA must be given: it follows from the model's own head width, not from the "
+            "latent row's. Got sm_scale=None."
+        )
+    if spec.rope_theta is not None:
+        raise ValueError(
+            f"`rope_theta` must be None in MLA: latent rows hold keys that are rotated. Got {spec.rope_theta}."
+        )
+
+
+def _check_options(
+    options: AttentionOptions, seq_lens, q_shape: tuple[int, ...], facts: PageGeometry, spec: AttentionSpec
+) -> None:
+    shapes.check_scale("kv_scale", options.k_scale, 1, rows=facts.num_layers, row="layer")
+    shapes.check_options(options, num_seqs=seq_lens.shape[0], q_shape=q_shape, num_layers=facts.num_layers, spec=spec)

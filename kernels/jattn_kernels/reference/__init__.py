@@ -1,0 +1,17 @@
+"""The oracle: what every attention feature means, in NumPy and float64, one request at a time; it imports no kernel."""
+
+from jattn_kernels.reference.attention import mla_decode, mla_extend, paged_decode, paged_extend, ragged_extend
+from jattn_kernels.reference.merge import merge_state, merge_states
+from jattn_kernels.reference.requests import REQUESTS, Request
+
+__all__ = [
+    "REQUESTS",
+    "Request",
+    "merge_state",
+    "merge_states",
+    "mla_decode",
+    "mla_extend",
+    "paged_decode",
+    "paged_extend",
+    "ragged_extend",
+]

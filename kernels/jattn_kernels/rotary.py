@@ -1,0 +1,84 @@
+"""Rotary embedding outside the attention kernels: alone, and together with the write into pages."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from jattn_kernels.call import AttentionCall, default_device
+from jattn_kernels.dispatch import choose
+from jattn_kernels.shapes import check_page_rows, paged_geometry
+from jattn_kernels.spec import AttentionSpec, PageLayout
+
+
+def rotate_and_write(
+    qkv: Float[Array, "T heads H"],
+    cos: Float32[Array, "T half"],
+    sin: Float32[Array, "T half"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."],
+    slots: Int[Array, " T"],
+    *,
+    num_kv_heads: int,
+    layout: PageLayout = "NHD",
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
+    """Queries turned by their angles, and the pages with the turned keys and the values; in place where donated.
+
+    A head's pairs (i, i + half) are turned, in float32; what lies past them stays as it is.
+
+    Args:
+        qkv: A token's query heads, then `num_kv_heads` key heads, then as many value heads.
+        cos, sin: Of each pair's angle.
+        slots: As `write_pages` takes them.
+        layer_index: Which layer of pages with a leading layer axis; may be traced.
+        implementation: Which one to use; None lets dispatch choose.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
+        NotImplementedError: The implementation that was asked for refuses.
+    """
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_q_heads = num_heads - 2 * num_kv_heads
+    if num_kv_heads < 1 or num_q_heads < 1:
+        raise ValueError(
+            "`qkv` must have query heads and `num_kv_heads` key and value heads. "
+            f"Got qkv.shape={qkv.shape}, num_kv_heads={num_kv_heads}."
+        )
+    half = cos.shape[-1]
+    if 2 * half > head_dim:
+        raise ValueError(
+            f"`cos` must have at most one value a pair of a head. Got cos.shape={cos.shape}, qkv.shape={qkv.shape}."
+        )
+    for name, angle in (("cos", cos), ("sin", sin)):
+        if angle.shape != (num_tokens, half) or angle.dtype != jnp.float32:
+            raise ValueError(
+                f"`{name}` must be float32 with a row a token of `qkv`: {(num_tokens, half)}. "
+                f"Got {name}.shape={angle.shape}, {name}.dtype={angle.dtype}."
+            )
+    rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
+    check_page_rows(
+        k_pages,
+        v_pages,
+        rows,
+        rows,
+        slots,
+        layout=layout,
+        combined_pool=None,
+        layer_index=layer_index,
+        k_scale=None,
+        v_scale=None,
+    )
+    facts, _ = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=None, layer_index=layer_index)
+    spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout)
+    call = AttentionCall(
+        operation="rotate_and_write",
+        spec=spec,
+        q_dtype=qkv.dtype.name,
+        kv_dtype=k_pages.dtype.name,
+        page_size=facts.page_size,
+        features=frozenset({"partial_rotary"} if 2 * half < head_dim else ()),
+        device=default_device(),
+    )
+    run = choose(call, implementation).implementation.operations["rotate_and_write"]
+    return run(qkv, cos, sin, k_pages, v_pages, slots, layer_index, spec=spec)

@@ -1,0 +1,169 @@
+"""Decode of sequences that share their first pages: those are read once for all, and the results are merged.
+
+prefix pass: all B * Q queries as one sequence over the common pages    an extend: the pages are read once
+suffix pass: each sequence's queries over its own pages                 a decode that starts at kv_start
+merge of the two by their lse; sinks, which belong to the whole, come last
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn_kernels.attention import make_schedule, paged_decode, paged_extend
+from jattn_kernels.merge import merge_states, sink_share
+from jattn_kernels.shapes import check_int32, check_one_a_head
+from jattn_kernels.spec import AttentionSpec
+
+
+def shared_prefix_decode(
+    q: Float[Array, "B Q N H"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
+    prefix_table: Int[Array, " prefix_pages"],
+    prefix_len: Int[Array, ""],
+    page_table: Int[Array, "B max_pages"],
+    suffix_lens: Int[Array, " B"],
+    *,
+    spec: AttentionSpec,
+    schedule: Any = None,
+    layer_index: Int[Array, ""] | int | None = None,
+    q_positions: Int[Array, "B Q"] | None = None,
+    custom_mask: Bool[Array, " M"] | None = None,
+    q_scale: Float[Array, "..."] | None = None,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "B Q N Hv"] | tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
+    """Attention of the last Q tokens of each sequence over a prefix that all share and a suffix of its own.
+
+    Args:
+        prefix_table: The pages of the prefix; entries past its last page are padding.
+        prefix_len: Tokens of the prefix, not necessarily whole pages; 0 is legal.
+        page_table: Each sequence's own pages; the first holds the token at position prefix_len.
+        suffix_lens: Keys a sequence after the prefix, this step's included: Q at least, so that no query is within the
+            prefix. A row of length 0 is padding.
+        schedule: Work lists of `shared_prefix_schedule`.
+        q_positions: Absolute position of each query, prefix_len at least.
+        custom_mask: Per sequence [Q, suffix_len] row-major, one after the other; replaces the causal rule among the
+            suffix. The prefix is seen by all queries, as far as windows and chunks allow.
+        q_scale: As in `paged_decode`; a row for each sequence is not taken.
+        Others: As in `paged_decode`.
+
+    Returns:
+        As `paged_decode`.
+
+    Raises:
+        ValueError, NotImplementedError: As `paged_decode`, for either pass.
+    """
+    batch_size, num_tokens = q.shape[:2]
+    check_int32("prefix_table", prefix_table, (prefix_table.size,))
+    check_int32("prefix_len", prefix_len, ())
+    check_int32("suffix_lens", suffix_lens, (batch_size,))
+    check_one_a_head("sinks", sinks, spec)
+    if q_scale is not None and q_scale.ndim == 2:
+        raise ValueError(
+            "`q_scale` must be a scalar or [K]: the queries over a shared prefix are one sequence. "
+            f"Got q_scale.shape={q_scale.shape}."
+        )
+    prefix_schedule, suffix_schedule = (None, None) if schedule is None else schedule
+    prefix_lens = jnp.broadcast_to(prefix_len, (1,))
+    kv_start = jnp.broadcast_to(prefix_len, (batch_size,))
+    shared: dict[str, Any] = {
+        "layer_index": layer_index,
+        "q_scale": q_scale,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "alibi_slopes": alibi_slopes,
+        "return_lse": True,
+        "implementation": implementation,
+    }
+    positions = None
+    if _needs_positions(spec, alibi_slopes):
+        first = kv_start + suffix_lens - num_tokens
+        counted = first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+        positions = (counted if q_positions is None else q_positions).reshape(-1)
+    prefix_out, prefix_lse = paged_extend(
+        q.reshape(batch_size * num_tokens, *q.shape[2:]),
+        k_pages,
+        v_pages,
+        prefix_table[None],
+        prefix_lens,
+        jnp.array([0, batch_size * num_tokens], jnp.int32),
+        spec=_prefix_spec(spec),
+        schedule=prefix_schedule,
+        q_positions=positions,
+        **shared,
+    )
+    suffix_out, suffix_lse = paged_decode(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        suffix_lens,
+        spec=spec,
+        schedule=suffix_schedule,
+        kv_start=kv_start,
+        q_positions=q_positions,
+        custom_mask=custom_mask,
+        **shared,
+    )
+    padded = (suffix_lens == 0)[:, None, None]
+    prefix_lse = jnp.where(padded, -jnp.inf, prefix_lse.reshape(suffix_lse.shape))
+    parts = (x.astype(jnp.float32) for x in (prefix_out.reshape(suffix_out.shape), suffix_out))
+    out, lse = merge_states(jnp.stack(list(parts)), jnp.stack([prefix_lse, suffix_lse]))
+    if sinks is not None:
+        out = out * sink_share(lse, sinks)[..., None]
+    out = out.astype(suffix_out.dtype)
+    return (out, lse) if return_lse else out
+
+
+def shared_prefix_schedule(
+    prefix_len: Int[Array, ""],
+    suffix_lens: Int[Array, " B"],
+    *,
+    spec: AttentionSpec,
+    num_tokens: int,
+    dtype: Any,
+    page_size: int,
+    kv_dtype: Any = None,
+    implementation: str | None = None,
+) -> tuple[Any, Any]:
+    """The work lists of a step's two passes, which all layers of one spec share; jit-able.
+
+    Args:
+        num_tokens: Query tokens a sequence.
+        Others: As in `make_schedule`.
+
+    Returns:
+        What `schedule` of `shared_prefix_decode` takes.
+
+    Raises:
+        ValueError, NotImplementedError: As `paged_decode`.
+    """
+    facts = {"dtype": dtype, "page_size": page_size, "kv_dtype": kv_dtype, "implementation": implementation}
+    num_queries = suffix_lens.shape[0] * num_tokens
+    prefix = make_schedule(
+        jnp.broadcast_to(prefix_len, (1,)),
+        jnp.array([0, num_queries], jnp.int32),
+        spec=_prefix_spec(spec),
+        num_tokens=num_queries,
+        **facts,
+    )
+    return prefix, make_schedule(suffix_lens, spec=spec, num_tokens=num_tokens, **facts)
+
+
+def _prefix_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The rules of the prefix pass: no key of the prefix is after a query, so that nothing is left to be causal."""
+    return dataclasses.replace(spec, causal=False)
+
+
+def _needs_positions(spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> bool:
+    """Whether it matters how far a query is from the prefix."""
+    return alibi_slopes is not None or any(
+        value is not None for value in (spec.window_left, spec.chunk_size, spec.rope_theta)
+    )

@@ -1,0 +1,21 @@
+"""The rotary embedding inside the kernel: rows turned by their absolute positions."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def rotate(
+    x: Float[Array, "W S K H"], position: Int[Array, "W S"], *, theta: float, scale: float
+) -> Float[Array, "W S K H"]:
+    """Pairs (i, i + H / 2) of each row turned by (position / scale) * theta^(-2 i / H), in float32."""
+    width = x.shape[-1]
+    turns = theta ** (-2.0 * np.arange(width // 2) / width) / scale / math.tau
+    # Angles are counted in 2^-32 turns and wrap as integers do: exact far beyond where float32 positions blur them.
+    steps = np.round(turns % 1.0 * 2**32).astype(np.uint64).astype(np.uint32).view(np.int32)
+    angle = (position[:, :, None, None] * steps[None, None, None]).astype(jnp.float32) * np.float32(math.tau / 2**32)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,172 @@
+"""Decoder: layers stacked by kind and scanned; what a family adds is its configuration and its tensors' names."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int
+
+from jattn.backend import AttentionBackend, AttentionLayer
+from jattn.checkpoint import Checkpoint
+from jattn.forward_batch import ForwardBatch
+from jattn.kv_pool import KVGroupSpec, KVPool
+from jattn.parallel import ONE_DEVICE, Parallel
+from jattn_models import tensor_names, weights
+from jattn_models.attention import Attention, Pass
+from jattn_models.decoder_config import DecoderConfig
+from jattn_models.experts import MixtureOfExperts
+from jattn_models.layer_pattern import LayerKind, Segment
+from jattn_models.layers import GatedMLP, RMSNorm, Vocabulary
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.attention = Attention(
+            width,
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window_left=kind.window_left,
+            qkv_bias=config.qkv_bias,
+            qk_norm_eps=eps if config.qk_norm else None,
+            dtype=dtype,
+            rngs=rngs,
+            parallel=parallel,
+        )
+        self.post_attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        if kind.sparse and config.experts is not None:
+            self.mlp = MixtureOfExperts(width, config.experts, dtype=dtype, rngs=rngs, parallel=parallel)
+        else:
+            self.mlp = GatedMLP(width, config.intermediate_size, dtype=dtype, rngs=rngs, parallel=parallel)
+
+    def __call__(self, hidden: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
+        attended, pool = self.attention(self.input_norm(hidden), layer_index, this_pass, pool)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_norm(hidden)), pool
+
+
+class Decoder(nnx.Module):
+    """A language model of such layers; a `jattn.model.CausalLM`. A family is a subclass.
+
+    Args:
+        config: The model's facts.
+        dtype: Of the weights and of the computation; norms, angles and logits are float32.
+        rngs: For random weights.
+        parallel: This device's share of the model.
+
+    Attributes:
+        config_class: Reads the family's config.json.
+        layer_class: Takes what DecoderLayer takes.
+        layers: One module a stack of layers of the same kind (`DecoderConfig.stacks`).
+    """
+
+    config_class: ClassVar[type[DecoderConfig]] = DecoderConfig
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+
+    def __init__(self, config: DecoderConfig, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel = ONE_DEVICE):
+        self.config = config
+        self.parallel = parallel
+        self.vocabulary = Vocabulary(
+            config.vocab_size, config.hidden_size, tied=config.tied, dtype=dtype, rngs=rngs, parallel=parallel
+        )
+
+        def stacked(layers: range, kind: LayerKind) -> DecoderLayer:
+            @nnx.split_rngs(splits=len(layers))
+            @nnx.vmap
+            def make(rngs: nnx.Rngs) -> DecoderLayer:
+                return self.layer_class(config, kind, dtype=dtype, rngs=rngs, parallel=parallel)
+
+            return make(rngs)
+
+        self.layers = nnx.List([stacked(layers, kind) for layers, kind in config.stacks])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":
+        """The model with a checkpoint's weights, held and computed in `dtype`.
+
+        Raises:
+            ValueError: The configuration or a tensor does not fit; the message names it.
+            NotImplementedError: The model needs something that is not built, or `parallel` more than one device.
+        """
+        if parallel.size != 1:
+            raise NotImplementedError(
+                "`from_checkpoint` loads a whole model, for one device; the constructor makes a share of one. "
+                f"Got {parallel}."
+            )
+        config = cls.config_class.from_dict(checkpoint.config)
+        abstract = nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
+        graph, state = nnx.split(abstract)
+        sources = tensor_names.of_model(config, cls.layer_tensors)
+        unused = ("lm_head.weight",) if config.tied else ()
+        return nnx.merge(graph, weights.load(state, sources, checkpoint, unused=unused))
+
+    @classmethod
+    def layer_tensors(cls, config: Any, kind: LayerKind) -> dict[weights.Path, tensor_names.Parts]:
+        """For each leaf of a layer the checkpoint's tensors, named from the layer's own prefix on."""
+        return tensor_names.of_layer(config)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def context_len(self) -> int:
+        """Positions that the model was made for, in tokens."""
+        return self.config.context_len
+
+    @property
+    def attention_layers(self) -> tuple[AttentionLayer, ...]:
+        """One of each kind that attends differently."""
+        return tuple(dict.fromkeys(stack.attention.layer(0) for stack in self.layers))
+
+    @property
+    def kv_groups(self) -> tuple[KVGroupSpec, ...]:
+        """One group: the keys of all layers have one shape."""
+        heads = self.parallel.share(self.config.num_kv_heads, "`num_key_value_heads`")
+        return (
+            KVGroupSpec(
+                name="layers", num_layers=self.config.num_layers, num_kv_heads=heads, head_dim=self.config.head_dim
+            ),
+        )
+
+    def __call__[Pool: KVPool | None](
+        self, forward_batch: ForwardBatch, metadata: Any, backend: AttentionBackend, pool: Pool
+    ) -> tuple[Float[Array, "T D"], Pool]:
+        """The last hidden states, after the final norm, and the pool with this pass's keys and values.
+
+        Args:
+            pool: Whatever the backend takes for one; None passes through.
+        """
+        this_pass = Pass(forward_batch, metadata, backend, self.config.rope.angles(forward_batch.positions))
+        hidden = self.vocabulary.embed(forward_batch.input_ids)
+        stacks = list(self.layers)
+        for segment in self.config.segments:
+            period, stacks = stacks[: len(segment.period)], stacks[len(segment.period) :]
+            hidden, pool = _scanned(period, segment, hidden, this_pass, pool)
+        return self.norm(hidden), pool
+
+    def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
+        """float32 logits of the chosen hidden states."""
+        return self.vocabulary.logits(hidden)
+
+
+def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: Pass, pool):
+    """A segment's layers: a scan over its periods, the layers of one period in turn."""
+    graphs, states = zip(*(nnx.split(stack) for stack in period), strict=True)
+
+    def body(carry, scanned):
+        hidden, pool = carry
+        layer_states, first_layer = scanned
+        for offset, (graph, state) in enumerate(zip(graphs, layer_states, strict=True)):
+            hidden, pool = nnx.merge(graph, state)(hidden, first_layer + offset, this_pass, pool)
+        return (hidden, pool), None
+
+    first_layers = jnp.arange(segment.layers.start, segment.layers.stop, len(period), dtype=jnp.int32)
+    return jax.lax.scan(body, (hidden, pool), (states, first_layers))[0]

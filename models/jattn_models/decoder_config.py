@@ -1,0 +1,105 @@
+"""DecoderConfig: the facts of a decoder, and how the fields that all families share are read."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jattn_models.config_fields import positive, refuse
+from jattn_models.experts import Experts
+from jattn_models.layer_pattern import LayerKind, Segment
+from jattn_models.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Static and hashable. A family is a subclass that reads its own config.json.
+
+    Attributes:
+        segments: The layers.
+        context_len: Positions that the model was made for, in tokens.
+        tied: Whether the embedding is also the output projection.
+        qkv_bias: Whether queries, keys and values have a bias.
+        qk_norm: Whether each head's query and key pass a norm before they turn.
+        experts: The mixture of sparse layers; None if all are dense.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    segments: tuple[Segment, ...]
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_len: int
+    rms_norm_eps: float
+    rope: Rope
+    tied: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: Experts | None = None
+
+    def __post_init__(self):
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                "`num_attention_heads` must be a multiple of `num_key_value_heads`. "
+                f"Got {self.num_q_heads} and {self.num_kv_heads}."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.segments[-1].layers.stop
+
+    @property
+    def stacks(self) -> tuple[tuple[range, LayerKind], ...]:
+        """The numbers of the layers that are stacked together, and their kind; in the order of the segments."""
+        return tuple(stack for segment in self.segments for stack in segment.stacks)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "DecoderConfig":
+        """The configuration as Hugging Face writes it; absent fields have the defaults that it gives them.
+
+        Raises:
+            ValueError: A field is missing or out of range.
+            NotImplementedError: The model needs something that is not built.
+        """
+        raise NotImplementedError(f"{cls.__name__} must say how it is read.")
+
+
+def shared_fields(fields: Mapping[str, Any], *, partial_rotary: bool = False) -> dict[str, Any]:
+    """What all families read alike, as arguments of a DecoderConfig: all that must be there but `segments`.
+
+    Args:
+        fields: With the family's defaults, and without nulls.
+        partial_rotary: Whether the family reads `partial_rotary_factor`.
+
+    Raises:
+        ValueError: A field is missing or out of range.
+        NotImplementedError: The model needs something that is not built.
+    """
+    for name in ("attention_bias", "mlp_bias"):
+        refuse(fields, name, unless=False, why=": projections with these biases are not built")
+    refuse(fields, "hidden_act", unless="silu")
+    refuse(fields, "is_causal", unless=True, why=": the decoder's attention is causal")
+    if fields.get("quantization_config"):
+        raise NotImplementedError("`quantization_config` must be absent: load the checkpoint's unquantised weights.")
+    hidden_size = positive(fields, "hidden_size", int)
+    num_q_heads = positive(fields, "num_attention_heads", int)
+    if "head_dim" not in fields and hidden_size % num_q_heads:
+        raise ValueError(
+            "`hidden_size` must be a multiple of `num_attention_heads` where there is no `head_dim`. "
+            f"Got {hidden_size} and {num_q_heads}."
+        )
+    fields = {"num_key_value_heads": num_q_heads, "head_dim": hidden_size // num_q_heads, **fields}
+    head_dim = positive(fields, "head_dim", int)
+    return {
+        "vocab_size": positive(fields, "vocab_size", int),
+        "hidden_size": hidden_size,
+        "intermediate_size": positive(fields, "intermediate_size", int),
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": positive(fields, "num_key_value_heads", int),
+        "head_dim": head_dim,
+        "context_len": positive(fields, "max_position_embeddings", int),
+        "rms_norm_eps": positive(fields, "rms_norm_eps", float),
+        "rope": Rope.from_config(fields, head_dim, partial=partial_rotary),
+        "tied": bool(fields.get("tie_word_embeddings", False)),
+    }

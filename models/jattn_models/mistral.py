@@ -1,0 +1,26 @@
+"""Mistral: Llama with a sliding window."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jattn_models.config_fields import with_defaults
+from jattn_models.decoder import Decoder
+from jattn_models.decoder_config import DecoderConfig, shared_fields
+from jattn_models.windows import one_window
+
+
+class MistralConfig(DecoderConfig):
+    """All layers have one window, or none where `sliding_window` is null."""
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "MistralConfig":
+        fields = with_defaults(
+            config, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
+        )
+        return cls(**shared_fields(fields), segments=one_window(fields))
+
+
+class MistralForCausalLM(Decoder):
+    """A Mistral language model."""
+
+    config_class: ClassVar = MistralConfig

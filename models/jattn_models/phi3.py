@@ -1,0 +1,36 @@
+"""Phi-3 and Phi-4-mini: Llama whose checkpoints hold fused projections, with LongRoPE and perhaps a window."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jattn_models import tensor_names
+from jattn_models.config_fields import with_defaults
+from jattn_models.decoder import Decoder
+from jattn_models.decoder_config import DecoderConfig, shared_fields
+from jattn_models.layer_pattern import LayerKind
+from jattn_models.weights import Path
+from jattn_models.windows import one_window
+
+
+class Phi3Config(DecoderConfig):
+    """All layers have one window, if any; a part of each head may stay unturned."""
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "Phi3Config":
+        fields = with_defaults(
+            config, max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5
+        )
+        return cls(**shared_fields(fields, partial_rotary=True), segments=one_window(fields))
+
+
+class Phi3ForCausalLM(Decoder):
+    """A Phi-3 language model."""
+
+    config_class: ClassVar = Phi3Config
+
+    @classmethod
+    def layer_tensors(cls, config: Phi3Config, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+        return tensor_names.of_layer(config) | {
+            ("attention", "qkv_proj", "kernel"): {"self_attn.qkv_proj.weight": None},
+            ("mlp", "gate_up_proj", "kernel"): {"mlp.gate_up_proj.weight": None},
+        }

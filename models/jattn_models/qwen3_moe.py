@@ -1,0 +1,68 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in all layers but those that its configuration leaves dense."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jattn_models import tensor_names
+from jattn_models.config_fields import positive, with_defaults
+from jattn_models.decoder import Decoder
+from jattn_models.decoder_config import DecoderConfig, shared_fields
+from jattn_models.experts import Experts
+from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.weights import Path
+from jattn_models.windows import QWEN_DEFAULTS, one_window, used_window
+
+
+class Qwen3MoeConfig(DecoderConfig):
+    """All layers have one window, or none; `intermediate_size` is that of dense layers."""
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3MoeConfig":
+        fields = with_defaults(
+            config,
+            **QWEN_DEFAULTS,
+            num_key_value_heads=4,
+            num_experts_per_tok=8,
+            num_local_experts=128,
+            moe_intermediate_size=768,
+            decoder_sparse_step=1,
+        )
+        fields = {"num_experts": fields.get("num_local_experts")} | used_window(fields)  # transformers 5 renamed it
+        experts = Experts(
+            count=positive(fields, "num_experts", int),
+            per_token=positive(fields, "num_experts_per_tok", int),
+            intermediate_size=positive(fields, "moe_intermediate_size", int),
+            normalised=bool(fields.get("norm_topk_prob", False)),
+        )
+        return cls(**shared_fields(fields), segments=_segments(fields), qk_norm=True, experts=experts)
+
+
+class Qwen3MoeForCausalLM(Decoder):
+    """A Qwen3-MoE language model."""
+
+    config_class: ClassVar = Qwen3MoeConfig
+
+    @classmethod
+    def layer_tensors(cls, config: Qwen3MoeConfig, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+        tensors = tensor_names.of_layer(config)
+        if not kind.sparse:
+            return tensors
+        assert config.experts is not None
+        units = config.experts.intermediate_size
+        return tensors | tensor_names.of_mixture(units, "mlp", gate="gate_proj", up="up_proj", down="down_proj")
+
+
+def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
+    """Every `decoder_sparse_step`-th layer is sparse, unless `mlp_only_layers` has its number."""
+    (alike,) = one_window(fields, sparse=True)
+    (sparse,) = alike.period
+    step, dense = positive(fields, "decoder_sparse_step", int), fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise ValueError(f"`mlp_only_layers` must be a list of layers' numbers. Got {dense!r}.")
+    if step == 1 and not dense:
+        return (alike,)
+    return segments(
+        len(alike.layers),
+        lambda layer: dataclasses.replace(sparse, sparse=layer not in dense and (layer + 1) % step == 0),
+    )

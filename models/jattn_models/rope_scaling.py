@@ -1,0 +1,86 @@
+"""Scalings of rotary frequencies, for contexts longer than those of a model's first training."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jattn_models.config_fields import positive, positives
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies slowed down, as in Llama 3.1.
+
+    Attributes:
+        factor: By how much the low frequencies are divided.
+        low_freq_factor, high_freq_factor: Turns within the original context up to which a frequency counts as low, and
+            from which it is left alone; it is blended between them.
+        original_context_len: Tokens.
+        amplitude: On cosines and sines.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context_len: int
+    amplitude: ClassVar[float] = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int) -> "Llama3Scaling":
+        """Reads `rope_parameters` alone."""
+        scaling = cls(
+            factor=positive(fields, "factor", float),
+            low_freq_factor=positive(fields, "low_freq_factor", float),
+            high_freq_factor=positive(fields, "high_freq_factor", float),
+            original_context_len=positive(fields, "original_max_position_embeddings", int),
+        )
+        if scaling.low_freq_factor >= scaling.high_freq_factor:
+            raise ValueError(
+                "`low_freq_factor` must be less than `high_freq_factor`. "
+                f"Got {scaling.low_freq_factor} and {scaling.high_freq_factor}."
+            )
+        return scaling
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        turns = self.original_context_len * frequencies / (2 * np.pi)
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
+        return kept * frequencies + (1 - kept) * frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """Each frequency slowed down by a factor of its own, as in Phi-3.
+
+    There is one list of factors for texts within the original context and one for longer texts. transformers changes
+    lists, and recomputes every key, when a text outgrows the original context; keys in pages stay as they were written.
+    So the model's context decides, as in vLLM: where it is longer than the original one, all texts take the long list.
+
+    Attributes:
+        factors: By which each frequency is divided.
+        amplitude: On cosines and sines.
+    """
+
+    factors: tuple[float, ...]
+    amplitude: float
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int
+    ) -> "LongRopeScaling":
+        """Reads `rope_parameters`, and both contexts from beside it."""
+        context_len = positive(config, "max_position_embeddings", int)
+        original = positive({**fields, **config}, "original_max_position_embeddings", int)
+        short, long = (positives(fields, name, num_frequencies) for name in ("short_factor", "long_factor"))
+        factor = positive({"factor": context_len / original, **fields}, "factor", float)
+        amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+        amplitude = positive({"attention_factor": amplitude, **fields}, "attention_factor", float)
+        return cls(long if context_len > original else short, amplitude)
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / np.array(self.factors)
+
+
+SCALINGS = {"llama3": Llama3Scaling, "longrope": LongRopeScaling, "su": LongRopeScaling}

@@ -1,0 +1,145 @@
+"""The checkpoints in golden/ and what transformers computes with them; see make_golden.py."""
+
+import dataclasses
+import functools
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jattn.checkpoint import Checkpoint
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.model import model_class
+from jattn.parallel import Parallel
+from tests.models.paged import PagedRun
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+PROMPT_LENS = (1, 8, 21)
+DECODE_STEPS = 32
+CAPACITY = max(PROMPT_LENS) + DECODE_STEPS
+TOLERANCE = 1e-4
+
+
+def architecture(case):
+    return Checkpoint(GOLDEN / case).architecture
+
+
+LLAMA_CASES, OTHER_CASES = [], []
+for folder in sorted(GOLDEN.iterdir()):
+    (LLAMA_CASES if architecture(folder.name) == "LlamaForCausalLM" else OTHER_CASES).append(folder.name)
+
+
+@functools.cache
+def load(case, dtype=jnp.float32):
+    checkpoint = Checkpoint(GOLDEN / case)
+    return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)
+
+
+@functools.cache
+def golden(case, kind="logits"):
+    with np.load(GOLDEN / case / "golden.npz") as arrays:
+        return [arrays[f"{kind}_{number}"] for number in range(len(PROMPT_LENS))]
+
+
+def prompts(case):
+    return [row[:length] for row, length in zip(golden(case, "tokens"), PROMPT_LENS, strict=True)]
+
+
+def paged_run(case, page_size, dtype=jnp.float32):
+    return PagedRun(load(case, dtype), len(PROMPT_LENS), capacity=CAPACITY, page_size=page_size, dtype=dtype)
+
+
+def assert_golden(logits, expected, tolerance=TOLERANCE):
+    chex.assert_tree_all_finite(logits)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
+
+
+def assert_run_is_golden(case, page_size):
+    """Prompts in one ragged pass, then a token at a time, against transformers' logits."""
+    run = paged_run(case, page_size)
+    for logits, expected in zip(run.extend(prompts(case)), golden(case), strict=True):
+        assert_golden(logits, expected[: len(logits)])
+    for step in range(DECODE_STEPS):
+        at = [length + step for length in PROMPT_LENS]
+        logits = run.decode([row[i] for row, i in zip(golden(case, "tokens"), at, strict=True)])
+        assert_golden(logits, np.stack([row[i] for row, i in zip(golden(case), at, strict=True)]))
+
+
+def assert_shares_are_golden(whole, tokens, expected):
+    """Two devices' shares of a model, side by side under vmap: each has the whole model's logits."""
+    parallel = Parallel("tensor", 2)
+    abstract = nnx.eval_shape(lambda: type(whole)(whole.config, dtype=jnp.float32, rngs=nnx.Rngs(0), parallel=parallel))
+    graph = nnx.graphdef(abstract)
+    shares = jax.tree.map(lambda *parts: jnp.stack(parts), *(share(whole, index) for index in range(2)))
+    both = jax.vmap(lambda state: _dense_logits(graph, state, jnp.asarray(tokens)), axis_name="tensor")(shares)
+    for device in both:
+        assert_golden(device, expected)
+    assert abstract.kv_groups[0].num_kv_heads == whole.config.num_kv_heads // 2
+
+
+def dense_logits(model, tokens):
+    """The logits after each of one sequence's tokens, without a pool."""
+    return _dense_logits(*nnx.split(model), jnp.asarray(tokens))
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _dense_logits(graph, state, tokens):
+    model = nnx.merge(graph, state)
+    hidden, _ = model(sequence(tokens), None, DenseBackend(), None)
+    return model.compute_logits(hidden)
+
+
+def share(model, index):
+    """One of two devices' part of a model's state."""
+    config = model.config
+    q, kv = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def half(x, axis):
+        return jnp.split(x, 2, axis)[index]
+
+    def part(path, x):
+        name = ".".join(str(key.key) for key in path if hasattr(key, "key"))
+        if "qkv_proj" in name:
+            return jnp.concatenate([half(block, -1) for block in jnp.split(x, (q, q + kv), -1)], -1)
+        if "gate_up_proj" in name:
+            return jnp.concatenate([half(block, -1) for block in jnp.split(x, 2, -1)], -1)
+        if "lm_head" in name or "up_proj" in name:
+            return half(x, -1)
+        if "o_proj" in name or "down_proj" in name:
+            return half(x, -2)
+        return half(x, 0) if "embedding" in name else x
+
+    return jax.tree_util.tree_map_with_path(part, nnx.state(model))
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseBackend:
+    """Attention within the pass, over one sequence; it has no pool."""
+
+    def init_forward_metadata(self, forward_batch):
+        return None
+
+    def forward_extend(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
+        wide = (x[None].astype(jnp.float32) for x in (q, k, v))
+        window = None if layer.sliding_window_size < 0 else (layer.sliding_window_size, 0)
+        out = jax.nn.dot_product_attention(*wide, scale=layer.scaling, is_causal=True, local_window_size=window)
+        return out[0].astype(q.dtype), pool
+
+    forward_decode = forward_extend
+
+
+def sequence(tokens):
+    """One sequence from its beginning, in page 1 and the pages after it."""
+    index = jnp.arange(len(tokens), dtype=jnp.int32)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=tokens,
+        positions=index,
+        seq_lens=jnp.array([len(tokens)], jnp.int32),
+        cu_q_lens=jnp.array([0, len(tokens)], jnp.int32),
+        out_cache_loc=(8 + index,),
+        page_tables=(jnp.array([[1, 2]], jnp.int32),),
+    )

@@ -1,0 +1,117 @@
+"""Every architecture against transformers, through the paged pool and the serving loop; see make_golden.py."""
+
+import dataclasses
+from importlib.metadata import entry_points
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
+from jattn.kv_pool import make_pool
+from jattn.serving.config import EngineConfig
+from jattn.serving.engine import Engine
+from jattn.serving.request import SamplingParams
+from jattn_models.layer_pattern import alike
+from tests.models.goldens import (
+    GOLDEN,
+    LLAMA_CASES,
+    OTHER_CASES,
+    TOLERANCE,
+    architecture,
+    assert_golden,
+    assert_run_is_golden,
+    assert_shares_are_golden,
+    dense_logits,
+    golden,
+    load,
+    paged_run,
+    prompts,
+    sequence,
+)
+
+
+def test_every_announced_architecture_has_a_golden_checkpoint():
+    announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
+    assert {architecture(case) for case in (*LLAMA_CASES, *OTHER_CASES)} == announced
+    assert len(announced) == 7
+
+
+@pytest.mark.parametrize("case", OTHER_CASES)
+def test_paged_logits_match_transformers(case):
+    assert_run_is_golden(case, page_size=8)
+
+
+# phi3_longrope is the same class as phi3.
+@pytest.mark.parametrize("case", [case for case in OTHER_CASES if case != "phi3_longrope"])
+@pytest.mark.usefixtures("compiled_in_haste")
+def test_served_greedy_tokens_match_transformers(case):
+    config = EngineConfig(
+        num_pages=40, max_num_seqs=3, max_context_len=80, prefill_tokens=64, prefill_seqs=2, page_size=8
+    )
+    engine = Engine(load(case), config)
+    expected = golden(case, "greedy")
+    params = SamplingParams(max_tokens=len(expected[0]), temperature=0.0, ignore_eos=True)
+    requests = [engine.make_request(tokens, params) for tokens in golden(case, "tokens")]
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.generated == tokens.tolist()
+
+
+@pytest.mark.parametrize("case", OTHER_CASES)
+def test_two_shares_give_the_whole_models_logits(case):
+    whole = load(case)
+    assert_shares_are_golden(whole, golden(case, "tokens")[2], golden(case)[2])
+
+
+@pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3_moe"])
+def test_prefill_in_two_chunks_matches_transformers(case):
+    run = paged_run(case, page_size=8)
+    first = run.extend([row[: len(row) // 2] for row in prompts(case)])
+    second = run.extend([row[len(row) // 2 :] for row in prompts(case)])
+    for expected, *parts in zip(golden(case), first, second, strict=True):
+        logits = np.concatenate(parts)
+        assert_golden(logits, expected[: len(logits)])
+
+
+@pytest.mark.parametrize(("case", "window"), [("mistral", 8), ("phi3", 8)])
+def test_golden_logits_need_the_window(case, window):
+    whole = load(case)
+    config = dataclasses.replace(whole.config, segments=alike(whole.config.num_layers))
+    without = nnx.merge(nnx.graphdef(type(whole)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.state(whole))
+    tokens, expected = golden(case, "tokens")[2], golden(case)[2]
+    logits = np.asarray(dense_logits(without, tokens))
+    assert_golden(logits[:window], expected[:window])
+    assert np.abs(logits[window:] - expected[window:]).max(axis=-1).min() > TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("case", "lengths", "windows"),
+    [
+        ("mistral", [2], {7}),
+        ("qwen2", [1, 2], {-1, 7}),
+        ("qwen3", [2], {-1, 7}),
+        ("qwen3_moe", [2, 1], {-1}),
+    ],
+)
+def test_layers_are_scanned_by_period(case, lengths, windows):
+    model = load(case)
+    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=16, page_size=8))
+    pool = make_pool(model.kv_groups, num_pages=3, page_size=8, dtype=jnp.float32)
+    batch = sequence(jnp.zeros(4, jnp.int32))
+    jaxpr = jax.make_jaxpr(lambda pool: model(batch, backend.init_forward_metadata(batch), backend, pool))(pool)
+    scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    assert [scan.params["length"] for scan in scans] == lengths
+    assert {layer.sliding_window_size for layer in model.attention_layers} == windows
+    assert len(model.attention_layers) == len(windows)
+
+
+@pytest.mark.parametrize("case", ["phi3", "phi3_longrope"])
+def test_rope_frequencies_match_transformers(case):
+    with np.load(GOLDEN / case / "golden.npz") as arrays:
+        np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)

@@ -1,0 +1,163 @@
+"""What each architecture reads from config.json beside windows, and the sentence for what it cannot serve."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jattn_models.llama_config import LlamaConfig
+from jattn_models.mistral import MistralConfig
+from jattn_models.mixtral import MixtralConfig
+from jattn_models.phi3 import Phi3Config
+from jattn_models.qwen2 import Qwen2Config
+from jattn_models.qwen3 import Qwen3Config
+from jattn_models.qwen3_moe import Qwen3MoeConfig
+from jattn_models.rope import Rope
+
+SMALLEST = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.0, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 1024, "rope_scaling": LONGROPE}
+
+
+# As transformers' configuration classes give them: kv heads, head_dim, context, eps, theta.
+@pytest.mark.parametrize(
+    ("config_class", "expected"),
+    [
+        (LlamaConfig, (32, 8, 2048, 1e-6, 1e4)),
+        (MistralConfig, (8, 8, 131072, 1e-6, 1e4)),
+        (MixtralConfig, (8, 8, 131072, 1e-5, 1e6)),
+        (Phi3Config, (32, 8, 4096, 1e-5, 1e4)),
+        (Qwen2Config, (32, 8, 32768, 1e-6, 1e4)),
+        (Qwen3Config, (32, 128, 32768, 1e-6, 1e4)),
+        (Qwen3MoeConfig, (4, 8, 32768, 1e-6, 1e4)),
+    ],
+)
+def test_absent_fields_have_hugging_faces_defaults(config_class, expected):
+    config = config_class.from_dict(SMALLEST)
+    found = (config.num_kv_heads, config.head_dim, config.context_len, config.rms_norm_eps, config.rope.theta)
+    assert found == expected
+    assert config.tied is False
+
+
+def test_null_kv_heads_are_the_query_heads():
+    assert MistralConfig.from_dict(SMALLEST | {"num_key_value_heads": None}).num_kv_heads == 32
+
+
+def test_qwen2_has_biases_whatever_attention_bias_says():
+    assert Qwen2Config.from_dict(SMALLEST | {"attention_bias": True}).qkv_bias
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_qwen3_moe_experts_go_by_both_names(name):
+    fields = {name: 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    experts = Qwen3MoeConfig.from_dict(SMALLEST | fields).experts
+    assert (experts.count, experts.per_token, experts.intermediate_size, experts.normalised) == (6, 3, 16, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sparse"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"decoder_sparse_step": 2}, [1, 3]),
+        ({"decoder_sparse_step": 3}, [2]),
+        ({"mlp_only_layers": [0, 3]}, [1, 2]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1]),
+        ({"mlp_only_layers": None}, [0, 1, 2, 3]),
+    ],
+)
+def test_qwen3_moe_sparse_layers(fields, sparse):
+    config = Qwen3MoeConfig.from_dict(SMALLEST | fields)
+    assert sorted(layer for layers, kind in config.stacks if kind.sparse for layer in layers) == sparse
+
+
+@pytest.mark.parametrize(
+    ("fields", "rope"),
+    [
+        ({"partial_rotary_factor": 0.75}, Rope(6, 1e4)),
+        ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, Rope(4, 5e5)),
+    ],
+)
+def test_phi3_may_turn_a_part_of_each_head(fields, rope):
+    assert Phi3Config.from_dict(SMALLEST | fields).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("fields", "factors", "amplitude"),
+    [
+        ({}, LONGROPE["long_factor"], math.sqrt(1 + math.log(8) / math.log(1024))),
+        ({"max_position_embeddings": 1024}, LONGROPE["short_factor"], 1.0),
+        ({"rope_scaling": LONGROPE | {"attention_factor": 1.5}}, LONGROPE["long_factor"], 1.5),
+        ({"rope_scaling": LONGROPE | {"factor": 2.0}}, LONGROPE["long_factor"], math.sqrt(1.1)),
+        # transformers prefers the field of the configuration, here its default of 4096
+        (
+            {
+                "original_max_position_embeddings": None,
+                "max_position_embeddings": 4096,
+                "rope_scaling": LONGROPE | {"original_max_position_embeddings": 1024},
+            },
+            LONGROPE["short_factor"],
+            1.0,
+        ),
+    ],
+)
+def test_longrope_goes_by_the_models_context(fields, factors, amplitude):
+    fields = {name: value for name, value in (LONG | fields).items() if value is not None}
+    rope = Phi3Config.from_dict(SMALLEST | fields).rope
+    assert rope.scaling.factors == tuple(factors)
+    assert rope.scaling.amplitude == pytest.approx(amplitude, rel=1e-12)
+    plain = Rope(8, 1e4).frequencies()
+    np.testing.assert_allclose(rope.frequencies(), plain / np.float32(factors), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "message"),
+    [
+        (MixtralConfig, {"num_local_experts": 0}, "`num_local_experts` .* must be an integer above 0. Got 0"),
+        (MixtralConfig, {"num_experts_per_tok": 9}, "`num_experts_per_tok` must be at most .* Got 9 of 8"),
+        (Qwen3MoeConfig, {"decoder_sparse_step": 0}, "`decoder_sparse_step` .* must be an integer above 0. Got 0"),
+        (Qwen3MoeConfig, {"mlp_only_layers": 3}, "`mlp_only_layers` must be a list of layers' numbers. Got 3"),
+        (Phi3Config, {"partial_rotary_factor": 0.4}, "must be at most 1 and leave an even number .* Got 0.4 of 8"),
+        (Phi3Config, {"partial_rotary_factor": 1.25}, "must be at most 1 and leave an even number .* Got 1.25 of 8"),
+        (
+            Phi3Config,
+            LONG | {"rope_scaling": LONGROPE | {"long_factor": [1.0]}},
+            r"`long_factor` .* must be a list of 4 finite numbers above 0. Got \[1.0\]",
+        ),
+        (
+            Phi3Config,
+            LONG | {"rope_scaling": LONGROPE | {"short_factor": [1.0, 0.0, 1.0, 1.0]}},
+            "`short_factor` .* must be a list of 4 finite numbers above 0",
+        ),
+        (
+            LlamaConfig,
+            {"rope_scaling": LONGROPE},
+            "`original_max_position_embeddings` .* must be an integer above 0. Got None",
+        ),
+    ],
+)
+def test_wrong_field_is_named(config_class, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_class.from_dict(SMALLEST | fields)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "message"),
+    [
+        (Qwen3Config, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
+        (Qwen3MoeConfig, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
+        (MistralConfig, {"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
+        (MistralConfig, {"is_causal": False}, "`is_causal` must be true: .* Got false"),
+        (Qwen2Config, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_type` must be one of .* Got 'yarn'"),
+        (Qwen2Config, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0: .* Got 0.5"),
+        (MixtralConfig, {"quantization_config": {"bits": 4}}, "`quantization_config` must be absent"),
+    ],
+)
+def test_unsupported_field_is_named(config_class, fields, message):
+    with pytest.raises(NotImplementedError, match=message):
+        config_class.from_dict(SMALLEST | fields)
