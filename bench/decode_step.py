@@ -110,7 +110,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     )
     rows = np.arange(workload.batch, dtype=np.int32)
     new_pages = np.full(workload.batch, -1, np.int32)
-    decode = functools.partial(Steps(model.graph, backend, workload.page).decode, greedy_only=True)
+    decode = functools.partial(Steps(model.graph, backend, workload.page).decode, variant="greedy")
     plan = StepPlan(decode, (model.weights, state, pool, rows, new_pages), donate=(1, 2))
     start = time.perf_counter()
     compiled = compile_steps({workload.name: plan})
@@ -138,11 +138,11 @@ class Loop:
         """Takes `steps` steps and waits for the last."""
         before = None
         for _ in range(steps):
-            tokens, self._state, self._pool = self._step(self._weights, self._state, self._pool, *self._arguments)
-            tokens.copy_to_host_async()
+            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, *self._arguments)
+            output.tokens.copy_to_host_async()
             if before is not None:
                 np.asarray(before)
-            before = tokens
+            before = output.tokens
         jax.block_until_ready(self._state)
 
     def timed(self, steps: int) -> float:

@@ -60,6 +60,7 @@ class Arrival:
             prefill_tokens=self.prefill_tokens,
             smallest_decode_bucket=self.running + 1,
             smallest_prefill_bucket=self.prefill_tokens,
+            full_sampling=False,
         )
         return Engine(nnx.merge(model.graph, model.weights), config, dtype=jnp.bfloat16)
 

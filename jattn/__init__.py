@@ -5,8 +5,9 @@ from importlib import import_module
 _LAZY = {
     "LLM": "jattn.serving.llm",
     "SamplingParams": "jattn.serving.request",
-    "Completion": "jattn.serving.llm",
-    "Delta": "jattn.serving.llm",
+    "RequestOutput": "jattn.serving.outputs",
+    "Completion": "jattn.serving.outputs",
+    "Delta": "jattn.serving.outputs",
 }
 
 

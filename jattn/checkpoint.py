@@ -36,10 +36,10 @@ class Checkpoint:
             raise FileNotFoundError(f"`path` must be a checkpoint folder. Got {str(path)!r}.")
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"`path` must be a folder with a `config.json`. Got {str(path)!r}.")
-        self.config = _read_json(self.path / "config.json")
+        self.config = read_json(self.path / "config.json")
         self.architecture = self._architecture()
         generation_config = self.path / "generation_config.json"
-        self.generation_config = _read_json(generation_config) if generation_config.is_file() else {}
+        self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
         self._files, self._listing = self._open_weights()
 
     @property
@@ -89,7 +89,7 @@ class Checkpoint:
         raise FileNotFoundError(f"{self.path} must hold `{_SINGLE}` or `{_INDEX}`.")
 
     def _open_shards(self, index: Path) -> dict[str, SafetensorsFile]:
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         well_formed = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
         if not well_formed or not weight_map:
             raise ValueError(f"{index} must map each tensor to its file in `weight_map`.")
@@ -106,7 +106,12 @@ class Checkpoint:
         return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        ValueError: It holds something else.
+    """
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ BAD_INPUT = (ValueError, NotImplementedError, FileNotFoundError, NotADirectoryEr
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 # Where neither a flag nor the checkpoint says how to sample.
-DEFAULT_SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
+DEFAULT_SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class DType(enum.StrEnum):
@@ -80,7 +80,13 @@ def generate(
         Path | None,
         typer.Option(metavar="FILE", parser=_path, help="More prompts, one a line; empty lines are skipped."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take prompts as a user's messages, by the checkpoint's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message before each, with --chat.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each text.")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before an end token or stop string can end a text.")] = 0,
+    n: Annotated[int, typer.Option("--n", help="Texts for each prompt.")] = 1,
     temperature: Annotated[
         float | None,
         typer.Option(help="Of the sampling; 0 always takes the likeliest token. Default: the checkpoint's, or 0.8."),
@@ -93,7 +99,28 @@ def generate(
         float | None,
         typer.Option(help="Then among those that hold this probability; 1 is off. Default: the checkpoint's, or 1."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling; the prompt's number by default.")] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="First drop tokens below this share of the likeliest one's probability; 0 is off. "
+            "Default: the checkpoint's, or 0."
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Weakens tokens that prompt or text have, by this factor; 1 is off. Default: the checkpoint's, or 1."
+        ),
+    ] = None,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken from the logits of tokens that the text has, -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, times how often the text has the token.")] = 0.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be repeated.", show_default=False),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling; the text's number by default.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False,
     dtype: Annotated[DType, typer.Option(help="Of weights, keys and values.")] = DType.AUTO,
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV pool.")] = 16,
@@ -113,19 +140,46 @@ def generate(
 
         from jattn.serving.request import SamplingParams
 
-        prompts = [*(prompt or ()), *(_read_prompts(prompt_file) if prompt_file else ())] or list(DEFAULT_PROMPTS)
+        given_prompts = [*(prompt or ()), *(_read_prompts(prompt_file) if prompt_file else ())]
         path = model or _default_checkpoint()
-        flags = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        flags = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }
         given = {name: value for name, value in flags.items() if value is not None}
         sampling_params = SamplingParams(
-            max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos, **(_default_sampling(path) | given)
+            n=n,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            stop=tuple(stop or ()),
+            seed=seed,
+            ignore_eos=ignore_eos,
+            **(_default_sampling(path) | given),
         )
+        chats = _chats(path, given_prompts, system) if chat else None
+        if system is not None and not chat:
+            raise ValueError("`--system` needs `--chat`.")
+        prompts = given_prompts or list(DEFAULT_PROMPTS)
 
         with _Interrupts() as interrupts:
             from jattn.serving.llm import LLM
 
-            llm = LLM(path, dtype=dtype.value, page_size=page_size, num_pages=num_pages, max_num_seqs=max_num_seqs)
-            errors = _print_text(interrupts.deltas(llm.stream(prompts, sampling_params)), prompts)
+            llm = LLM(
+                path,
+                dtype=dtype.value,
+                page_size=page_size,
+                num_pages=num_pages,
+                max_num_seqs=max_num_seqs,
+                full_sampling=sampling_params.has_logit_rules,
+            )
+            tokens = chats and [llm.tokenizer.encode(text, add_special_tokens=False) for text in chats]
+            deltas = interrupts.deltas(llm.stream(tokens or prompts, sampling_params))
+            errors = _print_text(deltas, [f"{text}\n\n" for text in prompts] if chat else prompts, n)
             _print_summary(llm.stats)
             for index, sentence in errors.items():
                 typer.echo(f"error: Prompt {index + 1} of {len(prompts)}: {sentence}", err=True)
@@ -172,6 +226,17 @@ def _read_prompts(path: Path) -> list[str]:
     if not prompts:
         raise ValueError(f"`--prompt-file` must hold at least one prompt. Got {path}.")
     return prompts
+
+
+def _chats(path: Path, prompts: Sequence[str], system: str | None) -> list[str]:
+    """What the checkpoint's chat template makes of each prompt; before the weights load, for it may refuse."""
+    from jattn.serving.chat import ChatTemplate
+
+    if not prompts:
+        raise ValueError("`--chat` needs a `--prompt` or a `--prompt-file`.")
+    template = ChatTemplate(path)
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [template.render([*before, {"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _default_checkpoint() -> Path:
@@ -235,13 +300,17 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> dict[int, str]:
+def _print_text(deltas: Iterable[Any], prompts: Sequence[str], n: int = 1) -> dict[int, str]:
     """Prints the texts in the order of the prompts: the first unfinished one live, later ones once their turn comes.
+
+    Args:
+        n: Texts for each prompt.
 
     Returns:
         By prompt, why those that ended by an error did.
     """
     errors = {}
+    prompts = [prompt for prompt in prompts for _ in range(n)]
     several = len(prompts) > 1
     waiting = [""] * len(prompts)
     finished = [False] * len(prompts)
@@ -250,8 +319,9 @@ def _print_text(deltas: Iterable[Any], prompts: Sequence[str]) -> dict[int, str]
     if several:
         _print_prompt(prompts, turn)
     for delta in deltas:
-        waiting[delta.index] += delta.text
-        finished[delta.index] = delta.finish_reason is not None
+        place = delta.index * n + delta.output_index
+        waiting[place] += delta.text
+        finished[place] = delta.finish_reason is not None
         if delta.error:
             errors[delta.index] = delta.error
         while turn < len(prompts):

@@ -8,7 +8,7 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import Request
 from jattn.serving.scheduler import Chunk
-from jattn.serving.steps import PrefillBatch
+from jattn.serving.steps import PrefillBatch, Variant
 
 
 def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -24,15 +24,24 @@ def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> 
     return rows, new_pages
 
 
-def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig) -> PrefillBatch:
+def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, variant: Variant) -> PrefillBatch:
     """Parts of prompts, padded to `bucket` tokens."""
     size = config.prefill_seqs
+    is_full = variant == "full"
     batch = PrefillBatch(
         input_ids=_host_array(bucket, 0, np.int32),
         cu_q_lens=_host_array(size + 1, 0, np.int32),
         rows=_host_array(size, config.max_num_seqs, np.int32),
         is_last=_host_array(size, False, np.bool_),
-        values=empty_rows(size, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids, numpy=np),
+        values=empty_rows(
+            size,
+            max_pages=config.max_pages,
+            max_stop_ids=config.max_stop_ids,
+            max_logit_bias=config.max_logit_bias if is_full else None,
+            numpy=np,
+        ),
+        next_ids=_host_array(bucket, 0, np.int32) if is_full else None,
+        wants_logprobs=_host_array(bucket, False, np.bool_) if is_full else None,
     )
     end = 0
     for i, chunk in enumerate(chunks):
@@ -43,7 +52,16 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig) -> Pre
         batch.is_last[i] = chunk.is_last
         batch.values.seq_lens[i] = chunk.stop
         _fill_row(batch.values, i, chunk.request)
+        if is_full:
+            _fill_full(batch, i, begin, chunk)
     return batch
+
+
+def prompt_places(chunk: Chunk) -> range:
+    """Places of the prompt whose log-probabilities come with the chunk, each with the token before it."""
+    if chunk.request.params.prompt_logprobs is None:
+        return range(0)
+    return range(chunk.start + 1, min(chunk.stop + 1, len(chunk.request.prompt)))
 
 
 def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
@@ -59,4 +77,26 @@ def _fill_row(rows: LoopState, i: int, request: Request) -> None:
     rows.sampling.temperature[i] = params.temperature
     rows.sampling.top_k[i] = params.top_k
     rows.sampling.top_p[i] = params.top_p
+    rows.sampling.min_p[i] = params.min_p
     rows.sampling.seed[i] = request.number if params.seed is None else params.seed
+
+
+def _fill_full(batch: PrefillBatch, i: int, begin: int, chunk: Chunk) -> None:
+    rules, request = batch.values.rules, chunk.request
+    assert rules
+    assert batch.next_ids is not None
+    assert batch.wants_logprobs is not None
+    places = prompt_places(chunk)
+    batch.next_ids[begin : begin + len(places)] = [request.prompt[place] for place in places]
+    batch.wants_logprobs[begin : begin + len(places)] = True
+    params = request.params
+    rules.in_force[i] = params.has_logit_rules or params.has_logprobs
+    rules.repetition_penalty[i] = params.repetition_penalty
+    rules.presence_penalty[i] = params.presence_penalty
+    rules.frequency_penalty[i] = params.frequency_penalty
+    bias = params.logit_bias or {}
+    rules.bias_ids[i, : len(bias)] = list(bias)
+    rules.bias[i, : len(bias)] = list(bias.values())
+    rules.prompt_len[i] = len(request.prompt)
+    rules.min_len[i] = len(request.prompt) + params.min_tokens
+    rules.wants_logprobs[i] = params.logprobs is not None

@@ -19,6 +19,11 @@ class EngineConfig:
         max_chunk_tokens: Tokens of one request in a prefill launch at most; None is `prefill_tokens`. A lower number
             leaves room for short prompts behind a long one.
         max_stop_ids: Tokens that may end a request, the model's own included.
+        full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities. They
+            run in steps of their own, half as many again to compile, and need 3 bytes a row and token of the vocabulary
+            (5 from a context of 32,768 on); requests that ask for none of it pay nothing.
+        max_logit_bias: Tokens that a request may give a bias.
+        max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
         implementation: Which kernels to use; None lets dispatch choose.
@@ -34,6 +39,9 @@ class EngineConfig:
     prefill_seqs: int = 8
     max_chunk_tokens: int | None = None
     max_stop_ids: int = 8
+    full_sampling: bool = True
+    max_logit_bias: int = 300
+    max_logprobs: int = 20
     smallest_decode_bucket: int = 8
     smallest_prefill_bucket: int = 64
     implementation: str | None = None

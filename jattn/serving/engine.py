@@ -5,12 +5,11 @@ import dataclasses
 import functools
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jattn.backend import backend_class
@@ -19,30 +18,42 @@ from jattn.flash_attention import FlashAttentionConfig
 from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
-from jattn.serving.batches import decode_batch, prefill_batch
+from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
+from jattn.serving.logit_rules import empty_history
+from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
-from jattn.serving.steps import NO_TOKEN, Steps
+from jattn.serving.steps import NO_TOKEN, VARIANTS, StepOutput, Steps, Variant
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:
-    """A token that the host has just read, and whether it was the request's last; None where an error came instead."""
+    """A token that the host has just read, and whether it was the request's last; None where an error came instead.
+
+    Attributes:
+        logprobs: Of the token and the likeliest ones, by token id; None if not asked for.
+    """
 
     request: Request
     token: int | None
     finish_reason: FinishReason | None
+    logprobs: dict[int, Logprob] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    """Tokens on their way to the host: row i belongs to requests[i]; None where the row yields no token."""
+    """Tokens on their way to the host: row i belongs to requests[i]; None where the row yields no token.
 
-    tokens: jax.Array
+    Attributes:
+        chunks: What a prefill computes.
+    """
+
+    output: StepOutput
     requests: list[Request | None]
+    chunks: Sequence[Chunk]
 
 
 class Engine:
@@ -99,7 +110,9 @@ class Engine:
         )
         graph, self._weights = nnx.split(model)
         self._state = self._empty_state()
-        self.compiled_steps = compile_steps(self._plans(Steps(graph, backend, config.page_size)), progress=progress)
+        self._max_logprobs = min(config.max_logprobs, model.vocab_size)
+        steps = Steps(graph, backend, config.page_size, self._max_logprobs)
+        self.compiled_steps = compile_steps(self._plans(steps), progress=progress)
         self._in_flight: deque[_Launch] = deque()
         self._num_requests = 0
         self._aborting: deque[Request] = deque()
@@ -114,8 +127,8 @@ class Engine:
             params: How to go on from there.
 
         Raises:
-            ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens; the
-                request could outgrow the pool.
+            ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens, biases
+                or log-probabilities; the request could outgrow the pool.
         """
         prompt = list(token_ids(prompt, "Token ids", self._vocab_size))
         if not prompt:
@@ -138,9 +151,26 @@ class Engine:
             limit=min(len(prompt) + params.max_tokens, self.config.max_context_len),
             stop_ids=stop_ids,
         )
+        self._check_full(params)
         self.scheduler.check(request)
         self._num_requests += 1
         return request
+
+    def _check_full(self, params: SamplingParams) -> None:
+        """Says whether the full steps can do what `params` asks of them."""
+        config = self.config
+        if _needs_full(params) and not config.full_sampling:
+            raise ValueError(
+                "Penalties, `logit_bias`, `min_tokens`, `logprobs` and `prompt_logprobs` need an engine with "
+                f"`full_sampling`. Got full_sampling={config.full_sampling}."
+            )
+        bias = params.logit_bias or {}
+        token_ids(bias, "The token ids of `logit_bias`", self._vocab_size)
+        if len(bias) > config.max_logit_bias:
+            raise ValueError(f"`logit_bias` must have at most {config.max_logit_bias} tokens. Got {len(bias)}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self._max_logprobs:
+                raise ValueError(f"`{name}` must be at most {self._max_logprobs}. Got {getattr(params, name)}.")
 
     def add(self, request: Request) -> None:
         """Queues a request made by `make_request`.
@@ -198,7 +228,16 @@ class Engine:
 
     def _empty_state(self) -> LoopState:
         config = self.config
-        return empty_rows(config.max_num_seqs, max_pages=config.max_pages, max_stop_ids=config.max_stop_ids)
+        state = empty_rows(
+            config.max_num_seqs,
+            max_pages=config.max_pages,
+            max_stop_ids=config.max_stop_ids,
+            max_logit_bias=config.max_logit_bias if config.full_sampling else None,
+        )
+        if not config.full_sampling:
+            return state
+        history = empty_history(config.max_num_seqs, self._vocab_size, config.max_context_len)
+        return dataclasses.replace(state, history=history)
 
     def _finish_aborted(self) -> None:
         while self._aborting:
@@ -217,17 +256,34 @@ class Engine:
         events = []
         while len(self._in_flight) > keep:
             launch = self._in_flight.popleft()
-            for request, token in zip(launch.requests, np.asarray(launch.tokens).tolist(), strict=False):
+            output = jax.device_get(launch.output)
+            self._read_prompt_logprobs(launch.chunks, output.prompt_logprobs)
+            for i, (request, token) in enumerate(zip(launch.requests, output.tokens.tolist(), strict=False)):
                 if request is None or request.finished:
                     continue
+                logprobs = None
                 if token == NO_TOKEN:
                     token = None
                     self.scheduler.finish(request, "error")
                 else:
+                    if output.logprobs is not None and request.params.logprobs is not None:
+                        # In its place before the token is: a call cut short between the two loses neither.
+                        logprobs = output.logprobs.at(i, token, request.params.logprobs)
+                        request.logprobs[len(request.generated) :] = [logprobs]
                     request.generated.append(token)
                     self._finish_if_complete(request)
-                events.append(TokenEvent(request, token, request.finish_reason))
+                events.append(TokenEvent(request, token, request.finish_reason, logprobs))
         return events
+
+    def _read_prompt_logprobs(self, chunks: Sequence[Chunk], logprobs: TokenLogprobs | None) -> None:
+        begin = 0
+        for chunk in chunks:
+            request = chunk.request
+            for i, place in enumerate(prompt_places(chunk), begin):
+                assert logprobs is not None
+                token, count = request.prompt[place], request.params.prompt_logprobs
+                request.prompt_logprobs[place] = logprobs.at(i, token, count or 0)
+            begin += chunk.stop - chunk.start
 
     def _launch_decode(self, requests: list[Request]) -> None:
         bucket = smallest_bucket(self.config.decode_buckets, len(requests))
@@ -235,42 +291,54 @@ class Engine:
         if self.config.debug_checks:
             assert self._state is not None
             check_decode(self._state, rows, new_pages, self.config)
-        self._launch(("decode", bucket), list(requests), rows, new_pages)
+        self._launch(("decode", bucket, _variant(requests)), list(requests), rows, new_pages)
 
     def _launch_prefill(self, chunks: list[Chunk]) -> None:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
-        batch = prefill_batch(chunks, bucket, self.config)
+        variant = _variant([chunk.request for chunk in chunks])
+        batch = prefill_batch(chunks, bucket, self.config, variant)
         if self.config.debug_checks:
             check_prefill(batch, self.config)
-        self._launch(("prefill", bucket), [chunk.request if chunk.is_last else None for chunk in chunks], batch)
+        requests = [chunk.request if chunk.is_last else None for chunk in chunks]
+        self._launch(("prefill", bucket, variant), requests, batch, chunks=chunks)
 
-    def _launch(self, step: tuple[str, int], requests: list[Request | None], *arguments) -> None:
+    def _launch(
+        self, step: tuple[str, int, Variant], requests: list[Request | None], *arguments, chunks: Sequence[Chunk] = ()
+    ) -> None:
         """Enqueues a step.
 
         It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
         page freed while a launch still writes to it is safe in the hands of its next owner.
         """
-        greedy_only = all(request is None or request.params.temperature == 0 for request in requests)
-        tokens, self._state, self._pool = self.compiled_steps(
-            (*step, greedy_only), self._weights, self._state, self._pool, *arguments
-        )
-        tokens.copy_to_host_async()
-        self._in_flight.append(_Launch(tokens, requests))
+        output, self._state, self._pool = self.compiled_steps(step, self._weights, self._state, self._pool, *arguments)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
+        self._in_flight.append(_Launch(output, requests, chunks))
 
     def _plans(self, steps: Steps) -> dict[Any, StepPlan]:
         held = (self._weights, self._state, self._pool)
         plans = {}
-        for greedy_only in (True, False):
-            decode = functools.partial(steps.decode, greedy_only=greedy_only)
-            prefill = functools.partial(steps.prefill, greedy_only=greedy_only)
+        for variant in VARIANTS if self.config.full_sampling else VARIANTS[:2]:
+            decode = functools.partial(steps.decode, variant=variant)
+            prefill = functools.partial(steps.prefill, variant=variant)
             for size in self.config.decode_buckets:
                 arguments = (*held, *decode_batch([], size, self.config))
-                plans["decode", size, greedy_only] = StepPlan(decode, arguments, donate=(1, 2))
+                plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2))
             for size in self.config.prefill_buckets:
-                arguments = (*held, prefill_batch([], size, self.config))
-                plans["prefill", size, greedy_only] = StepPlan(prefill, arguments, donate=(1, 2))
+                arguments = (*held, prefill_batch([], size, self.config, variant))
+                plans["prefill", size, variant] = StepPlan(prefill, arguments, donate=(1, 2))
         return plans
+
+
+def _needs_full(params: SamplingParams) -> bool:
+    return params.has_logit_rules or params.has_logprobs
+
+
+def _variant(requests: list[Request]) -> Variant:
+    """The cheapest steps that serve all of the requests."""
+    if any(_needs_full(request.params) for request in requests):
+        return "full"
+    return "greedy" if all(request.params.temperature == 0 for request in requests) else "plain"
 
 
 def _make_pool(model: CausalLM, config: EngineConfig, dtype: Any) -> KVPool:

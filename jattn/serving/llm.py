@@ -4,9 +4,9 @@ import dataclasses
 import numbers
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -16,50 +16,18 @@ from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
+from jattn.serving.chat import ChatTemplate
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
-from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
-from jattn.serving.text import StreamDecoder, Tokenizer
+from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
+from jattn.serving.request import Request, SamplingParams, token_ids
+from jattn.serving.text import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex] | np.ndarray
 
 _STOP_IDS = 8  # that a request may add to the checkpoint's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
 _POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
-
-
-@dataclasses.dataclass(frozen=True)
-class Delta:
-    """New text of one request.
-
-    Attributes:
-        index: Which prompt.
-        text: May be empty while a character is incomplete.
-        token_ids: The tokens behind it.
-        finish_reason: Set on the request's last delta.
-        error: Why it ended, in a sentence, if the reason is "error".
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    error: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A finished request.
-
-    Attributes:
-        error: Why it ended, in a sentence, if the reason is "error"; text and tokens are what came before.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    error: str | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -100,6 +68,9 @@ class LLM:
         max_context_len: Longest request in tokens; the model's own if None.
         prefill_tokens: Prompt tokens of a launch at most.
         max_chunk_tokens: Of them, one prompt's at most; None is all. A lower number lets short prompts pass a long one.
+        full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities; without
+            it, start-up is a third shorter.
+        max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
         implementation: Which attention kernels; None lets dispatch choose.
         debug_checks: Whether to check what each launch will use; slow.
         progress: Whether to show a bar on standard error while the steps compile.
@@ -119,6 +90,8 @@ class LLM:
         max_context_len: int | None = None,
         prefill_tokens: int = 256,
         max_chunk_tokens: int | None = None,
+        full_sampling: bool = True,
+        max_logprobs: int = 20,
         implementation: str | None = None,
         debug_checks: bool = False,
         progress: bool = True,
@@ -126,6 +99,7 @@ class LLM:
         use_persistent_cache()
         checkpoint = Checkpoint(path)
         self.tokenizer = Tokenizer(checkpoint.path)
+        self.chat_template = ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         weights_dtype = _dtype(dtype)
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
@@ -143,6 +117,8 @@ class LLM:
                 prefill_seqs=max_num_seqs,
                 max_chunk_tokens=max_chunk_tokens,
                 max_stop_ids=len(eos_token_ids) + _STOP_IDS,
+                full_sampling=full_sampling,
+                max_logprobs=max_logprobs,
                 implementation=implementation,
                 debug_checks=debug_checks,
             ),
@@ -163,18 +139,42 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> list[Completion]:
-        """Completions in the order of the prompts; see `stream`."""
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts; see `stream`."""
         requests = self._requests(prompts, sampling_params)
-        texts = [""] * len(requests)
-        for delta in self._serve(requests):
-            texts[delta.index] += delta.text
-        return [
-            Completion(
-                tuple(request.prompt), tuple(request.generated), text, request.finish_reason or "abort", request.error
-            )
-            for request, text in zip(requests, texts, strict=True)
-        ]
+        return gather([of_prompt[0].prompt for of_prompt in requests], self._serve(requests))
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """The assistant's answers to conversations, in their order.
+
+        Args:
+            messages: A conversation, as for `ChatTemplate.render`, or a list of them.
+            sampling_params: One for all or one for each; None is `SamplingParams()`.
+            options: Of `ChatTemplate.render`.
+
+        Raises:
+            ValueError: The checkpoint has no chat template, or a conversation cannot be served; none was started.
+        """
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], str | Mapping)
+        conversations = messages if several else [messages]
+        return self.generate([self.chat_tokens(each, **options) for each in conversations], sampling_params)
+
+    def chat_tokens(self, messages: Any, **options: Any) -> list[int]:
+        """The prompt that `chat` makes of a conversation; `stream` takes it too.
+
+        Args:
+            messages: A conversation.
+            options: Of `ChatTemplate.render`.
+
+        Raises:
+            ValueError: The checkpoint has no chat template, or it refuses the messages.
+        """
+        return self.tokenizer.encode(self.chat_template.render(messages, **options), add_special_tokens=False)
 
     def stream(
         self,
@@ -194,7 +194,8 @@ class LLM:
         """
         return self._serve(self._requests(prompts, sampling_params))
 
-    def _requests(self, prompts, sampling_params) -> list[Request]:
+    def _requests(self, prompts, sampling_params) -> list[list[Request]]:
+        """A request for each sequence of each prompt."""
         prompts = [prompts] if isinstance(prompts, str | bytes | bytearray) else list(prompts)
         if prompts and isinstance(prompts[0], numbers.Number):
             prompts = [prompts]
@@ -207,55 +208,53 @@ class LLM:
             )
         ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         with self._lock:
-            return [self.engine.make_request(*pair) for pair in zip(ids, sampling_params, strict=True)]
+            return [
+                [self.engine.make_request(prompt, params.of_sequence(i)) for i in range(params.n)]
+                for prompt, params in zip(ids, sampling_params, strict=True)
+            ]
 
-    def _serve(self, requests: list[Request]) -> Iterator[Delta]:
+    def _serve(self, requests: list[list[Request]]) -> Iterator[Delta]:
         stats = self._latest.stats = RunStats(
             requests=len(requests),
-            prompt_tokens=sum(len(request.prompt) for request in requests),
+            prompt_tokens=sum(len(of_prompt[0].prompt) for of_prompt in requests),
             num_pages=self.engine.allocator.num_pages,
         )
-        decoders = [StreamDecoder(self.tokenizer) for _ in requests]
+        readers = [
+            SequenceReader(request, self.tokenizer, index=index, output_index=output_index)
+            for index, of_prompt in enumerate(requests)
+            for output_index, request in enumerate(of_prompt)
+        ]
         start = time.perf_counter()
         try:
             with self._lock:
                 self._running.append(stats)
-                for request in requests:
-                    self.engine.add(request)
-            for i, tokens, finish_reason in self._tokens(requests):
-                text = decoders[i].push(tokens)
-                if finish_reason:
-                    text += decoders[i].finish()
-                stats.generated_tokens += len(tokens)
+                for reader in readers:
+                    self.engine.add(reader.request)
+            for delta in self._deltas(readers):
+                stats.generated_tokens += len(delta.token_ids)
                 stats.seconds = time.perf_counter() - start
-                if tokens and not stats.time_to_first_token:
+                if delta.token_ids and not stats.time_to_first_token:
                     stats.time_to_first_token = stats.seconds
-                stats.preemptions = sum(request.num_preemptions for request in requests)
-                yield Delta(i, text, tokens, finish_reason, requests[i].error if finish_reason else None)
+                stats.preemptions = sum(reader.request.num_preemptions for reader in readers)
+                yield delta
         finally:
             with self._lock:
                 self._running = [other for other in self._running if other is not stats]
-                for request in requests:
-                    self.engine.abort(request)
+                for reader in readers:
+                    self.engine.abort(reader.request)
 
-    def _tokens(self, requests: list[Request]) -> Iterator[tuple[int, tuple[int, ...], FinishReason | None]]:
-        """Each request's tokens one by one, the reason with its last one or, where it ended without one, alone."""
-        counts = [0] * len(requests)
-        unfinished = list(range(len(requests)))
-        while unfinished:
+    def _deltas(self, readers: list[SequenceReader]) -> Iterator[Delta]:
+        while readers:
             with self._lock:
                 # Another stream's step may have read some.
-                if all(len(requests[i].generated) == counts[i] and not requests[i].finished for i in unfinished):
+                if not any(reader.has_news for reader in readers):
                     self._step()
-                reasons: list[FinishReason | None] = [requests[i].finish_reason for i in unfinished]
-                ends = [len(requests[i].generated) for i in unfinished]
-            for i, end, reason in zip(unfinished, ends, reasons, strict=True):
-                if reason and counts[i] == end:
-                    yield i, (), reason
-                while counts[i] < end:
-                    counts[i] += 1
-                    yield i, (requests[i].generated[counts[i] - 1],), reason if counts[i] == end else None
-            unfinished = [i for i, reason in zip(unfinished, reasons, strict=True) if reason is None]
+                deltas = [delta for reader in readers for delta in reader.read()]
+                for reader in readers:
+                    if reader.finished:
+                        self.engine.abort(reader.request)  # at a stop string it still runs
+            yield from deltas
+            readers = [reader for reader in readers if not reader.finished]
 
     def _step(self) -> None:
         self.engine.step()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jattn.serving.logit_rules import LogitRules, TokenHistory, empty_rules
 from jattn.serving.sampler import SamplingState
 
 
@@ -29,6 +30,8 @@ class LoopState:
         stop_ids: Tokens that end a row; padded with -1.
         finished: Rows that met a stop token, or logits that are not finite. They stay inert until a prefill takes the
             row over.
+        rules: What rows ask of their logits beyond `sampling`; None where the engine serves no such request.
+        history: The tokens that the rows with rules have seen; likewise.
     """
 
     last_tokens: Int[Array, " R"]
@@ -37,26 +40,51 @@ class LoopState:
     sampling: SamplingState
     stop_ids: Int[Array, "R stops"]
     finished: Bool[Array, " R"]
+    rules: LogitRules | None = None
+    history: TokenHistory | None = None
 
     def take(self, rows: Int[Array, " B"]) -> "LoopState":
         """The named rows, zeros for padding."""
         return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="fill", fill_value=0), self)
 
     def put(self, rows: Int[Array, " B"], values: "LoopState") -> "LoopState":
-        """The state with the named rows replaced."""
-        return jax.tree.map(lambda leaf, new: leaf.at[rows].set(new, mode="drop"), self, values)
+        """The state with the named rows replaced; what is None in `values` stays."""
+        return jax.tree.map(
+            lambda new, leaf: leaf if new is None else leaf.at[rows].set(new, mode="drop"),
+            values,
+            self,
+            is_leaf=lambda leaf: leaf is None,
+        )
+
+    def without_rules(self, rows: Int[Array, " B"]) -> "LoopState":
+        """The state with no rules in force for the named rows."""
+        if self.rules is None:
+            return self
+        in_force = self.rules.in_force.at[rows].set(False, mode="drop")
+        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, in_force=in_force))
 
 
-def empty_rows(num_rows: int, *, max_pages: int, max_stop_ids: int, numpy: Any = jnp) -> LoopState:
-    """Rows that no request uses yet, made by `numpy`: jax.numpy for the device, NumPy for the host."""
+def empty_rows(
+    num_rows: int, *, max_pages: int, max_stop_ids: int, max_logit_bias: int | None = None, numpy: Any = jnp
+) -> LoopState:
+    """Rows that no request uses yet, made by `numpy`: jax.numpy for the device, NumPy for the host.
+
+    Args:
+        max_logit_bias: Tokens with a bias that a row may have; None is rows without rules.
+    """
     zeros = functools.partial(numpy.zeros, num_rows)
     return LoopState(
         last_tokens=zeros(jnp.int32),
         seq_lens=zeros(jnp.int32),
         page_table=numpy.zeros((num_rows, max_pages), jnp.int32),
         sampling=SamplingState(
-            temperature=zeros(jnp.float32), top_k=zeros(jnp.int32), top_p=zeros(jnp.float32), seed=zeros(jnp.uint32)
+            temperature=zeros(jnp.float32),
+            top_k=zeros(jnp.int32),
+            top_p=zeros(jnp.float32),
+            min_p=zeros(jnp.float32),
+            seed=zeros(jnp.uint32),
         ),
         stop_ids=numpy.full((num_rows, max_stop_ids), -1, jnp.int32),
         finished=zeros(jnp.bool_),
+        rules=None if max_logit_bias is None else empty_rules(num_rows, max_logit_bias, numpy),
     )

@@ -5,8 +5,10 @@ import enum
 import math
 import operator
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
+
+from jattn.serving.logprobs import Logprob
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -14,45 +16,151 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 @typing.no_type_check  # it checks its values itself, and takes any integer type
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are chosen.
+    """How the tokens of a request are chosen, when it ends, and what is told of it. Names and meanings are vLLM's.
+
+    The logits of a token go through the bias, `min_tokens`, the penalties (repetition, frequency, presence) and the
+    temperature; then min-p, top-k and top-p drop tokens, each from what the one before it leaves.
 
     Attributes:
-        max_tokens: Tokens to generate at most; the context's end may come earlier.
+        n: Sequences to generate; the i-th is what this request gives alone with the seed `seed + i`.
+        max_tokens: Tokens to generate at most, in each sequence; the context's end may come earlier.
+        min_tokens: Tokens before a stop token, the model's own included, or a stop string can end a sequence.
         temperature: 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Then keep the smallest set of tokens that holds this probability; 1 is off.
+        min_p: First drop the tokens less likely than this share of the likeliest one's probability; 0 is off.
+        repetition_penalty: Divides the positive logits, and multiplies the negative ones, of the tokens that the prompt
+            or the output has; 1 is off.
+        presence_penalty: Taken from the logits of the tokens that the output has; 0 is off.
+        frequency_penalty: Likewise, times how often the output has the token; 0 is off.
+        logit_bias: Added to the logits of these token ids.
         seed: Of this request's randomness, below 2**32; None takes the request's number. A request's text depends on
             it and on no neighbour.
-        stop_token_ids: End the request, beside the model's own end tokens.
+        logprobs: With each token give its log-probability, and those of so many of the likeliest; None gives nothing.
+            They are the model's own, before any of the above.
+        prompt_logprobs: Likewise for the tokens of the prompt.
+        stop: Texts that end a sequence; its text stops before them.
+        stop_token_ids: End a sequence, beside the model's own end tokens.
         ignore_eos: Do not end at the model's end tokens.
+        include_stop_str_in_output: The text goes to the end of the stop string or token instead.
+        skip_special_tokens: Leave special tokens out of the text.
 
     Raises:
         ValueError: A value is out of its range.
     """
 
+    n: int = 1
     max_tokens: int = 128
+    min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = dataclasses.field(default=None, hash=False)
     seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self):
-        whole = {
+        checked = {
+            "n": whole_number(self.n, "`n` must be a whole number of at least 1.", 1),
             "max_tokens": whole_number(self.max_tokens, "`max_tokens` must be a whole number of at least 1.", 1),
+            "min_tokens": whole_number(self.min_tokens, "`min_tokens` must be a whole number of at least 0.", 0),
             "top_k": whole_number(self.top_k, "`top_k` must be a whole number of at least 0 (off).", 0, 2**31),
+            "stop": _texts(self.stop),
             "stop_token_ids": token_ids(self.stop_token_ids, "`stop_token_ids`"),
+            "logit_bias": _bias(self.logit_bias),
         }
         if self.seed is not None:
             rule = "`seed` must be a whole number of at least 0 and below 2**32."
-            whole["seed"] = whole_number(self.seed, rule, 0, 2**32)
-        for name, value in whole.items():
+            checked["seed"] = whole_number(self.seed, rule, 0, 2**32)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                rule = f"`{name}` must be None (off) or a whole number of at least 0."
+                checked[name] = whole_number(getattr(self, name), rule, 0)
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if not (0 <= self.temperature < math.inf):
-            raise ValueError(f"`temperature` must be finite and at least 0 (greedy). Got {self.temperature}.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`top_p` must be above 0 and at most 1 (off). Got {self.top_p}.")
+        for name, (holds, rule) in _NUMBERS.items():
+            if not holds(_float(getattr(self, name))):
+                raise ValueError(f"`{name}` must be {rule}. Got {getattr(self, name)!r}.")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"`min_tokens` must be at most `max_tokens`. Got min_tokens={self.min_tokens}, "
+                f"max_tokens={self.max_tokens}."
+            )
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"`n` must be 1 where `temperature` is 0: the sequences would be equal. Got {self.n}.")
+
+    @property
+    def has_logit_rules(self) -> bool:
+        """Whether the logits change before the temperature."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(penalties != (1, 0, 0) or self.logit_bias or self.min_tokens)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    def of_sequence(self, index: int) -> "SamplingParams":
+        """What the sequence `index` of `n` asks for as a request of its own; the first brings the prompt's logprobs."""
+        return dataclasses.replace(
+            self,
+            n=1,
+            seed=None if self.seed is None else (self.seed + index) % 2**32,
+            prompt_logprobs=None if index else self.prompt_logprobs,
+        )
+
+
+_FLOAT32_MAX = 3.4028234e38  # the device computes in float32
+
+_NUMBERS = {
+    "temperature": (lambda x: 0 <= x <= _FLOAT32_MAX, "finite and at least 0 (greedy)"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1 (off)"),
+    "min_p": (lambda x: 0 <= x <= 1, "at least 0 (off) and at most 1"),
+    "repetition_penalty": (lambda x: 0 < x <= _FLOAT32_MAX, "finite and above 0; 1 is off"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "at least -2 and at most 2; 0 is off"),
+    "frequency_penalty": (lambda x: -2 <= x <= 2, "at least -2 and at most 2; 0 is off"),
+}
+
+
+def _float(value: Any) -> float:
+    """`value` as a float; NaN, which no range holds, if it is no number."""
+    try:
+        return math.nan if isinstance(value, str | bytes | bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    """Stop strings, from one or several; None is none."""
+    if values is None or isinstance(values, str):
+        values = () if values is None else (values,)
+    is_several = isinstance(values, Iterable) and not isinstance(values, bytes | bytearray)
+    texts: tuple[Any, ...] = tuple(values) if is_several else (values,)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"`stop` must be a text or several, none of them empty. Got {values!r}.")
+    return texts
+
+
+def _bias(values: Any) -> dict[int, float] | None:
+    if values is None:
+        return None
+    rule = "`logit_bias` must map token ids to finite numbers."
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{rule} Got {values!r}.")
+    ids = token_ids(values, "The token ids of `logit_bias`")
+    bias = dict(zip(ids, map(_float, values.values()), strict=True))
+    if not all(abs(value) <= _FLOAT32_MAX for value in bias.values()):
+        raise ValueError(f"{rule} Got {values!r}.")
+    return bias
 
 
 def whole_number(value: Any, rule: str, least: int, below: int | float = math.inf) -> int:
@@ -100,6 +208,8 @@ class Request:
         limit: Tokens at most, prompt included.
         stop_ids: Tokens that end it.
         generated: Tokens read back from the device so far.
+        logprobs: Of each of them, by token id, if asked for.
+        prompt_logprobs: Of the prompt's tokens but the first, by place and token id, as far as read; likewise.
         status: Where it stands.
         finish_reason: Why it ended; None before.
         row: Its row of the device's loop state while it has one.
@@ -114,6 +224,8 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     generated: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    prompt_logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)
     status: RequestStatus = RequestStatus.NEW
     finish_reason: FinishReason | None = None
     row: int | None = None

@@ -21,19 +21,21 @@ class SamplingState:
         temperature: 0 is greedy, whatever the other fields say.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Then keep the smallest set of the likeliest tokens that holds this share of what is left; 1 is off.
+        min_p: Before both, drop the tokens less likely than this share of the likeliest one's probability; 0 is off.
         seed: Of the row's request; together with the token's position it fixes the row's randomness.
     """
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
     seed: UInt32[Array, " B"]
 
 
 def sample(
     logits: Float[Array, "B V"], params: SamplingState, positions: Int[Array, " B"], *, greedy_only: bool
 ) -> Int[Array, " B"]:
-    """Chooses a token for each row: temperature, then top-k, then top-p, then a draw.
+    """Chooses a token for each row: temperature, then min-p, top-k and top-p, then a draw.
 
     The draw is keyed on fold_in(seed, position), so a row's token depends on no other row, nor on the row's place or
     the number of rows. Among equal logits the lower token id counts as the likelier one: top-k keeps exactly k
@@ -48,17 +50,26 @@ def sample(
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if greedy_only:
         return greedy
-    is_drawn = params.temperature > 0
+    noise = jax.vmap(functools.partial(_gumbel, vocab_size=logits.shape[1]))(params.seed, positions)
+    drawn = jnp.argmax(drawn_logits(logits, params) + noise, axis=-1).astype(jnp.int32)
+    return jnp.where(params.temperature > 0, drawn, greedy)
+
+
+def drawn_logits(logits: Float[Array, "B V"], params: SamplingState) -> Float[Array, "B V"]:
+    """The logits that a token is drawn from: over temperature, and -inf for what min-p, top-k and top-p drop.
+
+    Args:
+        logits: No NaN.
+        params: A row of temperature 0 gives nothing of use.
+    """
     scaled = _scale(logits, params.temperature)
-    is_filtered = is_drawn & ((params.top_k > 0) | (params.top_p < 1))
+    is_filtered = (params.temperature > 0) & ((params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0))
     kept = lax.cond(
         jnp.any(is_filtered),
-        lambda: _kept_tokens(logits, scaled, params.top_k, params.top_p),
+        lambda: _kept_tokens(logits, scaled, params),
         lambda: jnp.ones_like(logits, bool),
     )
-    noise = jax.vmap(functools.partial(_gumbel, vocab_size=logits.shape[1]))(params.seed, positions)
-    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
-    return jnp.where(is_drawn, drawn, greedy)
+    return jnp.where(kept, scaled, -jnp.inf)
 
 
 def _scale(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
@@ -70,17 +81,16 @@ def _scale(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Floa
     return (logits - greatest) / jnp.maximum(temperature, info.tiny)[:, None]
 
 
-def _kept_tokens(
-    logits: Float[Array, "B V"], scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> Bool[Array, "B V"]:
-    """The tokens that top-k and then top-p leave; at least one a row."""
+def _kept_tokens(logits: Float[Array, "B V"], scaled: Float[Array, "B V"], params: SamplingState) -> Bool[Array, "B V"]:
+    """The tokens that min-p, then top-k and then top-p leave; at least one in a row that is not all -inf."""
     vocab_size = logits.shape[1]
     keys = _sortable(logits)
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, vocab_size), vocab_size)
-    in_top_k = _likeliest(keys, jnp.ones_like(keys), k.astype(jnp.float32))
+    in_min_p = scaled >= jnp.log(params.min_p)[:, None]  # `scaled` is log(p / p_max)
+    k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab_size), vocab_size)
+    in_top_k = in_min_p & _likeliest(keys, jnp.ones_like(keys), k.astype(jnp.float32))
     weights = jnp.where(in_top_k, jnp.round(jnp.exp(scaled) * _UNIT), 0.0).astype(jnp.uint32)
-    in_top_p = _likeliest(keys, weights, jnp.maximum(top_p * _total(weights), 1.0))
-    return in_top_k & (in_top_p | (top_p >= 1)[:, None])
+    in_top_p = _likeliest(keys, weights, jnp.maximum(params.top_p * _total(weights), 1.0))
+    return in_top_k & (in_top_p | (params.top_p >= 1)[:, None])
 
 
 def _likeliest(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import KVPool
+from jattn.serving.logit_rules import apply_rules
+from jattn.serving.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
 from jattn.serving.loop_state import LoopState
 from jattn.serving.sampler import sample
+
+# What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
+Variant = Literal["greedy", "plain", "full"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 NO_TOKEN = -1  # in a token's place: the row's logits were not finite
 
@@ -32,6 +38,8 @@ class PrefillBatch:
         is_last: Whether the sequence's prompt ends here, so that a token is sampled.
         values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
             `finished` are the launch's to fill.
+        next_ids: In the full variant only, here and below: the token after each one, as far as known.
+        wants_logprobs: Places where the log-probability of `next_ids` is asked for.
     """
 
     input_ids: Int[Array, " T"]
@@ -39,6 +47,25 @@ class PrefillBatch:
     rows: Int[Array, " B"]
     is_last: Bool[Array, " B"]
     values: LoopState
+    next_ids: Int[Array, " T"] | None = None
+    wants_logprobs: Bool[Array, " T"] | None = None
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What the host reads of a launch.
+
+    Attributes:
+        tokens: Each row's next token.
+        logprobs: Its log-probabilities, in the full variant.
+        prompt_logprobs: Those of `PrefillBatch.next_ids`, in the full variant of a prefill.
+    """
+
+    tokens: Int[Array, " B"]
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +76,17 @@ class Steps:
         graph: The model without its arrays (`nnx.split`).
         backend: Attention for every layer.
         page_size: Tokens a page.
+        max_logprobs: Likeliest tokens whose log-probabilities the full variant gives.
     """
 
     graph: nnx.GraphDef
     backend: AttentionBackend
     page_size: int
+    max_logprobs: int = 0
 
     def prefill(
-        self, weights: Any, state: LoopState, pool: KVPool, batch: PrefillBatch, *, greedy_only: bool
-    ) -> tuple[Int[Array, " B"], LoopState, KVPool]:
+        self, weights: Any, state: LoopState, pool: KVPool, batch: PrefillBatch, *, variant: Variant
+    ) -> tuple[StepOutput, LoopState, KVPool]:
         """Computes parts of prompts, and the token that follows each one that ends. State and pool are donated."""
         num_tokens = batch.input_ids.shape[0]
         token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -82,10 +111,28 @@ class Steps:
         )
         last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         state = state.put(batch.rows, batch.values)
-        tokens, state = self._sampled(
-            weights, hidden[last], state, batch.rows, live=batch.is_last, greedy_only=greedy_only
-        )
-        return tokens, state, pool
+        prompt = None
+        if variant == "full":
+            assert state.history
+            assert batch.values.rules
+            assert batch.next_ids is not None
+            assert batch.wants_logprobs is not None
+            in_prompt = positions < batch.values.rules.prompt_len[owner]
+            history = state.history.with_parts(
+                batch.rows, prefix_lens == 0, owner, batch.input_ids, real & in_prompt, real & ~in_prompt
+            )
+            state = dataclasses.replace(state, history=history)
+            prompt = prompt_logprobs(
+                functools.partial(self._logits, weights),
+                hidden,
+                batch.next_ids,
+                batch.wants_logprobs,
+                top=self.max_logprobs,
+            )
+        else:
+            state = state.without_rules(batch.rows)
+        output, state = self._sampled(weights, hidden[last], state, batch.rows, live=batch.is_last, variant=variant)
+        return dataclasses.replace(output, prompt_logprobs=prompt), state, pool
 
     def decode(
         self,
@@ -95,8 +142,8 @@ class Steps:
         rows: Int[Array, " B"],
         new_pages: Int[Array, " B"],
         *,
-        greedy_only: bool,
-    ) -> tuple[Int[Array, " B"], LoopState, KVPool]:
+        variant: Variant,
+    ) -> tuple[StepOutput, LoopState, KVPool]:
         """One more token for each of `rows`; finished and padded rows write nowhere. State and pool are donated.
 
         Args:
@@ -125,8 +172,8 @@ class Steps:
             ),
         )
         state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(seq_lens, mode="drop"))
-        tokens, state = self._sampled(weights, hidden, state, rows, live=live, greedy_only=greedy_only)
-        return tokens, state, pool
+        output, state = self._sampled(weights, hidden, state, rows, live=live, variant=variant)
+        return output, state, pool
 
     def _forward(self, weights, pool, forward_batch):
         model = nnx.merge(self.graph, weights)
@@ -138,14 +185,19 @@ class Steps:
         page = page_table[owner, positions // self.page_size]
         return jnp.where(written, page * self.page_size + positions % self.page_size, pool.groups[0].num_slots)
 
-    def _sampled(self, weights, hidden, state, rows, *, live, greedy_only):
+    def _logits(self, weights, hidden):
+        return nnx.merge(self.graph, weights).compute_logits(hidden)
+
+    def _sampled(self, weights, hidden, state, rows, *, live, variant):
         """The live rows' next tokens, drawn with each row's key for the position they will have.
 
         A row whose logits are not finite has finished, and yields NO_TOKEN.
         """
         values = state.take(rows)
-        logits = nnx.merge(self.graph, weights).compute_logits(hidden)
-        tokens = sample(logits, values.sampling, values.seq_lens, greedy_only=greedy_only)
+        logits = ruled = self._logits(weights, hidden)
+        if variant == "full":
+            ruled = apply_rules(logits, values.rules, values.history, values.stop_ids, values.seq_lens)
+        tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
         broken = not_finite(logits)
         stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
         rows = jnp.where(live, rows, state.finished.shape[0])
@@ -154,7 +206,13 @@ class Steps:
             last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
             finished=state.finished.at[rows].set(stopped | broken, mode="drop"),
         )
-        return jnp.where(broken, NO_TOKEN, tokens), state
+        output = StepOutput(tokens=jnp.where(broken, NO_TOKEN, tokens))
+        if variant != "full":
+            return output, state
+        state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
+        wanted = live & values.rules.in_force & values.rules.wants_logprobs
+        logprobs = token_logprobs(logits, tokens, wanted, top=self.max_logprobs)
+        return dataclasses.replace(output, logprobs=logprobs), state
 
 
 def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:

@@ -38,8 +38,11 @@ class Tokenizer:
         """Tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of `text`, with those that the checkpoint puts around a sequence (begin of text, mostly).
+
+        Args:
+            add_special_tokens: Whether those come; a chat template writes its own.
 
         Raises:
             ValueError: `text` has half of a surrogate pair, which no UTF-8 holds.
@@ -48,7 +51,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"`text` must be valid Unicode. Got {text!r}.") from error
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, and ids out of the vocabulary nothing."""

@@ -7,6 +7,7 @@ from flax import nnx
 from jattn.kv_pool import KVGroupSpec
 from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
+from jattn.serving.steps import StepOutput
 
 
 class Sizes(nnx.Module):
@@ -46,7 +47,7 @@ class SimulatedDevice:
             (batch,) = arguments
             rows, num_tokens = batch.rows, int(batch.cu_q_lens[-1])
         self._ends.append(max(self.now, self._ends[-1]) + num_tokens)
-        return jnp.ones(len(rows), jnp.int32), state, pool
+        return StepOutput(tokens=jnp.ones(len(rows), jnp.int32)), state, pool
 
     def step(self):
         """The engine's events; `now` is then when the last of the launches that it waited for has ended."""

@@ -61,7 +61,7 @@ def prefill_arguments(pages=((1, 2), (3,))):
     ]
     for row, request in enumerate(requests):
         request.row, request.pages = row, list(pages[row])
-    return prefill_batch([Chunk(requests[0], 2, 6, True), Chunk(requests[1], 0, 3, False)], 8, CONFIG)
+    return prefill_batch([Chunk(requests[0], 2, 6, True), Chunk(requests[1], 0, 3, False)], 8, CONFIG, "plain")
 
 
 def test_prefill_within_its_pages_passes():

@@ -25,6 +25,7 @@ class Delta:
     finish_reason: str | None = None
     token_ids: tuple[int, ...] = (0,)
     error: str | None = None
+    output_index: int = 0
 
 
 @dataclasses.dataclass
@@ -44,6 +45,9 @@ class FakeLLM:
     deltas: list
     generation_config: dict
     stats = Stats()
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text, *, add_special_tokens: "special " * add_special_tokens + f"tokens of {text}"
+    )
     init_error = stream_error = None
 
     def __init__(self, path, **options):
@@ -103,17 +107,33 @@ def test_generate_hands_on_the_defaults(llm):
     assert generate("--prompt", "x").exit_code == 0
     assert llm.path == Path("folder")
     assert llm.prompts == ["x"]
-    assert llm.options == {"dtype": "auto", "page_size": 16, "num_pages": None, "max_num_seqs": 8}
+    sizes = {"page_size": 16, "num_pages": None, "max_num_seqs": 8}
+    assert llm.options == {"dtype": "auto", "full_sampling": False} | sizes
     assert llm.sampling_params == SamplingParams(temperature=0.8)
 
 
 def test_generate_hands_on_every_flag(llm):
-    flags = "--max-tokens 5 --temperature 0 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
+    flags = "--max-tokens 5 --temperature 0.1 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
+    flags += " --n 3 --min-tokens 2 --min-p 0.25 --repetition-penalty 1.5 --stop a --stop bc"
+    flags += " --presence-penalty -0.5 --frequency-penalty 0.75"
     sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2"
     assert generate("--prompt", "x", *flags.split(), *sizes.split()).exit_code == 0
-    assert llm.options == {"dtype": "bfloat16", "page_size": 8, "num_pages": 20, "max_num_seqs": 2}
+    sizes = {"page_size": 8, "num_pages": 20, "max_num_seqs": 2}
+    assert llm.options == {"dtype": "bfloat16", "full_sampling": True} | sizes
     assert llm.sampling_params == SamplingParams(
-        max_tokens=5, temperature=0.0, top_k=3, top_p=0.5, seed=9, ignore_eos=True
+        n=3,
+        max_tokens=5,
+        min_tokens=2,
+        temperature=0.1,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        stop=("a", "bc"),
+        seed=9,
+        ignore_eos=True,
     )
 
 
@@ -125,6 +145,11 @@ def test_generate_hands_on_every_flag(llm):
         ({"do_sample": False, "temperature": 0.7, "top_p": 0.9, "top_k": 20}, "", {"temperature": 0.8}),
         ({"temperature": 0.7, "top_p": 0.9}, "--temperature 0", {"temperature": 0.0, "top_p": 0.9}),
         ({"top_p": 0.9, "top_k": 20}, "--top-p 1 --top-k 0", {"temperature": 0.8}),
+        (
+            {"repetition_penalty": 1.1, "min_p": 0.1},
+            "--min-p 0.2",
+            {"temperature": 0.8, "min_p": 0.2, "repetition_penalty": 1.1},
+        ),
     ],
 )
 def test_generate_samples_as_the_checkpoint_says_unless_a_flag_is_given(llm, config, flags, expected):
@@ -187,6 +212,67 @@ def test_generate_prints_several_texts_in_the_order_of_the_prompts(llm, order):
     assert generate("--prompt", "X:", "--prompt", "Y:", "--prompt", "Z:").stdout == (
         "==> 1 of 3 <==\nX:ab\n\n==> 2 of 3 <==\nY:cd\n\n==> 3 of 3 <==\nZ:e\n"
     )
+
+
+def test_generate_prints_all_texts_of_a_prompt(llm):
+    llm.deltas = [
+        Delta(1, "d", "stop", output_index=1),
+        Delta(0, "b", "stop", output_index=1),
+        Delta(0, "a", "stop"),
+        Delta(1, "c", "stop"),
+    ]
+    assert generate("--prompt", "X:", "--prompt", "Y:", "--n", 2).stdout == (
+        "==> 1 of 4 <==\nX:a\n\n==> 2 of 4 <==\nX:b\n\n==> 3 of 4 <==\nY:c\n\n==> 4 of 4 <==\nY:d\n"
+    )
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    template += "{{ raise_exception('Too rude.') if 'rude' in messages[-1].content }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    return tmp_path
+
+
+def chat(folder, *arguments):
+    return run("generate", "--model", folder, "--chat", *arguments)
+
+
+def test_chat_makes_each_prompt_a_conversation(llm, chat_folder):
+    llm.deltas = [Delta(1, "b", "stop"), Delta(0, "a", "stop")]
+    result = chat(chat_folder, "--prompt", "Hi", "--prompt", "Ho", "--system", "Be brief.")
+    assert llm.prompts == [f"tokens of <system>Be brief.<user>{text}" for text in ("Hi", "Ho")]
+    assert result.stdout == "==> 1 of 2 <==\nHi\n\na\n\n==> 2 of 2 <==\nHo\n\nb\n"
+
+
+def test_chat_of_one_prompt_prints_the_answer_alone(llm, chat_folder):
+    assert chat(chat_folder, "--prompt", "Hi").stdout == "one two\n"
+    assert llm.prompts == ["tokens of <user>Hi"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "`--chat` needs a `--prompt` or a `--prompt-file`."),
+        (["--prompt", "rude"], "The chat template cannot render these messages: Too rude."),
+    ],
+)
+def test_chat_that_cannot_be_is_refused_before_the_model_loads(llm, chat_folder, arguments, sentence):
+    result = chat(chat_folder, *arguments)
+    assert (result.exit_code, result.stderr) == (2, f"error: {sentence}\n")
+    assert not hasattr(llm, "path")
+
+
+def test_chat_without_a_template_is_refused(llm, tmp_path):
+    result = chat(tmp_path, "--prompt", "Hi")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: The checkpoint has no chat template")
+
+
+def test_system_message_needs_chat(llm):
+    result = generate("--prompt", "x", "--system", "y")
+    assert (result.exit_code, result.stderr) == (2, "error: `--system` needs `--chat`.\n")
+    assert not hasattr(llm, "path")
 
 
 def test_generate_prints_the_first_unfinished_text_live(llm, capsys):
@@ -381,6 +467,13 @@ def test_generate_bad_prompt_file_is_named(llm, tmp_path, content, sentence):
         ("--top-k -1", "top_k"),
         ("--top-p 1.5", "top_p"),
         ("--seed -1", "seed"),
+        ("--n 0", "n"),
+        ("--n 2 --temperature 0", "n"),
+        ("--min-p 1.5", "min_p"),
+        ("--min-tokens 500", "min_tokens"),
+        ("--repetition-penalty 0", "repetition_penalty"),
+        ("--presence-penalty 3", "presence_penalty"),
+        ("--frequency-penalty -3", "frequency_penalty"),
     ],
 )
 def test_generate_bad_sampling_flag_is_refused_before_the_model_loads(llm, flags, name):

@@ -29,6 +29,7 @@ SMALL = EngineConfig(
     max_context_len=128,
     prefill_tokens=64,
     smallest_decode_bucket=1,
+    full_sampling=False,
 )
 
 
@@ -287,7 +288,7 @@ def test_no_compilation_in_200_steps_of_changing_batches(model, engine):
     assert not compilations
 
 
-@pytest.mark.parametrize("step", [("decode", 8, True), ("prefill", 64, False)])
+@pytest.mark.parametrize("step", [("decode", 8, "greedy"), ("prefill", 64, "plain")])
 def test_temporary_memory_does_not_grow_with_the_pool(model, engine, step):
     small = engine.compiled_steps[step].memory_analysis()
     large = Engine(model, dataclasses.replace(SMALL, num_pages=24 * 16)).compiled_steps[step].memory_analysis()

@@ -1,5 +1,6 @@
 """Text in, text out, on the bundled checkpoint."""
 
+import dataclasses
 import json
 import threading
 import types
@@ -15,12 +16,13 @@ import jattn
 from jattn.checkpoint import Checkpoint
 from jattn.kv_pool import KVGroupSpec
 from jattn.serving import llm as llm_module
+from jattn.serving.chat import ChatTemplate
 
 
 @pytest.fixture(scope="module")
 def llm():
     (point,) = entry_points(group="jattn.checkpoints", name="default")
-    return jattn.LLM(point.load()(), max_num_seqs=4, max_context_len=128, progress=False)
+    return jattn.LLM(point.load()(), max_num_seqs=4, max_context_len=128, prefill_tokens=64, progress=False)
 
 
 PROMPTS = ["def main():\n", "import os", "class Point:\n    "]
@@ -120,9 +122,17 @@ def test_sizes_reach_the_engine(monkeypatch):
     monkeypatch.setattr(llm_module, "Engine", record)
     (point,) = entry_points(group="jattn.checkpoints", name="default")
     with pytest.raises(InterruptedError):
-        jattn.LLM(point.load()(), prefill_tokens=128, max_chunk_tokens=32, debug_checks=True)
+        jattn.LLM(
+            point.load()(),
+            prefill_tokens=128,
+            max_chunk_tokens=32,
+            full_sampling=False,
+            max_logprobs=5,
+            debug_checks=True,
+        )
     (config,) = configs
     assert (config.prefill_tokens, config.max_chunk_tokens, config.debug_checks) == (128, 32, True)
+    assert (config.full_sampling, config.max_logprobs) == (False, 5)
 
 
 @pytest.mark.parametrize("eos", [2**40, -1, 1.0, "2", [None], [1, "2"], True])
@@ -139,7 +149,7 @@ def test_eos_of_null_leaves_the_one_of_the_configuration(tmp_path):
 
 def test_stop_ids_of_a_request_add_to_many_eos_of_the_checkpoint(tmp_path):
     folder = checkpoint_with_eos(tmp_path, generation_config=list(range(20)))
-    llm = jattn.LLM(folder, max_num_seqs=1, max_context_len=32, progress=False)
+    llm = jattn.LLM(folder, max_num_seqs=1, max_context_len=32, prefill_tokens=64, full_sampling=False, progress=False)
     params = jattn.SamplingParams(max_tokens=2, stop_token_ids=tuple(range(100, 108)))
     assert len(llm.generate("import", params)) == 1
 
@@ -252,3 +262,97 @@ def test_unknown_dtype_lists_the_choices():
     (point,) = entry_points(group="jattn.checkpoints", name="default")
     with pytest.raises(ValueError, match=r"auto, float32, bfloat16, float16. Got 'int8'"):
         jattn.LLM(point.load()(), dtype="int8")
+
+
+SAMPLED = jattn.SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+
+
+def test_each_of_n_sequences_is_what_its_seed_gives_alone(llm):
+    params = dataclasses.replace(SAMPLED, n=3, seed=2**32 - 2, presence_penalty=0.5)
+    (output,) = llm.generate(PROMPTS[0], params)
+    assert llm.stats.requests == 1
+    assert llm.stats.generated_tokens == 36
+    assert len({completion.text for completion in output.outputs}) == 3
+    for completion, seed in zip(output.outputs, (2**32 - 2, 2**32 - 1, 0), strict=True):
+        (alone,) = llm.generate(PROMPTS[0], dataclasses.replace(params, n=1, seed=seed))
+        assert dataclasses.replace(completion, index=0) == alone.outputs[0]
+
+
+def test_sequences_without_a_seed_differ(llm):
+    outputs = llm.generate(PROMPTS[:2], dataclasses.replace(SAMPLED, n=3, seed=None))
+    assert [len({completion.text for completion in output.outputs}) for output in outputs] == [3, 3]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_stop_string_ends_a_text_before_it(llm, seed):
+    """Any part of the text without it will do: cut from the middle, it spans tokens."""
+    params = dataclasses.replace(SAMPLED, seed=seed)
+    (free,) = llm.generate(PROMPTS[0], params)
+    middle = len(free.text) // 2
+    stop = free.text[middle - 3 : middle + 3]
+    (stopped,) = llm.generate(PROMPTS[0], dataclasses.replace(params, stop=stop))
+    (completion,) = stopped.outputs
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert len(stopped.token_ids) < len(free.token_ids)
+    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    (whole,) = llm.generate(PROMPTS[0], dataclasses.replace(params, stop=stop, include_stop_str_in_output=True))
+    assert whole.text == stopped.text + stop
+
+
+def test_logprobs_are_of_the_tokens_and_of_the_prompt(llm):
+    params = dataclasses.replace(SAMPLED, logprobs=2, prompt_logprobs=1, n=2)
+    (output,) = llm.generate(PROMPTS[0], params)
+    nothing, *of_prompt = output.prompt_logprobs
+    assert nothing is None
+    assert [next(iter(found)) for found in of_prompt] == list(output.prompt_token_ids[1:])
+    for completion in output.outputs:
+        assert [next(iter(found)) for found in completion.logprobs] == list(completion.token_ids)
+        assert {len(found) for found in completion.logprobs} <= {2, 3}
+        assert completion.cumulative_logprob < 0
+        for found in completion.logprobs:
+            assert all(logprob.decoded_token == llm.tokenizer.decode([token]) for token, logprob in found.items())
+    streamed = list(llm.stream(PROMPTS[0], params))
+    assert [delta.prompt_logprobs for delta in streamed if delta.prompt_logprobs] == [output.prompt_logprobs]
+    assert all(len(delta.logprobs) == 1 for delta in streamed)
+    (without,) = llm.generate(PROMPTS[0], SAMPLED)
+    assert (without.prompt_logprobs, without.outputs[0].logprobs) == (None, None)
+
+
+@pytest.fixture
+def chat_llm(llm, tmp_path, monkeypatch):
+    template = "{{ bos_token }}{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    template += "{{ extra }}{% if add_generation_prompt %}# assistant:{% endif %}"
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template, "bos_token": "<|endoftext|>"})
+    )
+    monkeypatch.setattr(llm, "chat_template", ChatTemplate(tmp_path))
+    return llm
+
+
+def test_chat_answers_what_the_template_writes(chat_llm):
+    conversations = [
+        [{"role": "user", "content": "Hi"}],
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ho"}],
+    ]
+    texts = ["# user: Hi\n# assistant:", "# system: Be brief.\n# user: Ho\n# assistant:"]
+    begin = chat_llm.tokenizer.encode("<|endoftext|>", add_special_tokens=False)
+    prompts = [begin + chat_llm.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert len(begin) == 1
+    assert chat_llm.chat(conversations, GREEDY) == chat_llm.generate(prompts, GREEDY)
+    assert chat_llm.chat(conversations[0], GREEDY) == chat_llm.generate(prompts[:1], GREEDY)
+    tokens = chat_llm.chat_tokens(conversations[0], add_generation_prompt=False, extra="!")
+    assert chat_llm.tokenizer.decode(tokens, skip_special_tokens=False) == "<|endoftext|># user: Hi\n!"
+
+
+@pytest.mark.parametrize("messages", ["Hi", [], ["Hi"], [[]], [[{"role": "user"}], ["Hi"]], None])
+def test_chat_of_no_messages_is_refused(chat_llm, messages):
+    with pytest.raises(ValueError, match="`messages` must be "):
+        chat_llm.chat(messages, GREEDY)
+    assert not chat_llm.engine.has_work
+
+
+def test_chat_without_a_template_is_refused(llm):
+    with pytest.raises(ValueError, match="The checkpoint has no chat template"):
+        llm.chat([{"role": "user", "content": "Hi"}])

@@ -1,5 +1,7 @@
 """What a caller may ask for, and what the host knows of it."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -24,10 +26,25 @@ from jattn.serving.request import Request, SamplingParams, token_ids
         ("seed", -1),
         ("seed", 2**32),
         ("seed", 2.7),
+        ("temperature", 1e39),
+        ("temperature", True),
+        ("n", 0),
+        ("n", 1.5),
+        ("min_tokens", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", float("nan")),
+        ("logprobs", -1),
+        ("logprobs", 1.5),
+        ("prompt_logprobs", True),
     ],
 )
 def test_sampling_params_out_of_range_are_refused(field, value):
-    with pytest.raises(ValueError, match=rf"`{field}` must be .* Got {value}"):
+    with pytest.raises(ValueError, match=rf"`{field}` must be .* Got {re.escape(str(value))}"):
         SamplingParams(**{field: value})
 
 
@@ -38,6 +55,96 @@ def test_sampling_params_out_of_range_are_refused(field, value):
 def test_stop_token_ids_that_are_none_are_refused(stop_token_ids, got):
     with pytest.raises(ValueError, match=rf"`stop_token_ids` must be whole numbers .* Got {got}\.$"):
         SamplingParams(stop_token_ids=stop_token_ids)
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+def test_numbers_that_are_none_are_refused(field):
+    for value in ("0.5", None, [0.5]):
+        with pytest.raises(ValueError, match=rf"`{field}` must be .* Got "):
+            SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"), [("a", ("a",)), (["a", "bc"], ("a", "bc")), (("x",), ("x",)), (None, ()), ((), ())]
+)
+def test_stop_may_be_one_text_or_several(stop, expected):
+    assert SamplingParams(stop=stop).stop == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "got"), [("", "''"), (["a", ""], r"\['a', ''\]"), (5, "5"), ([b"a"], r"\[b'a'\]"), (b"a", "b'a'")]
+)
+def test_stop_that_is_no_text_is_refused(stop, got):
+    with pytest.raises(ValueError, match=rf"`stop` must be a text or several, none of them empty. .*{got}"):
+        SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("logit_bias", "sentence"),
+    [
+        ({1: float("inf")}, "`logit_bias` must map token ids to finite numbers. Got {1: inf}"),
+        ({1: 1e39}, "`logit_bias` must map token ids to finite numbers"),
+        ({1: "x"}, "`logit_bias` must map token ids to finite numbers"),
+        ([1, 2], r"`logit_bias` must map token ids to finite numbers. Got \[1, 2\]"),
+        ({-1: 2.0}, "The token ids of `logit_bias` must be whole numbers .* Got -1"),
+        ({"1": 2.0}, "The token ids of `logit_bias` must be whole numbers .* Got '1'"),
+    ],
+)
+def test_logit_bias_that_is_none_is_refused(logit_bias, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SamplingParams(logit_bias=logit_bias)
+
+
+def test_logit_bias_is_the_requests_own():
+    given = {np.int64(3): np.float32(1.5)}
+    params = SamplingParams(logit_bias=given)
+    given[4] = 1.0
+    assert params.logit_bias == {3: 1.5}
+    assert {type(x) for pair in params.logit_bias.items() for x in pair} == {int, float}
+    assert hash(params) == hash(SamplingParams(logit_bias={5: 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (
+            {"min_tokens": 5, "max_tokens": 4},
+            "`min_tokens` must be at most `max_tokens`. Got min_tokens=5, max_tokens=4",
+        ),
+        ({"n": 2, "temperature": 0}, "`n` must be 1 where `temperature` is 0"),
+    ],
+)
+def test_values_that_do_not_fit_together_are_refused(asked, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SamplingParams(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rules", "logprobs"),
+    [
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "stop": "a", "n": 2}, False, False),
+        ({"repetition_penalty": 1.1}, True, False),
+        ({"presence_penalty": 0.1}, True, False),
+        ({"frequency_penalty": -0.1}, True, False),
+        ({"logit_bias": {1: 0.5}}, True, False),
+        ({"logit_bias": {}}, False, False),
+        ({"min_tokens": 1}, True, False),
+        ({"logprobs": 0}, False, True),
+        ({"prompt_logprobs": 0}, False, True),
+    ],
+)
+def test_params_know_what_they_need(asked, rules, logprobs):
+    params = SamplingParams(**asked)
+    assert (params.has_logit_rules, params.has_logprobs) == (rules, logprobs)
+
+
+def test_sequences_of_n_have_seeds_of_their_own():
+    params = SamplingParams(n=3, seed=2**32 - 2, prompt_logprobs=1, top_k=5)
+    sequences = [params.of_sequence(i) for i in range(3)]
+    assert [sequence.seed for sequence in sequences] == [2**32 - 2, 2**32 - 1, 0]
+    assert [sequence.prompt_logprobs for sequence in sequences] == [1, None, None]
+    assert {(sequence.n, sequence.top_k) for sequence in sequences} == {(1, 5)}
+    assert SamplingParams(n=2).of_sequence(1).seed is None
 
 
 def test_integers_of_any_type_become_ints():

@@ -12,7 +12,7 @@ from jattn.serving.sampler import SamplingState, sample
 jitted = jax.jit(sample, static_argnames="greedy_only")
 
 
-def rows(batch, *, temperature=1.0, top_k=0, top_p=1.0, seed=0):
+def rows(batch, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0):
     """One row's parameters for all, or a list with one for each."""
 
     def column(value, dtype):
@@ -22,6 +22,7 @@ def rows(batch, *, temperature=1.0, top_k=0, top_p=1.0, seed=0):
         temperature=column(temperature, np.float32),
         top_k=column(top_k, np.int32),
         top_p=column(top_p, np.float32),
+        min_p=column(min_p, np.float32),
         seed=column(seed, np.uint32),
     )
 
@@ -38,10 +39,11 @@ def draw_many(logits, n, **params):
     return draw(np.broadcast_to(logits, (n, len(logits))), rows(n, **params))
 
 
-def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
+def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The distribution in NumPy, float64; among equal logits the lower id is the likelier one."""
     scaled = np.asarray(logits, np.float64) / temperature
     weights = np.exp(scaled - scaled.max())
+    weights[weights < min_p] = 0
     order = np.argsort(-scaled, kind="stable")[: top_k or None]
     if top_p < 1:
         mass = np.cumsum(weights[order]) / weights[order].sum()
@@ -113,6 +115,8 @@ CHI_SQUARE_LIMIT = {3: 21.11, 5: 25.74, 7: 29.88, 11: 37.37}
         {"top_k": 100},
         {"top_p": 0.8},
         {"temperature": 1.5, "top_k": 8, "top_p": 0.9},
+        {"min_p": 0.3},
+        {"temperature": 1.5, "min_p": 0.2, "top_k": 6, "top_p": 0.9},
     ],
 )
 def test_sample_draws_from_the_distribution(params):
@@ -151,12 +155,14 @@ def test_sample_support_is_what_top_k_and_top_p_leave():
     logits = random.normal(0, 1.5, (batch, vocab_size)).astype(np.float32)
     top_k = random.integers(0, 15, batch)
     top_p = np.where(random.random(batch) < 0.3, 1.0, random.uniform(0.05, 1.0, batch)).astype(np.float32)
+    min_p = np.where(random.random(batch) < 0.5, 0.0, random.uniform(0.0, 1.0, batch)).astype(np.float32)
     # Nearly equal chances for all that is left, so that each comes up in a few hundred draws; top-p sees them too.
     temperature = random.uniform(2.0, 3.0, batch).astype(np.float32)
     expected = [
-        probabilities(logits[b], float(temperature[b]), int(top_k[b]), float(top_p[b])) > 0 for b in range(batch)
+        probabilities(logits[b], float(temperature[b]), int(top_k[b]), float(top_p[b]), float(min_p[b])) > 0
+        for b in range(batch)
     ]
-    params = rows(batch, temperature=temperature, top_k=top_k, top_p=top_p)
+    params = rows(batch, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     np.testing.assert_array_equal(support(1500, jnp.asarray(logits), params), np.stack(expected))
 
 
@@ -169,6 +175,8 @@ def test_sample_support_is_what_top_k_and_top_p_leave():
         ({"top_p": 0.51}, [0, 1, 3]),
         ({"top_p": 0.0}, [0]),
         ({"top_k": 4, "top_p": 0.75}, [0, 1, 3]),
+        ({"min_p": 1.0}, [0, 1, 3, 4]),
+        ({"min_p": 1.0, "top_k": 3}, [0, 1, 3]),
     ],
 )
 def test_sample_boundary_among_equal_logits_goes_by_token_id(params, expected):
@@ -185,6 +193,7 @@ def mixed_batch(batch, vocab_size):
         temperature=random.choice([0.0, 0.7, 1.0, 1.9], batch),
         top_k=random.choice([0, 0, 1, 7, 40], batch),
         top_p=random.choice([1.0, 1.0, 0.2, 0.9, 0.999], batch),
+        min_p=random.choice([0.0, 0.0, 0.01, 0.3], batch),
         seed=random.integers(0, 2**32, batch, np.uint32),
     )
     return logits, params, random.integers(0, 5000, batch).astype(np.int32)
@@ -225,7 +234,7 @@ def test_sample_same_seed_and_position_give_the_same_token(position):
     assert len({first, other_position, other_seed}) == 3
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
 @pytest.mark.parametrize(
     ("logits", "expected"),
     [

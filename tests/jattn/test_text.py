@@ -1,11 +1,12 @@
 """Text survives the tokenizer, and a stream of tokens gives exactly the text of the whole."""
 
+import functools
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from jattn.serving.text import StreamDecoder, Tokenizer
@@ -43,7 +44,74 @@ def byte_fallback():
     return library
 
 
-@pytest.fixture(scope="module", params=[byte_level, byte_fallback], ids=lambda make: make.__name__)
+def trained(model, trainer, pre_tokenizer, decoder):
+    library = LibraryTokenizer(model)
+    library.pre_tokenizer, library.decoder = pre_tokenizer, decoder
+    library.train_from_iterator(CORPUS, trainer(vocab_size=120, special_tokens=["<unk>"], show_progress=False))
+    library.add_special_tokens(["<|end|>"])
+    return library
+
+
+def byte_level_with_prefix_space():
+    """As Llama 3 and its relatives have it: a pattern splits first."""
+    library = LibraryTokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\p{L}+|\s+|."), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False),
+        ]
+    )
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(CORPUS, trainer)
+    return library
+
+
+def bpe_with_suffix():
+    """As the first BPE models have it: the end of a word is part of its last token."""
+    trainer = functools.partial(trainers.BpeTrainer, end_of_word_suffix="</w>")
+    model = models.BPE(unk_token="<unk>", end_of_word_suffix="</w>")
+    return trained(model, trainer, pre_tokenizers.Whitespace(), decoders.BPEDecoder())
+
+
+def unigram():
+    """As T5 and its relatives have it."""
+    trainer = functools.partial(trainers.UnigramTrainer, unk_token="<unk>")
+    return trained(models.Unigram(), trainer, pre_tokenizers.Metaspace(), decoders.Metaspace())
+
+
+def unigram_byte_fallback():
+    """As Gemma's relatives have it: a mark for each space, and none is stripped."""
+    pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
+    pieces += [(piece, -float(rank)) for rank, piece in enumerate("▁abdeé", 1)]
+    library = LibraryTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return library
+
+
+def word_piece():
+    return trained(
+        models.WordPiece(unk_token="<unk>"),
+        trainers.WordPieceTrainer,
+        pre_tokenizers.Whitespace(),
+        decoders.WordPiece(),
+    )
+
+
+KINDS = [
+    byte_level,
+    byte_level_with_prefix_space,
+    byte_fallback,
+    bpe_with_suffix,
+    unigram,
+    unigram_byte_fallback,
+    word_piece,
+]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda make: make.__name__)
 def any_tokenizer(request, tmp_path_factory):
     return saved(request.param(), tmp_path_factory.mktemp("checkpoint"))
 
@@ -150,6 +218,7 @@ def test_stream_finish_gives_half_of_a_character_and_starts_anew(tokenizer):
     assert stream.push(ids) == "🙂"
 
 
+@pytest.mark.parametrize("any_tokenizer", [byte_level, byte_fallback], indirect=True, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("text", ["a b", "a🙂", "日本語", "a\n"])
 def test_stream_cost_does_not_grow(any_tokenizer, monkeypatch, text):
     ids = any_tokenizer.encode(text * 300)

@@ -18,11 +18,8 @@ CONFIG = EngineConfig(
 
 
 @functools.cache
-def tiny_engine():
-    """An engine over random weights, the embedding apart from the projection to logits.
-
-    Tests share it, and leave it idle.
-    """
+def tiny_model():
+    """Random weights, the embedding apart from the projection to logits."""
     llama = LlamaConfig.from_dict(
         {
             "vocab_size": VOCAB,
@@ -37,7 +34,13 @@ def tiny_engine():
             "tie_word_embeddings": False,
         }
     )
-    return Engine(LlamaForCausalLM(llama, dtype=jnp.float32, rngs=nnx.Rngs(0)), CONFIG)
+    return LlamaForCausalLM(llama, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def tiny_engine():
+    """An engine over the model. Tests share it, and leave it idle."""
+    return Engine(tiny_model(), CONFIG)
 
 
 def sampled(seed, max_tokens):

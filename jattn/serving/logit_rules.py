@@ -1,0 +1,135 @@
+"""Rules on a request's logits ahead of the sampler: bias, minimum of tokens, and penalties on tokens seen before."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogitRules:
+    """What each row's request asks of its logits, and whether it wants log-probabilities; see `SamplingParams`.
+
+    Attributes:
+        in_force: Whether the row's request asks for any of this; if not, the other fields may be a former request's.
+        repetition_penalty, presence_penalty, frequency_penalty: On tokens seen before.
+        bias_ids, bias: Tokens and what is added to their logits; padded with token 0 and 0.
+        prompt_len: Tokens of the prompt; those after it are the output.
+        min_len: A stop token may not come before this position.
+        wants_logprobs: Whether log-probabilities are given with each token.
+    """
+
+    in_force: Bool[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
+    presence_penalty: Float[Array, " B"]
+    frequency_penalty: Float[Array, " B"]
+    bias_ids: Int[Array, "B biases"]
+    bias: Float[Array, "B biases"]
+    prompt_len: Int[Array, " B"]
+    min_len: Int[Array, " B"]
+    wants_logprobs: Bool[Array, " B"]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenHistory:
+    """Which tokens each row has seen; kept only for rows whose rules are in force.
+
+    Attributes:
+        in_prompt: Whether the prompt has the token.
+        output_counts: How often the output has it.
+    """
+
+    in_prompt: Bool[Array, "R V"]
+    output_counts: Int[Array, "R V"]
+
+    def with_parts(
+        self,
+        rows: Int[Array, " B"],
+        is_first: Bool[Array, " B"],
+        owner: Int[Array, " T"],
+        token_ids: Int[Array, " T"],
+        in_prompt: Bool[Array, " T"],
+        in_output: Bool[Array, " T"],
+    ) -> "TokenHistory":
+        """The history after parts of sequences were computed.
+
+        Args:
+            rows: Of the sequences; out of range writes nowhere.
+            is_first: Whether a sequence's part is its first, so that its row starts anew; all parts must pass here.
+            owner: Each token's sequence.
+            in_prompt, in_output: What a token is; padding is neither.
+        """
+        nowhere = self.in_prompt.shape[0]
+        fresh = jnp.where(is_first, rows, nowhere)
+        rows = rows[owner]
+        prompt, output = (jnp.where(is_part, rows, nowhere) for is_part in (in_prompt, in_output))
+        seen = self.in_prompt.at[fresh].set(False, mode="drop")
+        counts = self.output_counts.at[fresh].set(0, mode="drop")
+        return TokenHistory(
+            in_prompt=seen.at[prompt, token_ids].set(True, mode="drop"),
+            output_counts=counts.at[output, token_ids].add(1, mode="drop"),
+        )
+
+    def with_tokens(self, rows: Int[Array, " B"], tokens: Int[Array, " B"]) -> "TokenHistory":
+        """The history after each row chose a token; a row out of range writes nowhere."""
+        return dataclasses.replace(self, output_counts=self.output_counts.at[rows, tokens].add(1, mode="drop"))
+
+
+def empty_history(num_rows: int, vocab_size: int, max_context_len: int) -> TokenHistory:
+    """The history of rows that no request uses yet; counts are as wide as a context needs."""
+    dtype = jnp.int16 if max_context_len < 2**15 else jnp.int32
+    return TokenHistory(
+        in_prompt=jnp.zeros((num_rows, vocab_size), jnp.bool_),
+        output_counts=jnp.zeros((num_rows, vocab_size), dtype),
+    )
+
+
+def empty_rules(num_rows: int, max_logit_bias: int, numpy: Any = jnp) -> LogitRules:
+    """Rows without rules, made by `numpy`: jax.numpy for the device, NumPy for the host."""
+    zeros = functools.partial(numpy.zeros, num_rows)
+    return LogitRules(
+        in_force=zeros(jnp.bool_),
+        repetition_penalty=zeros(jnp.float32),
+        presence_penalty=zeros(jnp.float32),
+        frequency_penalty=zeros(jnp.float32),
+        bias_ids=numpy.zeros((num_rows, max_logit_bias), jnp.int32),
+        bias=numpy.zeros((num_rows, max_logit_bias), jnp.float32),
+        prompt_len=zeros(jnp.int32),
+        min_len=zeros(jnp.int32),
+        wants_logprobs=zeros(jnp.bool_),
+    )
+
+
+def apply_rules(
+    logits: Float[Array, "B V"],
+    rules: LogitRules,
+    history: TokenHistory,
+    stop_ids: Int[Array, "B stops"],
+    positions: Int[Array, " B"],
+) -> Float[Array, "B V"]:
+    """The logits under each row's rules, in vLLM's order: bias, no early stop, then the penalties.
+
+    Args:
+        history: Of these rows.
+        stop_ids: Tokens that end a row; padded with -1.
+        positions: Of the token to be chosen, in its sequence.
+    """
+    num_rows, vocab_size = logits.shape
+    row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+    ruled = logits.at[row, rules.bias_ids].add(rules.bias.astype(logits.dtype))
+    is_banned = (positions < rules.min_len)[:, None] & (stop_ids >= 0)
+    ruled = ruled.at[row, jnp.where(is_banned, stop_ids, vocab_size)].set(-jnp.inf, mode="drop")
+    in_output = history.output_counts > 0
+    penalty = jnp.where(in_output | history.in_prompt, rules.repetition_penalty[:, None], 1.0)
+    ruled = jnp.where(ruled > 0, ruled / penalty, ruled * penalty)
+    ruled -= rules.frequency_penalty[:, None] * history.output_counts.astype(jnp.float32)
+    ruled -= rules.presence_penalty[:, None] * in_output.astype(jnp.float32)
+    return jnp.where(rules.in_force[:, None], ruled, logits)
