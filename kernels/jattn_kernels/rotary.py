@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import choose
@@ -12,11 +12,11 @@ from jattn_kernels.spec import AttentionSpec, PageLayout
 
 def rotate_and_write(
     qkv: Float[Array, "T heads H"],
-    cos: Float32[Array, "T half"],
-    sin: Float32[Array, "T half"],
+    cos: Float[Array, "..."],
+    sin: Float[Array, "..."],
     k_pages: Float[Array, "..."],
     v_pages: Float[Array, "..."],
-    slots: Int[Array, " T"],
+    slots: Int[Array, "..."],
     *,
     num_kv_heads: int,
     layout: PageLayout = "NHD",
@@ -29,7 +29,7 @@ def rotate_and_write(
 
     Args:
         qkv: A token's query heads, then `num_kv_heads` key heads, then as many value heads.
-        cos, sin: Of each pair's angle.
+        cos, sin: Of each pair's angle, [T, half] float32.
         slots: As `write_pages` takes them.
         layer_index: Which layer of pages with a leading layer axis; may be traced.
         implementation: Which one to use; None lets dispatch choose.

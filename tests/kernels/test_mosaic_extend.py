@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90 import extend, tiles
 from jattn_kernels.mosaic.sm90.extend import paged_extend
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, choose_tiles, extend_schedule, heads_per_tile
 from tests.kernels.cases import CASES, assert_close, build
@@ -91,6 +91,15 @@ def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
     inputs = build(case)
     out, lse = attend(case, inputs)
     assert_close(case, inputs, out, lse)
+    assert not gpu_callbacks.get_races().races_found
+
+
+@pytest.mark.parametrize("name", ["padding", "giant_among_dwarfs", "dim_256"])
+def test_mosaic_extend_blocks_take_several_units(interpreter, monkeypatch, name):
+    monkeypatch.setattr(extend, "choose_tiles", lambda spec: dataclasses.replace(choose_tiles(spec), blocks=2))
+    case = next(case for case in INTERPRETED if case.name == name)
+    inputs = build(case)
+    assert_close(case, inputs, *attend(case, inputs))
     assert not gpu_callbacks.get_races().races_found
 
 
