@@ -207,6 +207,7 @@ class KVPool:
             implementation: Of the kernel; None lets dispatch choose.
         """
         old = self.groups[group]
+        assert old.v is not None, "latent rows turn in part only: their model turns them"
         q, k_pages, v_pages = rotate_and_write(
             qkv,
             *angles,

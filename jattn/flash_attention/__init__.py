@@ -2,8 +2,9 @@
 
 from jattn.flash_attention.backend import FlashAttentionBackend
 from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig, cdiv, spec_of
-from jattn.flash_attention.metadata import FlashAttentionMetadata, LocalAttentionMetadata
+from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.multi_step import FlashAttentionMultiStepBackend
+from jattn.local_attention import make_local_attention_virtual_batches
 
 __all__ = [
     "CudaGraphState",
@@ -11,7 +12,7 @@ __all__ = [
     "FlashAttentionConfig",
     "FlashAttentionMetadata",
     "FlashAttentionMultiStepBackend",
-    "LocalAttentionMetadata",
     "cdiv",
+    "make_local_attention_virtual_batches",
     "spec_of",
 ]

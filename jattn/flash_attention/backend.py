@@ -280,15 +280,20 @@ class FlashAttentionBackend:
             "custom_mask": read.custom_mask,
             "implementation": self.config.implementation,
         }
-        starts = () if read.cu_q_lens is None else (read.cu_q_lens,)
-        if read.operation.startswith("mla"):
-            attend = mla_extend if starts else mla_decode
-            queries = jnp.split(q, (layer.v_head_dim,), axis=-1)
-            out = attend(*queries, group.k, read.page_table, read.seq_lens, *starts, kv_scale=k_scale, **options)
-        else:
-            attend = paged_extend if starts else paged_decode
-            places = (group.k, group.v, read.page_table, read.seq_lens)
-            out = attend(q, *places, *starts, k_scale=k_scale, v_scale=v_scale, **options)
+        places = (read.page_table, read.seq_lens)
+        q_nope, q_pe = jnp.split(q, (layer.v_head_dim,), axis=-1) if read.operation.startswith("mla") else (q, q)
+        starts = read.cu_q_lens
+        match read.operation:
+            case "mla_decode":
+                out = mla_decode(q_nope, q_pe, group.k, *places, kv_scale=k_scale, **options)
+            case "mla_extend":
+                assert starts is not None
+                out = mla_extend(q_nope, q_pe, group.k, *places, starts, kv_scale=k_scale, **options)
+            case "paged_decode":
+                out = paged_decode(q, group.k, group.v, *places, k_scale=k_scale, v_scale=v_scale, **options)
+            case _:
+                assert starts is not None
+                out = paged_extend(q, group.k, group.v, *places, starts, k_scale=k_scale, v_scale=v_scale, **options)
         assert isinstance(out, jax.Array)
         return out.reshape(-1, *out.shape[-2:])
 

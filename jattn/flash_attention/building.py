@@ -9,6 +9,7 @@ from jattn.flash_attention.config import FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import kind_of, work_list
 from jattn.forward_batch import ForwardMode
+from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 
 NOWHERE = jnp.iinfo(jnp.int32).max
@@ -147,6 +148,7 @@ def build(
         encoder_max_seq_len_k=0 if encoder_lens is None else config.max_context_len,
         encoder_lens_int32=encoder_lens,
         encoder_page_table=places.encoder_page_table,
+        local_attn_metadata=_local(cache_lens, cu_q_lens, places.page_tables, slots[0].shape[0], q_len, mask, config),
         slots=slots,
         schedules=(),
         custom_mask=mask,
@@ -166,6 +168,25 @@ def _cache_lens(mode, seq_lens, spec_info, drafting: Drafting, config) -> Int[Ar
     else:
         return seq_lens
     return jnp.where(seq_lens > 0, seq_lens + added, 0)
+
+
+def _local(cache_lens, cu_q_lens, page_tables, num_tokens: int, q_len: int | None, mask, config: FlashAttentionConfig):
+    """Virtual batches for every group's pages; None without chunks, and for trees, which chunked layers refuse."""
+    chunk_size = config.attention_chunk_size
+    if chunk_size is None or mask is not None:
+        return None
+    of_groups = [
+        pad_local_attention_virtual_batches(chunk_size, cu_q_lens, cache_lens, table, config.page_size, num_tokens)
+        for table in page_tables
+    ]
+    _, starts, lens, _ = of_groups[0]
+    return FlashAttentionMetadata.LocalAttentionMetadata(
+        local_query_start_loc=starts,
+        local_seqused_k=lens,
+        local_block_tables=tuple(table for *_, table in of_groups),
+        local_max_query_len=min(chunk_size, num_tokens if q_len is None else q_len),
+        local_max_seq_len=chunk_size,
+    )
 
 
 def _cumulative(lens: Int[Array, " B"]) -> Int[Array, " B+1"]:

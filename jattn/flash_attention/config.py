@@ -109,11 +109,10 @@ class CudaGraphState:
     max_pages: int
 
 
-def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD", chunk_size: int | None = None) -> AttentionSpec:
+def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> AttentionSpec:
     """A layer's facts in the kernels' words.
 
-    Args:
-        chunk_size: Of its chunks, where it is served by that rule and not by virtual batches.
+    Chunks are no part of them: virtual batches keep to those.
 
     Raises:
         ValueError: A layer of cross attention has a window.
@@ -130,6 +129,5 @@ def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD", chunk_size: 
         logits_soft_cap=layer.logit_cap or None,
         causal=not layer.is_cross_attention,
         window_left=window,
-        chunk_size=chunk_size,
         page_layout=page_layout,
     )

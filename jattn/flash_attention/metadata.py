@@ -12,31 +12,6 @@ from jaxtyping import Array, Bool, Int
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalAttentionMetadata:
-    """Chunked local attention as virtual batches, one a request and chunk.
-
-    Attributes:
-        local_query_start_loc: Where each virtual batch's queries begin.
-        local_seqused_k: Its keys; 0 where it is padding.
-        local_block_tables: Its pages, for each group of the pool.
-        local_max_query_len, local_max_seq_len: Static bounds, in tokens.
-    """
-
-    local_query_start_loc: Int[Array, " V+1"]
-    local_seqused_k: Int[Array, " V"]
-    local_block_tables: tuple[Int[Array, "V chunk_pages"], ...]
-    local_max_query_len: int = dataclasses.field(metadata={"static": True})
-    local_max_seq_len: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def local_block_table(self) -> Int[Array, "V chunk_pages"]:
-        """The pages in the pool's first group."""
-        return self.local_block_tables[0]
-
-
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FlashAttentionMetadata:
     """Lengths and places of a batch. Static fields are a bucket's bounds, never this batch's maxima.
 
@@ -59,6 +34,30 @@ class FlashAttentionMetadata:
         q_positions: The positions of those tokens.
     """
 
+    @typing.no_type_check
+    @functools.partial(jax.tree_util.register_dataclass)
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class LocalAttentionMetadata:
+        """Chunked local attention as virtual batches, one a request and chunk.
+
+        Attributes:
+            local_query_start_loc: Where each virtual batch's queries begin.
+            local_seqused_k: Its keys; 0 where it is padding.
+            local_block_tables: Its pages, for each group of the pool.
+            local_max_query_len, local_max_seq_len: Static bounds of those that have keys, in tokens.
+        """
+
+        local_query_start_loc: Int[Array, " V+1"]
+        local_seqused_k: Int[Array, " V"]
+        local_block_tables: tuple[Int[Array, "V chunk_pages"], ...]
+        local_max_query_len: int = dataclasses.field(metadata={"static": True})
+        local_max_seq_len: int = dataclasses.field(metadata={"static": True})
+
+        @property
+        def local_block_table(self) -> Int[Array, "V chunk_pages"]:
+            """The pages in the pool's first group."""
+            return self.local_block_tables[0]
+
     cache_seqlens_int32: Int[Array, " B"]
     max_seq_len_q: int = dataclasses.field(default=0, metadata={"static": True})
     max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
@@ -70,7 +69,6 @@ class FlashAttentionMetadata:
     encoder_max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
     encoder_lens_int32: Int[Array, " B"] | None = None
     encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
-    LocalAttentionMetadata: typing.ClassVar[type[LocalAttentionMetadata]] = LocalAttentionMetadata
     local_attn_metadata: LocalAttentionMetadata | None = None
     slots: tuple[Int[Array, " T"], ...]
     schedules: tuple[Any, ...]

@@ -63,9 +63,10 @@ def reading(
         table, lens, starts = local.local_block_tables[layer.group], local.local_seqused_k, local.local_query_start_loc
     else:
         table, lens = metadata.page_tables[layer.group], metadata.cache_seqlens_int32
-    phase = "extend" if q_len is None else "decode"
+    ragged: Operation = "mla_extend" if config.use_mla and not is_cross else "paged_extend"
+    rows: Operation = "mla_decode" if config.use_mla and not is_cross else "paged_decode"
     return Reading(
-        operation=f"mla_{phase}" if config.use_mla and not is_cross else f"paged_{phase}",
+        operation=ragged if q_len is None else rows,
         spec=spec_of(layer, page_layout),
         page_table=table,
         seq_lens=lens,
