@@ -1,11 +1,14 @@
 """Random requests whose token slots are known, as SGLang's engine keeps them, and what the oracle says of them."""
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.backend import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, ReqToTokenPool
 from jattn.kv_pool import KVGroup, KVPool
 from jattn_kernels import reference
@@ -72,14 +75,54 @@ def random_requests(seed: int, page_size: int, encoder: bool = False) -> Request
     return Requests(page_size, seq_lens, indices, slots.astype(np.int32), num_pages, encoder_lens)
 
 
-def empty_pool(requests: Requests, dtype: Any, width: int, v_width: int | None, heads: int = 2) -> KVPool:
-    """Two layers of pages full of NaN; latent ones if `v_width` is None."""
+@functools.partial(jax.jit, donate_argnums=0)
+def _filled(pool, *arguments):
+    return pool.set_kv_buffer(*arguments)
 
-    def pages(*shape):
-        return jnp.full((2, requests.num_pages, requests.page_size, *shape), jnp.nan, dtype)
 
-    k, v = (pages(width), None) if v_width is None else (pages(heads, width), pages(heads, v_width))
-    return KVPool((KVGroup(k=k, v=v, name="all", page_layout="NHD"),))
+def normal(rng, *shape: int) -> jax.Array:
+    """Normal float32 numbers."""
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+class Rows:
+    """A pool whose rows with keys are known: `k` and `v` by slot, float32 as they were given."""
+
+    def __init__(self, requests: Requests, rng, layer: AttentionLayer, dtype: Any, latent: bool = False):
+        heads = () if latent else (layer.tp_k_head_num,)
+        before = (2, requests.num_pages, requests.page_size, *heads)
+        k = jnp.full((*before, layer.head_dim), jnp.nan, dtype)
+        v = None if latent else jnp.full((*before, layer.v_head_dim), jnp.nan, dtype)
+        self.pool = KVPool((KVGroup(k=k, v=v, name="all", page_layout="NHD"),))
+        self.layer, self.rng, self.dtype, self.latent = layer, rng, dtype, latent
+        size = requests.num_pages * requests.page_size
+        self.k = np.full((size, layer.tp_k_head_num, layer.head_dim), np.nan, np.float32)
+        self.v = np.full((size, layer.tp_k_head_num, layer.v_head_dim), np.nan, np.float32)
+
+    def made(self, slots: np.ndarray) -> tuple[jax.Array, jax.Array]:
+        """New keys and values, known from here on to be at `slots`, those in range."""
+        k, v = (normal(self.rng, len(slots), *known.shape[1:]) for known in (self.k, self.v))
+        v = k[..., : v.shape[-1]] if self.latent else v
+        real = slots < len(self.k)
+        self.k[slots[real]], self.v[slots[real]] = np.asarray(k)[real], np.asarray(v)[real]
+        return k, v
+
+    def fill(self, slots: list[np.ndarray]) -> None:
+        """Puts random keys and values into the pool; padded, so that all tests write with one shape."""
+        slots = np.concatenate([*slots, np.full(1024, NOWHERE)])[:1024].astype(np.int32)
+        k, v = self.made(slots)
+        scales = (self.layer.k_scale, self.layer.v_scale)
+        self.pool = _filled(self.pool, self.layer, jnp.asarray(slots), k, v, *scales)
+
+    def stored(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values at `slots` as the pool's dtype rounds them."""
+
+        def rounded(x, scale):
+            scale = np.float32(1) if scale is None else np.asarray(scale).reshape(1, -1, 1)
+            limit = float(jnp.finfo(self.dtype).max)
+            return np.clip(x / scale, -limit, limit).astype(self.dtype).astype(np.float64) * scale
+
+        return rounded(self.k[slots], self.layer.k_scale), rounded(self.v[slots], self.layer.v_scale)
 
 
 def oracle(q, k, v, spec: AttentionSpec, **options: Any) -> np.ndarray:

@@ -8,21 +8,19 @@ import numpy as np
 import pytest
 
 from jattn.backend import AttentionLayer, forward
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig, FlashAttentionMultiStepBackend
+from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
-from jattn.spec_info import EagleDraftInput, EagleVerifyInput
 from jattn_kernels.spec import AttentionSpec
-from tests.jattn.requests_of_tokens import LAYER, MAX_CONTEXT, Requests, empty_pool, oracle, random_requests
+from tests.jattn.requests_of_tokens import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
 
 N, K, H, HV, NUM_DRAFT, CHUNK = 4, 2, 16, 8, 3, 64
-LATENT, LATENT_V = 24, 16
 LAYER_OF = AttentionLayer(
     layer_id=LAYER, tp_q_head_num=N, tp_k_head_num=K, tp_v_head_num=K, head_dim=H, v_head_dim=HV, scaling=0.25
 )
 SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=K, head_dim=H, v_head_dim=HV, sm_scale=0.25)
-MLA_SHAPE = {"tp_k_head_num": 1, "tp_v_head_num": 1, "head_dim": LATENT, "v_head_dim": LATENT_V}
-MLA_SPEC = {"num_kv_heads": 1, "head_dim": LATENT, "v_head_dim": LATENT_V}
+MLA_SHAPE = {"tp_k_head_num": 1, "tp_v_head_num": 1, "head_dim": 24, "v_head_dim": 16}
+MLA_SPEC = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 16}
 SCALES = {"k_scale": jnp.float32(0.05), "v_scale": jnp.array([0.02, 0.04], jnp.float32)}
 # What the layer, the oracle's spec and the configuration have.
 KINDS = {
@@ -48,50 +46,6 @@ def make_backend(page_size, layer, **config):
     return FlashAttentionBackend(FlashAttentionConfig(speculative_num_draft_tokens=NUM_DRAFT, **(fields | config)))
 
 
-def normal(rng, *shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-
-class Rows:
-    """A pool whose rows with keys are known: `k` and `v` by slot, float32 as they were given."""
-
-    def __init__(self, requests: Requests, rng, layer: AttentionLayer, dtype):
-        is_latent = layer.head_dim == LATENT
-        self.pool = empty_pool(requests, dtype, layer.head_dim, None if is_latent else layer.v_head_dim)
-        self.layer, self.rng, self.dtype = layer, rng, dtype
-        size = requests.num_pages * requests.page_size
-        self.k = np.full((size, layer.tp_k_head_num, layer.head_dim), np.nan, np.float32)
-        self.v = np.full((size, layer.tp_k_head_num, layer.v_head_dim), np.nan, np.float32)
-
-    def made(self, slots):
-        """New keys and values, known from here on to be at `slots`, those in range."""
-        k = normal(self.rng, len(slots), *self.k.shape[1:])
-        v = (
-            k[..., : self.v.shape[-1]]
-            if self.layer.head_dim == LATENT
-            else normal(self.rng, len(slots), *self.v.shape[1:])
-        )
-        real = slots < len(self.k)
-        self.k[slots[real]], self.v[slots[real]] = np.asarray(k)[real], np.asarray(v)[real]
-        return k, v
-
-    def fill(self, slots):
-        """Puts random keys and values into the pool."""
-        k, v = self.made(slots)
-        scales = (self.layer.k_scale, self.layer.v_scale)
-        self.pool = self.pool.set_kv_buffer(self.layer, jnp.asarray(slots), k, v, *scales)
-
-    def stored(self, slots):
-        """Keys and values at `slots` as the pool's dtype rounds them."""
-
-        def rounded(x, scale):
-            scale = np.float32(1) if scale is None else np.asarray(scale).reshape(1, -1, 1)
-            limit = float(jnp.finfo(self.dtype).max)
-            return np.clip(x / scale, -limit, limit).astype(self.dtype).astype(np.float64) * scale
-
-        return rounded(self.k[slots], self.layer.k_scale), rounded(self.v[slots], self.layer.v_scale)
-
-
 def check(kind, mode_name, page_size, seed=0):
     of_layer, of_spec, of_config = KINDS[kind]
     layer = dataclasses.replace(LAYER_OF, **of_layer)
@@ -100,14 +54,13 @@ def check(kind, mode_name, page_size, seed=0):
     requests, rng = random_requests(seed, page_size), np.random.default_rng(seed)
     mode, q_lens = MODES[mode_name]
     is_uniform = mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
-    rows = Rows(requests, rng, layer, backend.config.stored_dtype)
+    rows = Rows(requests, rng, layer, backend.config.stored_dtype, latent=backend.config.use_mla)
     ends = requests.seq_lens + (np.where(requests.seq_lens > 0, NUM_DRAFT, 0) if mode_name == "verify" else 0)
     own = [n if length else 0 for n, length in zip(q_lens, requests.seq_lens, strict=True)]
-    for row, (end, n) in enumerate(zip(ends, own, strict=True)):
-        rows.fill(requests.slots(row, 0, end - n))
+    rows.fill([requests.slots(row, 0, end - n) for row, (end, n) in enumerate(zip(ends, own, strict=True))])
     width = max(q_lens) if is_uniform else None
     slots = [
-        requests.slots(row, end - n, end) if n or width is None else np.full(width, 2**31 - 1)
+        requests.slots(row, end - n, end) if n or width is None else np.full(width, NOWHERE)
         for row, (end, n) in enumerate(zip(ends, own, strict=True))
     ]
     num_tokens = 4 * width if width else 96
@@ -130,11 +83,16 @@ def step(backend, q, k, v, layer, batch, pool: KVPool):
     return forward(backend, q, k, v, layer, batch, backend.init_forward_metadata(batch), pool)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["decode", "verify", "extend"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_mode_of_each_kind_of_layer_agrees_with_the_oracle(kind, mode):
     page_size = (1, 16, 64)[(list(KINDS).index(kind) + list(MODES).index(mode)) % 3]
     check(kind, mode, page_size)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("plain", "mixed"), ("chunks", "mixed"), ("chunks", "draft_extend")])
+def test_other_extends_agree_with_the_oracle(kind, mode):
+    check(kind, mode, 16)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
