@@ -1,0 +1,29 @@
+"""FlashInfer's wrappers, and pymllm's FlashInfer backend, over jattn's kernels."""
+
+from jattn.flashinfer.cascade import merge_state, merge_states
+from jattn.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+)
+from jattn.flashinfer.masks import packbits, segment_packbits
+from jattn.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from jattn.flashinfer.plan import PagedPlan, RaggedPlan
+from jattn.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "PagedPlan",
+    "RaggedPlan",
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_states",
+    "packbits",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+]
