@@ -25,6 +25,7 @@ class PagedPlan:
         seq_lens: Keys of each sequence; a row of 0 is padding: output 0, lse -inf.
         cu_q_lens: Where each sequence's queries begin; None in decode, where each has one.
         q_start: Absolute position of each sequence's first query; None if queries end where the keys do.
+        q_positions: Absolute position of each query, in place of those that follow from `q_start`.
         custom_mask: Replaces the causal rule; see `paged_extend` of the kernels.
         alibi_slopes: Of each query head.
         schedule: The kernels' work list; None where they need none.
@@ -39,6 +40,7 @@ class PagedPlan:
     seq_lens: Int[Array, " B"]
     cu_q_lens: Int[Array, " B_plus_1"] | None
     q_start: Int[Array, " B"] | None
+    q_positions: Int[Array, " T"] | None
     custom_mask: Bool[Array, " M"] | None
     alibi_slopes: Float[Array, " N"] | None
     schedule: Any
@@ -82,6 +84,7 @@ class PagedPlan:
             "schedule": self.schedule if same_work and not combined else None,
             "layer_index": layer_index,
             "q_start": self.q_start,
+            "q_positions": self.q_positions,
             "custom_mask": self.custom_mask,
             "q_scale": q_scale,
             "k_scale": k_scale,
@@ -190,6 +193,7 @@ def paged_plan(
     q_dtype: str,
     kv_dtype: str,
     q_start: Int[Array, " B"] | None = None,
+    q_positions: Int[Array, " T"] | None = None,
     custom_mask: Bool[Array, " M"] | None = None,
     alibi_slopes: Float[Array, " N"] | None = None,
     implementation: str | None = None,
@@ -210,6 +214,7 @@ def paged_plan(
         seq_lens=seq_lens,
         cu_q_lens=cu_q_lens,
         q_start=q_start,
+        q_positions=q_positions,
         custom_mask=custom_mask,
         alibi_slopes=alibi_slopes,
         schedule=schedule,
