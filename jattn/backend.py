@@ -29,6 +29,7 @@ class AttentionLayer:
         logit_cap: Soft cap; 0 is off.
         sliding_window_size: Keys to the left, own one not counted; -1 is off.
         group: Which group of the pool holds this layer's keys.
+        chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off.
     """
 
     layer_id: Int[Array, ""] | int
@@ -41,6 +42,7 @@ class AttentionLayer:
     logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
     sliding_window_size: int = dataclasses.field(default=-1, metadata={"static": True})
     group: int = dataclasses.field(default=0, metadata={"static": True})
+    chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @typing.runtime_checkable

@@ -257,6 +257,7 @@ def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> Attention
         sm_scale=layer.scaling,
         logits_soft_cap=layer.logit_cap or None,
         window_left=layer.sliding_window_size if layer.sliding_window_size >= 0 else None,
+        chunk_size=layer.chunk_size,
         page_layout=page_layout,
     )
 
