@@ -128,6 +128,9 @@ def generate(
         int | None, typer.Option(help="Pages of the KV pool, the reserved one included; by default what fits.")
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Prompts served at the same time.")] = 8,
+    max_context_len: Annotated[
+        int | None, typer.Option(help="Longest text in tokens, prompt included; the model's own by default.")
+    ] = None,
 ) -> None:
     """Continue prompts with a model.
 
@@ -175,6 +178,7 @@ def generate(
                 page_size=page_size,
                 num_pages=num_pages,
                 max_num_seqs=max_num_seqs,
+                max_context_len=max_context_len,
                 full_sampling=sampling_params.has_logit_rules,
             )
             tokens = chats and [llm.tokenizer.encode(text, add_special_tokens=False) for text in chats]

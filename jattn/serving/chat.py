@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jattn.checkpoint import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _UnknownVariable(ValueError):
+    """The caller's mistake, not the template's."""
 
 
 class ChatTemplate:
@@ -42,6 +47,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation. It has its own begin-of-text token, if the template writes one.
@@ -52,25 +58,30 @@ class ChatTemplate:
             tools: JSON schemas of functions that the model may call.
             chat_template: A template's name, or a template itself; None takes the one called "tool_use" if there are
                 tools and it exists, or else the one called "default".
-            variables: More of what this template knows.
+            chat_template_kwargs, variables: More of what this template knows.
 
         Raises:
             ValueError: There is no template, the messages are none, or the template refuses them.
         """
         _check_messages(messages)
         template = self._choose(chat_template, bool(tools))
+        variables = {**(chat_template_kwargs or {}), **variables}
         try:
-            return (
-                _environment()
-                .from_string(template)
-                .render(
-                    **self._special_tokens,
-                    **{"documents": None} | variables,
-                    messages=messages,
-                    tools=tools,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )
+            environment = _environment()
+            known = jinja2.meta.find_undeclared_variables(environment.parse(template)) | set(self._special_tokens)
+            if unknown := sorted(variables.keys() - known):
+                raise _UnknownVariable(f"The chat template has no variable `{unknown[0]}`. It has {sorted(known)}.")
+            given = {
+                "documents": None,
+                **self._special_tokens,
+                **variables,
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return environment.from_string(template).render(given)
+        except _UnknownVariable:
+            raise
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"The chat template must be a jinja template: line {error.lineno}: {error}.") from error
         except Exception as error:  # a template can do whatever an expression can
@@ -79,6 +90,11 @@ class ChatTemplate:
 
     def _choose(self, chat_template: str | None, has_tools: bool) -> str:
         if chat_template is not None:
+            if chat_template not in self._templates and "{" not in chat_template:
+                raise ValueError(
+                    "`chat_template` must be a template, or name one of the checkpoint's: "
+                    f"{', '.join(sorted(self._templates)) or 'none'}. Got {chat_template!r}."
+                )
             return self._templates.get(chat_template, chat_template)
         for name in ("tool_use", "default") if has_tools else ("default",):
             if name in self._templates:

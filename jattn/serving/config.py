@@ -3,6 +3,7 @@
 import dataclasses
 
 from jattn.compiled_steps import power_of_two_buckets
+from jattn.serving.request import whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,13 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
+            if field.type not in (int, int | None):
+                continue
             value = getattr(self, field.name)
             least = 2 if field.name == "num_pages" else 1
-            if isinstance(value, int) and not isinstance(value, bool) and value < least:
-                raise ValueError(f"`{field.name}` must be at least {least}. Got {value}.")
+            if value is not None or field.type is int:
+                rule = f"`{field.name}` must be a whole number of at least {least}."
+                object.__setattr__(self, field.name, whole_number(value, rule, least))
 
     @property
     def max_pages(self) -> int:

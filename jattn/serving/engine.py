@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -114,6 +115,8 @@ class Engine:
         steps = Steps(graph, backend, config.page_size, self._max_logprobs)
         self.compiled_steps = compile_steps(self._plans(steps), progress=progress)
         self._in_flight: deque[_Launch] = deque()
+        # Also at exit: the interpreter dies if it takes down what a launch still uses.
+        self._finalizer = weakref.finalize(self, _wait_for, self._in_flight)
         self._num_requests = 0
         self._aborting: deque[Request] = deque()
         self._busy = False
@@ -218,6 +221,7 @@ class Engine:
 
     def _restart(self) -> None:
         """Goes on from the tokens read so far, with a new pool and state: a launch may have consumed the old ones."""
+        _wait_for(self._in_flight)
         self._in_flight.clear()
         self._pool = self._state = None  # their memory is needed for the new ones
         self._pool = self._make_pool()
@@ -328,6 +332,13 @@ class Engine:
                 arguments = (*held, prefill_batch([], size, self.config, variant))
                 plans["prefill", size, variant] = StepPlan(prefill, arguments, donate=(1, 2))
         return plans
+
+
+def _wait_for(launches: Iterable[_Launch]) -> None:
+    """Returns once they have run, whether or not they failed."""
+    for launch in launches:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(launch.output)
 
 
 def _needs_full(params: SamplingParams) -> bool:

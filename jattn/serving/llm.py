@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -20,7 +20,7 @@ from jattn.serving.chat import ChatTemplate
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
-from jattn.serving.request import Request, SamplingParams, token_ids
+from jattn.serving.request import Request, SamplingParams, token_ids, whole_number
 from jattn.serving.text import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex] | np.ndarray
@@ -104,6 +104,8 @@ class LLM:
         weights_dtype = _dtype(dtype)
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
         context = model.context_len if max_context_len is None else max_context_len
+        for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
+            whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
         if num_pages is None:
             num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, max_num_seqs * context)
         self.engine = Engine(
@@ -196,11 +198,18 @@ class LLM:
 
     def _requests(self, prompts, sampling_params) -> list[list[Request]]:
         """A request for each sequence of each prompt."""
-        prompts = [prompts] if isinstance(prompts, str | bytes | bytearray) else list(prompts)
+        if isinstance(prompts, str | bytes | bytearray):
+            prompts = [prompts]
+        elif not isinstance(prompts, Iterable):
+            raise ValueError(f"`prompts` must be texts or token ids, one or several. Got {prompts!r}.")
+        prompts = list(prompts)
         if prompts and isinstance(prompts[0], numbers.Number):
             prompts = [prompts]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        is_several = isinstance(sampling_params, Sequence)
+        if not is_several or not all(isinstance(params, SamplingParams) for params in sampling_params):
+            raise ValueError(f"`sampling_params` must be `SamplingParams`, or several. Got {sampling_params!r}.")
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 "`sampling_params` must be one for all prompts or one for each. "

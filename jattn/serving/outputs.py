@@ -168,7 +168,7 @@ class SequenceReader:
             text += self._decoder.finish()
         text = self._stop.push(text, armed=self._num_read > params.min_tokens)
         stop_reason: str | int | None = self._stop.found
-        if stop_reason is not None:
+        if stop_reason is not None and reason not in ("error", "abort"):
             reason = "stop"
         elif reason:
             text += self._stop.finish()
@@ -191,7 +191,7 @@ class SequenceReader:
 
     def _prompt_logprobs(self) -> tuple[Logprobs | None, ...] | None:
         found, places = self.request.prompt_logprobs, range(1, len(self.request.prompt))
-        if self.request.params.prompt_logprobs is None or len(found) < len(places):
+        if self.request.params.prompt_logprobs is None or len(found) < len(places) or self.request.error:
             return None
         return (None, *(self._decoded(found[place]) for place in places))
 

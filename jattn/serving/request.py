@@ -26,7 +26,7 @@ class SamplingParams:
         max_tokens: Tokens to generate at most, in each sequence; the context's end may come earlier.
         min_tokens: Tokens before a stop token, the model's own included, or a stop string can end a sequence.
         temperature: 0 is greedy.
-        top_k: Keep the k likeliest tokens; 0 is off.
+        top_k: Keep the k likeliest tokens; 0 or -1 is off.
         top_p: Then keep the smallest set of tokens that holds this probability; 1 is off.
         min_p: First drop the tokens less likely than this share of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides the positive logits, and multiplies the negative ones, of the tokens that the prompt
@@ -70,13 +70,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
+        rule = f"`n` must be a whole number of at least 1 and at most {_MOST_SEQUENCES}."
         checked = {
-            "n": whole_number(self.n, "`n` must be a whole number of at least 1.", 1),
+            "n": whole_number(self.n, rule, 1, _MOST_SEQUENCES + 1),
             "max_tokens": whole_number(self.max_tokens, "`max_tokens` must be a whole number of at least 1.", 1),
             "min_tokens": whole_number(self.min_tokens, "`min_tokens` must be a whole number of at least 0.", 0),
-            "top_k": whole_number(self.top_k, "`top_k` must be a whole number of at least 0 (off).", 0, 2**31),
+            "top_k": max(0, whole_number(self.top_k, "`top_k` must be a whole number of at least 0 (off).", -1, 2**31)),
             "stop": _texts(self.stop),
-            "stop_token_ids": token_ids(self.stop_token_ids, "`stop_token_ids`"),
+            "stop_token_ids": token_ids(() if self.stop_token_ids is None else self.stop_token_ids, "`stop_token_ids`"),
             "logit_bias": _bias(self.logit_bias),
         }
         if self.seed is not None:
@@ -86,6 +87,9 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 rule = f"`{name}` must be None (off) or a whole number of at least 0."
                 checked[name] = whole_number(getattr(self, name), rule, 0)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False. Got {getattr(self, name)!r}.")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         for name, (holds, rule) in _NUMBERS.items():
@@ -119,6 +123,7 @@ class SamplingParams:
         )
 
 
+_MOST_SEQUENCES = 16384  # of a prompt; as in vLLM
 _FLOAT32_MAX = 3.4028234e38  # the device computes in float32
 
 _NUMBERS = {
@@ -156,7 +161,8 @@ def _bias(values: Any) -> dict[int, float] | None:
     rule = "`logit_bias` must map token ids to finite numbers."
     if not isinstance(values, Mapping):
         raise ValueError(f"{rule} Got {values!r}.")
-    ids = token_ids(values, "The token ids of `logit_bias`")
+    keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]  # as JSON has them
+    ids = token_ids(keys, "The token ids of `logit_bias`")
     bias = dict(zip(ids, map(_float, values.values()), strict=True))
     if not all(abs(value) <= _FLOAT32_MAX for value in bias.values()):
         raise ValueError(f"{rule} Got {values!r}.")

@@ -126,3 +126,20 @@ def test_template_that_is_no_utf8_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"must be UTF-8 text. Got .*chat_template.jinja"):
         ChatTemplate(tmp_path)
+
+
+def test_special_tokens_and_variables_may_be_given(tmp_path):
+    folder_with(tmp_path, chat_template="{{ bos_token }}{{ mood }}", bos_token="<s>")
+    chat = ChatTemplate(tmp_path)
+    assert chat.render(HELLO, bos_token="<t>", chat_template_kwargs={"mood": "calm"}) == "<t>calm"
+
+
+@pytest.mark.parametrize("option", ["add_generation_promt", "continue_final_message"])
+def test_variable_that_the_template_does_not_know_is_refused(tmp_path, option):
+    with pytest.raises(ValueError, match=f"no variable `{option}`"):
+        render(tmp_path, "{{ messages[0].content }}", **{option: True})
+
+
+def test_template_of_an_unknown_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"or name one of the checkpoint's: default\. Got 'nosuch'"):
+        render(tmp_path, "x", chat_template="nosuch")

@@ -1,13 +1,17 @@
 """Requests that end early, by an abort or by logits that are not finite: their pages are free, no neighbour notices."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.serving.config import EngineConfig
+from jattn.serving.engine import Engine
 from jattn.serving.request import RequestStatus
-from tests.jattn.tiny import run, sampled, tiny_engine
+from tests.jattn.tiny import CONFIG, run, sampled, tiny_engine, tiny_model
 
 LONG_PROMPT = list(range(100, 140))  # 10 of the pool's 16 pages
 
@@ -141,3 +145,25 @@ def test_pages_that_hold_nan_serve_their_next_owner_unharmed(engine, poison, mon
     assert len(held & set(heir.pages)) >= 5
     run(engine)
     assert heir.generated == expected
+
+
+def test_engine_waits_for_its_launches_before_it_goes(monkeypatch):
+    engine = Engine(tiny_model(), CONFIG)
+    requests = [engine.make_request([1, 2, 3], sampled(seed, 40)) for seed in range(2)]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    engine.step()
+    outputs = [launch.output for launch in engine._in_flight]
+    assert outputs
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    del engine
+    gc.collect()
+    assert waited == outputs
+
+
+@pytest.mark.parametrize(("name", "value"), [("page_size", True), ("num_pages", 1), ("max_chunk_tokens", 0)])
+def test_engine_config_refuses_sizes_that_are_no_whole_numbers(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least"):
+        EngineConfig(**({"num_pages": 9} | {name: value}))

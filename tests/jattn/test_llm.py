@@ -258,6 +258,18 @@ def test_sampling_params_must_match_the_prompts(llm):
         llm.generate(PROMPTS, [GREEDY, GREEDY])
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, [None], 5])
+def test_sampling_params_that_are_none_are_refused(llm, params):
+    with pytest.raises(ValueError, match="`sampling_params` must be `SamplingParams`, or several"):
+        llm._requests("a", params)  # the public face is typed, and types are checked in tests
+
+
+@pytest.mark.parametrize("prompts", [5, None])
+def test_prompts_that_are_none_are_refused(llm, prompts):
+    with pytest.raises(ValueError, match="`prompts` must be texts or token ids"):
+        llm._requests(prompts, None)
+
+
 def test_unknown_dtype_lists_the_choices():
     (point,) = entry_points(group="jattn.checkpoints", name="default")
     with pytest.raises(ValueError, match=r"auto, float32, bfloat16, float16. Got 'int8'"):

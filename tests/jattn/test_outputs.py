@@ -134,6 +134,13 @@ def test_sequence_that_ends_without_a_token_gives_what_was_held(tokenizer):
     assert reader.read() == []
 
 
+def test_stop_string_in_what_was_held_hides_no_error(tokenizer):
+    tokens = tokenizer.encode("ab", add_special_tokens=False)
+    *_, last = read_all(tokenizer, new_request(stop="b"), tokens, reason="error")
+    assert last.finish_reason == "error"
+    assert last.error
+
+
 def test_logprobs_come_with_their_tokens_and_texts(tokenizer):
     a, b = tokenizer.encode("ab", add_special_tokens=False)
     request = new_request(logprobs=1, prompt_logprobs=0, stop="b")

@@ -16,7 +16,7 @@ from jattn.serving.request import Request, SamplingParams, token_ids
         ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", float("nan")),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 2**31),
         ("top_k", 2.7),
         ("max_tokens", 0),
@@ -87,7 +87,7 @@ def test_stop_that_is_no_text_is_refused(stop, got):
         ({1: "x"}, "`logit_bias` must map token ids to finite numbers"),
         ([1, 2], r"`logit_bias` must map token ids to finite numbers. Got \[1, 2\]"),
         ({-1: 2.0}, "The token ids of `logit_bias` must be whole numbers .* Got -1"),
-        ({"1": 2.0}, "The token ids of `logit_bias` must be whole numbers .* Got '1'"),
+        ({"a": 2.0}, "The token ids of `logit_bias` must be whole numbers .* Got 'a'"),
     ],
 )
 def test_logit_bias_that_is_none_is_refused(logit_bias, sentence):
@@ -159,3 +159,21 @@ def test_integers_of_any_type_become_ints():
 def test_num_tokens_counts_the_prompt_and_what_was_generated():
     request = Request(number=0, prompt=[1, 2], params=SamplingParams(), limit=9, stop_ids=frozenset(), generated=[3])
     assert request.num_tokens == len(request.tokens) == 3
+
+
+def test_values_that_other_engines_take_for_off_are_taken():
+    asked = {"top_k": -1, "stop_token_ids": None, "logit_bias": {"7": 1.5}}
+    params = SamplingParams(**asked)
+    assert (params.top_k, params.stop_token_ids, params.logit_bias) == (0, (), {7: 1.5})
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"])
+def test_flags_that_are_no_booleans_are_refused(name):
+    asked = {name: "no"}
+    with pytest.raises(ValueError, match=f"`{name}` must be True or False. Got 'no'"):
+        SamplingParams(**asked)
+
+
+def test_more_sequences_than_anyone_serves_are_refused():
+    with pytest.raises(ValueError, match="`n` must be a whole number of at least 1 and at most 16384"):
+        SamplingParams(n=10**9)
