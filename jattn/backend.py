@@ -32,6 +32,8 @@ class AttentionLayer:
         use_irope: Keys of the own chunk only, where the backend has an `attention_chunk_size`.
         is_cross_attention: Queries see the encoder's keys, all of them.
         k_scale, v_scale: What keys and values in fp8 are stored divided by, for all heads or for each; None is 1.
+        chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off. The kernel keeps to it;
+            `use_irope` makes virtual batches.
     """
 
     layer_id: Int[Array, ""] | int
@@ -48,6 +50,7 @@ class AttentionLayer:
     is_cross_attention: bool = dataclasses.field(default=False, metadata={"static": True})
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
+    chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @typing.runtime_checkable

@@ -112,7 +112,7 @@ class CudaGraphState:
 def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> AttentionSpec:
     """A layer's facts in the kernels' words.
 
-    Chunks are no part of them: virtual batches keep to those.
+    The backend's `attention_chunk_size` is no part of them: virtual batches keep to it.
 
     Raises:
         ValueError: A layer of cross attention has a window.
@@ -129,5 +129,6 @@ def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> Attention
         logits_soft_cap=layer.logit_cap or None,
         causal=not layer.is_cross_attention,
         window_left=window,
+        chunk_size=layer.chunk_size,
         page_layout=page_layout,
     )

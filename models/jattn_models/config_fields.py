@@ -1,5 +1,6 @@
 """Fields of a config.json, read with a sentence for what is missing, wrong or not built."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -53,7 +54,7 @@ def _is_positive(value: Any, kind: type) -> TypeGuard[int | float]:
 
 
 def _json(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return json.dumps(value) if isinstance(value, bool | None) else repr(value)
 
 
 _NOUNS = {int: "an integer", float: "a finite number"}

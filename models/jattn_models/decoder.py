@@ -1,5 +1,6 @@
 """Decoder: layers stacked by kind and scanned; what a family adds is its configuration and its tensors' names."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -26,24 +27,37 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        norm = functools.partial(RMSNorm, eps=eps, offset=config.norm_offset, dtype=dtype)
+        unit_norm = functools.partial(RMSNorm, eps=eps, scaled=False, dtype=dtype)
+        self.input_norm = norm(width)
         self.attention = Attention(
             width,
             num_q_heads=config.num_q_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             window_left=kind.window_left,
+            chunk_size=kind.chunk_size,
+            rope=kind.rope,
+            scaling=config.attention_scale,
+            temperature=None if kind.rope else config.temperature,
             qkv_bias=config.qkv_bias,
-            qk_norm_eps=eps if config.qk_norm else None,
+            qk_norm=norm if config.qk_norm else unit_norm if config.qk_unit_norm and kind.rope else None,
             dtype=dtype,
             rngs=rngs,
             parallel=parallel,
         )
-        self.post_attention_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.post_attention_norm = norm(width)
         if kind.sparse and config.experts is not None:
             self.mlp = MixtureOfExperts(width, config.experts, dtype=dtype, rngs=rngs, parallel=parallel)
         else:
-            self.mlp = GatedMLP(width, config.intermediate_size, dtype=dtype, rngs=rngs, parallel=parallel)
+            self.mlp = GatedMLP(
+                width,
+                config.intermediate_size,
+                activation=config.activation,
+                dtype=dtype,
+                rngs=rngs,
+                parallel=parallel,
+            )
 
     def __call__(self, hidden: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         attended, pool = self.attention(self.input_norm(hidden), layer_index, this_pass, pool)
@@ -85,7 +99,7 @@ class Decoder(nnx.Module):
             return make(rngs)
 
         self.layers = nnx.List([stacked(layers, kind) for layers, kind in config.stacks])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":
@@ -144,8 +158,13 @@ class Decoder(nnx.Module):
         Args:
             pool: Whatever the backend takes for one; None passes through.
         """
-        this_pass = Pass(forward_batch, metadata, backend, self.config.rope.angles(forward_batch.positions))
+        positions = forward_batch.positions
+        this_pass = Pass(
+            forward_batch, metadata, backend, {name: rope.angles(positions) for name, rope in self.config.ropes.items()}
+        )
         hidden = self.vocabulary.embed(forward_batch.input_ids)
+        if self.config.embedding_scale != 1.0:
+            hidden *= jnp.asarray(self.config.embedding_scale, hidden.dtype)
         stacks = list(self.layers)
         for segment in self.config.segments:
             period, stacks = stacks[: len(segment.period)], stacks[len(segment.period) :]
@@ -154,7 +173,8 @@ class Decoder(nnx.Module):
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """float32 logits of the chosen hidden states."""
-        return self.vocabulary.logits(hidden)
+        logits, cap = self.vocabulary.logits(hidden), self.config.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: Pass, pool):

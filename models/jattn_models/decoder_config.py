@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jattn_models.attention import Temperature
 from jattn_models.config_fields import positive, refuse
 from jattn_models.experts import Experts
-from jattn_models.layer_pattern import LayerKind, Segment
+from jattn_models.layer_pattern import LayerKind, RopeName, Segment
 from jattn_models.rope import Rope
 
 
@@ -17,9 +18,18 @@ class DecoderConfig:
     Attributes:
         segments: The layers.
         context_len: Positions that the model was made for, in tokens.
+        rope: The rotary embedding that kinds of layers call "global".
+        local_rope: The one that they call "local".
         tied: Whether the embedding is also the output projection.
         qkv_bias: Whether queries, keys and values have a bias.
         qk_norm: Whether each head's query and key pass a norm before they turn.
+        qk_unit_norm: Whether they do so only in layers that turn them, and the norm has no weights.
+        attention_scale: Factor on q.k; 1 / sqrt(head_dim) if None.
+        temperature: Of queries that do not turn; None for none.
+        activation: Of the MLPs of dense layers, by Hugging Face's name.
+        norm_offset: What a norm's factor is above its weight.
+        embedding_scale: Factor on the embedded tokens.
+        logit_cap: Soft cap of the logits; None is off.
         experts: The mixture of sparse layers; None if all are dense.
     """
 
@@ -36,6 +46,14 @@ class DecoderConfig:
     tied: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_unit_norm: bool = False
+    local_rope: Rope | None = None
+    attention_scale: float | None = None
+    temperature: Temperature | None = None
+    activation: str = "silu"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
     experts: Experts | None = None
 
     def __post_init__(self):
@@ -53,6 +71,11 @@ class DecoderConfig:
     def stacks(self) -> tuple[tuple[range, LayerKind], ...]:
         """The numbers of the layers that are stacked together, and their kind; in the order of the segments."""
         return tuple(stack for segment in self.segments for stack in segment.stacks)
+
+    @property
+    def ropes(self) -> dict[RopeName, Rope]:
+        """The rotary embeddings by the names that kinds of layers call them."""
+        return {"global": self.rope} if self.local_rope is None else {"global": self.rope, "local": self.local_rope}
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DecoderConfig":

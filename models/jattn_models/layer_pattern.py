@@ -2,9 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 _MOST_LAYERS = 10_000  # that are looked at one by one
 _LONGEST_PERIOD = 16  # layers that one scanned body unrolls
+
+RopeName = Literal["global", "local"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,10 +17,14 @@ class LayerKind:
     Attributes:
         window_left: Keys to the left that a token sees, own one not counted; None for all.
         sparse: Whether its MLP is a mixture of experts.
+        chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None for no chunks.
+        rope: Which of the model's rotary embeddings turns its queries and keys; None for none.
     """
 
     window_left: int | None = None
     sparse: bool = False
+    chunk_size: int | None = None
+    rope: RopeName | None = "global"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Layers that model families share; each device holds its share of heads, hidden units and vocabulary."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +13,10 @@ from jattn.parallel import Parallel
 
 _LEAST_ROWS = 8  # of a product of bfloat16 into float32 that goes to the tensor cores
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def matmul(x: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
@@ -41,22 +47,40 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32; the result has the input's dtype."""
+    """Root-mean-square norm over the last axis, in float32; the result has the input's dtype.
 
-    def __init__(self, size: int, *, eps: float, dtype: Any):
+    Args:
+        offset: What the factor is above the scale: 1 where a checkpoint stores by how much it differs from 1.
+        scaled: Whether there is a factor at all.
+    """
+
+    def __init__(self, size: int, *, eps: float, offset: float = 0.0, scaled: bool = True, dtype: Any):
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones(size, dtype))
+        self.offset = offset
+        self.scale = nnx.Param(jnp.full(size, 1.0 - offset, dtype)) if scaled else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)).astype(x.dtype)
+        if self.scale is not None:
+            wide *= jnp.broadcast_to(self.scale[...].astype(jnp.float32) + self.offset, x.shape)
+        return wide.astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), gate and up side by side in one kernel."""
+    """down(activation(gate(x)) * up(x)), gate and up side by side in one kernel."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        dtype: Any,
+        rngs: nnx.Rngs,
+        parallel: Parallel,
+    ):
+        self.activation = activation
         units = parallel.share(intermediate_size, "`intermediate_size`")
         self.parallel = parallel
         self.gate_up_proj = Linear(hidden_size, 2 * units, dtype=dtype, rngs=rngs)
@@ -64,7 +88,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.parallel.all_reduce(self.down_proj(jax.nn.silu(gate) * up))
+        return self.parallel.all_reduce(self.down_proj(ACTIVATIONS[self.activation](gate) * up))
 
 
 class Vocabulary(nnx.Module):

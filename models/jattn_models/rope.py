@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jattn.rotary import Angles
 from jattn_models.config_fields import positive, refuse
-from jattn_models.rope_scaling import SCALINGS, Llama3Scaling, LongRopeScaling
+from jattn_models.rope_scaling import SCALINGS, Scaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Rope:
 
     rotary_dim: int
     theta: float
-    scaling: Llama3Scaling | LongRopeScaling | None = None
+    scaling: Scaling | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], head_dim: int, *, partial: bool = False) -> "Rope":

@@ -51,6 +51,27 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies slowed down alike.
+
+    Attributes:
+        factor: By which they are divided.
+        amplitude: On cosines and sines.
+    """
+
+    factor: float
+    amplitude: ClassVar[float] = 1.0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int) -> "LinearScaling":
+        """Reads `rope_parameters` alone."""
+        return cls(positive(fields, "factor", float))
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
 class LongRopeScaling:
     """Each frequency slowed down by a factor of its own, as in Phi-3.
 
@@ -83,4 +104,5 @@ class LongRopeScaling:
         return frequencies / np.array(self.factors)
 
 
-SCALINGS = {"llama3": Llama3Scaling, "longrope": LongRopeScaling, "su": LongRopeScaling}
+Scaling = LinearScaling | Llama3Scaling | LongRopeScaling
+SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "longrope": LongRopeScaling, "su": LongRopeScaling}

@@ -53,14 +53,20 @@ def windows_by_layer(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
     """
     num_layers = positive(fields, "num_hidden_layers", int)
     fields = used_window(fields)
-    is_sliding = _listed(fields, num_layers) if "layer_types" in fields else _from_one_on(fields)
+    is_sliding = listed(fields, num_layers) if "layer_types" in fields else _from_one_on(fields)
     window = window_left(fields)
     if window is None:
         return alike(num_layers)
     return segments(num_layers, lambda layer: LayerKind(window if is_sliding(layer) else None))
 
 
-def _listed(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:
+def listed(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:
+    """Whether a layer has the window, as `layer_types` lists them.
+
+    Raises:
+        ValueError: The list does not fit the layers, or names a window that there is not.
+        NotImplementedError: The list names another type.
+    """
     types = fields["layer_types"]
     if not isinstance(types, list) or len(types) != num_layers:
         raise ValueError(f"`layer_types` must be a list of {num_layers} types, one a layer. Got {types!r}.")

@@ -1,10 +1,12 @@
 """Writes golden/: tiny random checkpoints and their logits as transformers computes them, in float32 on CPU.
 
-Needs torch and transformers, which the tests do not: `python tests/models/make_golden.py`.
+Needs torch and transformers, which the tests do not: `python tests/models/make_golden.py`, and names of cases if not
+all are wanted.
 """
 
 import pathlib
 import shutil
+import sys
 
 import numpy as np
 import torch
@@ -102,6 +104,22 @@ CASES = {
             "decoder_sparse_step": 2,
         },
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            **SMALL,
+            **WINDOW,
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
 
 
@@ -132,7 +150,12 @@ def golden(model: PreTrainedModel, twin: PreTrainedModel | None = None) -> dict[
                 arrays[f"twin_logits_{number}"] = twin(tokens).logits[0].float().numpy()
             if tokens.shape[1] + GREEDY_STEPS <= model.config.max_position_embeddings:
                 arrays[f"greedy_{number}"] = greedy(model, tokens).numpy().astype(np.int32)
-    arrays["frequencies"] = model.model.rotary_emb.inv_freq.numpy()  # after long texts, on which they may depend
+    rotary = model.model.rotary_emb  # after long texts, on which they may depend
+    if hasattr(rotary, "inv_freq"):
+        arrays["frequencies"] = rotary.inv_freq.numpy()
+    else:
+        arrays["frequencies"] = rotary.full_attention_inv_freq.numpy()
+        arrays["local_frequencies"] = rotary.sliding_attention_inv_freq.numpy()
     return arrays
 
 
@@ -147,11 +170,14 @@ def greedy(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     for seed, (name, (family, changes)) in enumerate(CASES.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         torch.manual_seed(seed)
         folder = FOLDER / name
         shutil.rmtree(folder, ignore_errors=True)
         model_class = getattr(transformers, f"{family}ForCausalLM")
-        config = getattr(transformers, f"{family}Config")(**BASE | changes)
+        config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+        config = config_class(**BASE | changes)
         model = model_class._from_config(config, attn_implementation="eager").eval()
         randomise(model)
         twin = None

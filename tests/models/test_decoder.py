@@ -36,7 +36,7 @@ from tests.models.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 7
+    assert len(announced) == 8
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -93,6 +93,7 @@ def test_golden_logits_need_the_window(case, window):
 @pytest.mark.parametrize(
     ("case", "lengths", "windows"),
     [
+        ("gemma3", [5, 1], {-1, 7}),
         ("mistral", [2], {7}),
         ("qwen2", [1, 2], {-1, 7}),
         ("qwen3", [2], {-1, 7}),
@@ -115,3 +116,10 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
 def test_rope_frequencies_match_transformers(case):
     with np.load(GOLDEN / case / "golden.npz") as arrays:
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)
+
+
+def test_local_rope_frequencies_match_transformers():
+    with np.load(GOLDEN / "gemma3" / "golden.npz") as arrays:
+        config = load("gemma3").config
+        np.testing.assert_allclose(config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)
+        np.testing.assert_allclose(config.local_rope.frequencies(), arrays["local_frequencies"], rtol=1e-6)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from jattn_models.gemma3 import Gemma3Config
 from jattn_models.llama_config import LlamaConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
@@ -13,6 +14,7 @@ from jattn_models.qwen2 import Qwen2Config
 from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
 from jattn_models.rope import Rope
+from jattn_models.rope_scaling import LinearScaling
 
 SMALLEST = {
     "vocab_size": 64,
@@ -25,24 +27,24 @@ LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.0, 1.5], "long_factor": [
 LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 1024, "rope_scaling": LONGROPE}
 
 
-# As transformers' configuration classes give them: kv heads, head_dim, context, eps, theta.
+# As transformers' configuration classes give them: kv heads, head_dim, context, eps, theta, tied.
 @pytest.mark.parametrize(
     ("config_class", "expected"),
     [
-        (LlamaConfig, (32, 8, 2048, 1e-6, 1e4)),
-        (MistralConfig, (8, 8, 131072, 1e-6, 1e4)),
-        (MixtralConfig, (8, 8, 131072, 1e-5, 1e6)),
-        (Phi3Config, (32, 8, 4096, 1e-5, 1e4)),
-        (Qwen2Config, (32, 8, 32768, 1e-6, 1e4)),
-        (Qwen3Config, (32, 128, 32768, 1e-6, 1e4)),
-        (Qwen3MoeConfig, (4, 8, 32768, 1e-6, 1e4)),
+        (Gemma3Config, (4, 256, 131072, 1e-6, 1e6, True)),
+        (LlamaConfig, (32, 8, 2048, 1e-6, 1e4, False)),
+        (MistralConfig, (8, 8, 131072, 1e-6, 1e4, False)),
+        (MixtralConfig, (8, 8, 131072, 1e-5, 1e6, False)),
+        (Phi3Config, (32, 8, 4096, 1e-5, 1e4, False)),
+        (Qwen2Config, (32, 8, 32768, 1e-6, 1e4, False)),
+        (Qwen3Config, (32, 128, 32768, 1e-6, 1e4, False)),
+        (Qwen3MoeConfig, (4, 8, 32768, 1e-6, 1e4, False)),
     ],
 )
 def test_absent_fields_have_hugging_faces_defaults(config_class, expected):
     config = config_class.from_dict(SMALLEST)
     found = (config.num_kv_heads, config.head_dim, config.context_len, config.rms_norm_eps, config.rope.theta)
-    assert found == expected
-    assert config.tied is False
+    assert (*found, config.tied) == expected
 
 
 def test_null_kv_heads_are_the_query_heads():
@@ -88,6 +90,32 @@ def test_phi3_may_turn_a_part_of_each_head(fields, rope):
 
 
 @pytest.mark.parametrize(
+    ("fields", "full", "local"),
+    [
+        ({}, Rope(256, 1e6), Rope(256, 1e4)),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 100}, Rope(256, 5e5), Rope(256, 1e2)),
+        ({"rope_scaling": {"type": "linear", "factor": 8}}, Rope(256, 1e6, LinearScaling(8.0)), Rope(256, 1e4)),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "sliding_attention": None}},
+            Rope(256, 5e5),
+            Rope(256, 1e4),
+        ),
+    ],
+)
+def test_gemma3_has_a_rope_for_each_type_of_layer(fields, full, local):
+    config = Gemma3Config.from_dict(SMALLEST | fields)
+    assert (config.rope, config.local_rope) == (full, local)
+    assert {kind.rope for _, kind in config.stacks if kind.window_left is not None} == {"local"}
+
+
+def test_gemma3_scales_as_its_configuration_says():
+    fields = {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "hidden_act": "silu"}
+    config = Gemma3Config.from_dict(SMALLEST | fields)
+    assert (config.attention_scale, config.logit_cap, config.embedding_scale) == (1 / 8, 30.0, 16.0)
+    assert Gemma3Config.from_dict(SMALLEST).logit_cap is None
+
+
+@pytest.mark.parametrize(
     ("fields", "factors", "amplitude"),
     [
         ({}, LONGROPE["long_factor"], math.sqrt(1 + math.log(8) / math.log(1024))),
@@ -118,6 +146,14 @@ def test_longrope_goes_by_the_models_context(fields, factors, amplitude):
 @pytest.mark.parametrize(
     ("config_class", "fields", "message"),
     [
+        (
+            Gemma3Config,
+            {"query_pre_attn_scalar": 0},
+            "`query_pre_attn_scalar` .* must be a finite number above 0. Got 0",
+        ),
+        (Gemma3Config, {"final_logit_softcapping": -1.0}, "`final_logit_softcapping` .* above 0. Got -1.0"),
+        (Gemma3Config, {"rope_parameters": {"rope_theta": 1e4}}, "`rope_parameters` must be an object with one for"),
+        (Gemma3Config, {"rope_scaling": "linear"}, "`rope_scaling` must be an object. Got 'linear'"),
         (MixtralConfig, {"num_local_experts": 0}, "`num_local_experts` .* must be an integer above 0. Got 0"),
         (MixtralConfig, {"num_experts_per_tok": 9}, "`num_experts_per_tok` must be at most .* Got 9 of 8"),
         (Qwen3MoeConfig, {"decoder_sparse_step": 0}, "`decoder_sparse_step` .* must be an integer above 0. Got 0"),
@@ -151,6 +187,13 @@ def test_wrong_field_is_named(config_class, fields, message):
     [
         (Qwen3Config, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
         (Qwen3MoeConfig, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
+        (Gemma3Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
+        (
+            Gemma3Config,
+            {"use_bidirectional_attention": True},
+            "`use_bidirectional_attention` must be false: .* Got true",
+        ),
+        (Gemma3Config, {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` must be null: .* Got 50.0"),
         (MistralConfig, {"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
         (MistralConfig, {"is_causal": False}, "`is_causal` must be true: .* Got false"),
         (Qwen2Config, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_type` must be one of .* Got 'yarn'"),

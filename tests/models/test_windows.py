@@ -2,6 +2,7 @@
 
 import pytest
 
+from jattn_models.gemma3 import Gemma3Config
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
@@ -31,6 +32,10 @@ def windows(config):
 @pytest.mark.parametrize(
     ("config_class", "fields", "expected"),
     [
+        (Gemma3Config, {"sliding_window": 8, "num_hidden_layers": 8}, [7] * 5 + [None] + [7] * 2),
+        (Gemma3Config, {"sliding_window": 8, "sliding_window_pattern": 2}, [7, None] * 2),
+        (Gemma3Config, {"sliding_window": 8, "layer_types": [FULL, SLIDING] * 2}, [None, 7] * 2),
+        (Gemma3Config, {"sliding_window": 64}, [None] * 4),
         (MistralConfig, {"sliding_window": 8}, [7] * 4),
         (MistralConfig, {"sliding_window": 1}, [0] * 4),
         (MistralConfig, {"sliding_window": None}, [None] * 4),
@@ -69,6 +74,8 @@ def test_layers_without_windows_are_one_segment_however_many():
         (Qwen2Config, {**USED, "sliding_window": -1}, "`sliding_window` .* must be an integer above 0. Got -1"),
         (Qwen2Config, {**USED, "max_window_layers": -1}, "`max_window_layers` must be a whole number .* Got -1"),
         (Qwen2Config, {**USED, "layer_types": [SLIDING]}, "`layer_types` must be a list of 4 types"),
+        (Gemma3Config, {"sliding_window_pattern": 0}, "`sliding_window_pattern` .* must be an integer above 0. Got 0"),
+        (Gemma3Config, {"num_hidden_layers": 10**11}, "`num_hidden_layers` must be at most 10000"),
         (Qwen3Config, {"layer_types": [SLIDING] * 4}, "only with `sliding_window` in use"),
         (Qwen2Config, {**USED, "num_hidden_layers": 10**11}, "`num_hidden_layers` must be at most 10000"),
     ],
