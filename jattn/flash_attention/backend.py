@@ -362,8 +362,8 @@ class FlashAttentionBackend:
         """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
         if metadata.custom_mask is None or layer.is_cross_attention:
             return
-        if layer.use_irope and self.config.attention_chunk_size is not None:
-            raise NotImplementedError("`use_irope` layers do not serve drafted trees; draft chains, topk=1.")
+        if layer.chunk_size is not None or (layer.use_irope and self.config.attention_chunk_size is not None):
+            raise NotImplementedError("Chunked layers do not serve drafted trees; draft chains, topk=1.")
         depth = max(metadata.max_seq_len_q, self.speculative_num_steps)
         if 0 <= layer.sliding_window_size < depth:
             raise NotImplementedError(

@@ -275,6 +275,13 @@ def test_batch_that_says_no_pages_is_refused():
         BACKEND.init_forward_metadata(dataclasses.replace(DECODE, page_tables=()))
 
 
+def test_chunks_of_two_sizes_are_refused():
+    config = dataclasses.replace(BACKEND.config, attention_chunk_size=8)
+    backend, layer = FlashAttentionBackend(config), dataclasses.replace(LAYER, use_irope=True, chunk_size=4)
+    with pytest.raises(ValueError, match=r"Got chunk_size=4, attention_chunk_size=8"):
+        forward(backend, *q_k_v(DECODE), layer, DECODE, backend.init_forward_metadata(DECODE), make_pool())
+
+
 def test_scales_are_not_used_where_the_pool_is_not_fp8():
     q, k, v = q_k_v(DECODE)
     layer = dataclasses.replace(LAYER, k_scale=jnp.float32(2), v_scale=jnp.float32(3))

@@ -1,4 +1,4 @@
-"""The names, arguments, defaults and fields of the surfaces that engines already know are there: seed_surface.toml."""
+"""The names, arguments, defaults and fields of the surfaces that engines already know are there: seed_surface*.toml."""
 
 import ast
 import dataclasses
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-SURFACE = tomllib.loads(Path(__file__).with_name("seed_surface.toml").read_text())
+FILES = sorted(Path(__file__).parent.glob("seed_surface*.toml"))
+SURFACE = {section: content for file in FILES for section, content in tomllib.loads(file.read_text()).items()}
 NAMES = [(section, entry) for section, content in SURFACE.items() for entry in content["names"]]
 LEFT_OUT = [(section, entry) for section, content in SURFACE.items() for entry in content.get("left_out", ())]
 
