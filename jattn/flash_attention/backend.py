@@ -1,6 +1,7 @@
 """FlashAttentionBackend: SGLang's backend surface over jattn's kernels."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,41 @@ class FlashAttentionBackend:
     speculative_step_id: int = 0
     topk: int = 0
     speculative_num_steps: int = 0
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest sequence, in tokens."""
+        return self.config.max_context_len
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.config.page_size
+
+    @property
+    def use_mla(self) -> bool:
+        """Whether layers read latent rows."""
+        return self.config.use_mla
+
+    @property
+    def kv_cache_dtype(self) -> Any:
+        """The dtype of the pool."""
+        return self.config.stored_dtype
+
+    @property
+    def kv_cache_dtype_str(self) -> str:
+        """What the configuration calls it; with "auto" scales are not used."""
+        return self.config.kv_cache_dtype
+
+    @property
+    def attention_chunk_size(self) -> int | None:
+        """Tokens a chunk of layers with `use_irope`."""
+        return self.config.attention_chunk_size
+
+    @property
+    def speculative_num_draft_tokens(self) -> int | None:
+        """Tokens a sequence in target verify."""
+        return self.config.speculative_num_draft_tokens
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> FlashAttentionMetadata:
         """Metadata of a batch, once for all layers; jit-able.
@@ -326,8 +362,8 @@ class FlashAttentionBackend:
         """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
         if metadata.custom_mask is None or layer.is_cross_attention:
             return
-        if layer.use_irope and self.config.attention_chunk_size is not None:
-            raise NotImplementedError("`use_irope` layers do not serve drafted trees; draft chains, topk=1.")
+        if layer.chunk_size is not None or (layer.use_irope and self.config.attention_chunk_size is not None):
+            raise NotImplementedError("Chunked layers do not serve drafted trees; draft chains, topk=1.")
         depth = max(metadata.max_seq_len_q, self.speculative_num_steps)
         if 0 <= layer.sliding_window_size < depth:
             raise NotImplementedError(

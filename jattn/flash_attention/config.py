@@ -1,7 +1,7 @@
 """What SGLang's backend reads from its model runner, as one static object."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -51,7 +51,7 @@ class FlashAttentionConfig:
     attention_chunk_size: int | None = None
     sliding_window_size: int | None = None
     is_encoder_decoder: bool = False
-    attention_arch: Literal["MHA", "MLA"] = "MHA"
+    attention_arch: str = "MHA"
     disable_mla: bool = False
     speculative_num_draft_tokens: int | None = None
 

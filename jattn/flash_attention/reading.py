@@ -47,7 +47,7 @@ def reading(
     """What a layer reads.
 
     Raises:
-        ValueError: It is a layer of cross attention, and the batch has no encoder.
+        ValueError: It is a layer of cross attention, and the batch has no encoder; or it has chunks of two sizes.
     """
     is_cross = layer.is_cross_attention
     local = metadata.local_attn_metadata if layer.use_irope and not is_cross else None
@@ -60,6 +60,11 @@ def reading(
             raise ValueError("`is_cross_attention` needs a batch with `encoder_lens`. Got encoder_lens=None.")
         table, lens = metadata.encoder_page_table, metadata.encoder_lens_int32
     elif local is not None:
+        if layer.chunk_size not in (None, config.attention_chunk_size):
+            raise ValueError(
+                "`chunk_size` of a layer with `use_irope` must be None or the backend's `attention_chunk_size`. "
+                f"Got chunk_size={layer.chunk_size}, attention_chunk_size={config.attention_chunk_size}."
+            )
         table, lens, starts = local.local_block_tables[layer.group], local.local_seqused_k, local.local_query_start_loc
     else:
         table, lens = metadata.page_tables[layer.group], metadata.cache_seqlens_int32

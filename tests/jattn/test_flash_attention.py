@@ -250,6 +250,48 @@ def test_config_of_impossible_sizes_is_refused(name):
         FlashAttentionConfig(**({"max_context_len": 8, "page_size": 4} | {name: 0}))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, r"`kv_cache_dtype` must be one of auto, fp8_e4m3, fp8_e5m2. Got 'int8'"),
+        ({"attention_arch": "GQA"}, r"`attention_arch` must be one of MHA, MLA. Got 'GQA'"),
+        ({"attention_chunk_size": 6}, r"`attention_chunk_size` must be a multiple of `page_size`. .*=6, page_size=4"),
+    ],
+)
+def test_config_of_contradictions_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        FlashAttentionConfig(max_context_len=8, page_size=4, **fields)
+
+
+def test_config_says_what_the_pool_stores():
+    config = FlashAttentionConfig(max_context_len=8, page_size=4, dtype="bfloat16", attention_arch="MLA")
+    assert (config.stored_dtype, config.is_fp8, config.use_mla) == (jnp.bfloat16, False, True)
+    config = dataclasses.replace(config, kv_cache_dtype="fp8_e5m2", disable_mla=True)
+    assert (config.stored_dtype, config.is_fp8, config.use_mla) == (jnp.float8_e5m2, True, False)
+
+
+def test_batch_that_says_no_pages_is_refused():
+    with pytest.raises(ValueError, match="`forward_batch` must have `page_tables`, or `req_pool_indices`"):
+        BACKEND.init_forward_metadata(dataclasses.replace(DECODE, page_tables=()))
+
+
+def test_chunks_of_two_sizes_are_refused():
+    config = dataclasses.replace(BACKEND.config, attention_chunk_size=8)
+    backend, layer = FlashAttentionBackend(config), dataclasses.replace(LAYER, use_irope=True, chunk_size=4)
+    with pytest.raises(ValueError, match=r"Got chunk_size=4, attention_chunk_size=8"):
+        forward(backend, *q_k_v(DECODE), layer, DECODE, backend.init_forward_metadata(DECODE), make_pool())
+
+
+def test_scales_are_not_used_where_the_pool_is_not_fp8():
+    q, k, v = q_k_v(DECODE)
+    layer = dataclasses.replace(LAYER, k_scale=jnp.float32(2), v_scale=jnp.float32(3))
+    metadata = BACKEND.init_forward_metadata(DECODE)
+    chex.assert_trees_all_equal(
+        forward(BACKEND, q, k, v, layer, DECODE, metadata, make_pool()),
+        forward(BACKEND, q, k, v, LAYER, DECODE, metadata, make_pool()),
+    )
+
+
 def test_backend_goes_by_its_name():
     assert backend_class("flash_attention") is FlashAttentionBackend
     with pytest.raises(ValueError, match=r"`name` must be one of flash_attention. Got 'nothing'"):

@@ -117,7 +117,8 @@ def test_verified_tree_sees_its_ancestors(page_size):
 @pytest.mark.parametrize(
     ("fields", "config", "message"),
     [
-        ({"use_irope": True}, {"attention_chunk_size": 64}, "`use_irope` layers do not serve drafted trees"),
+        ({"use_irope": True}, {"attention_chunk_size": 64}, "Chunked layers do not serve drafted trees"),
+        ({"chunk_size": 64}, {}, "Chunked layers do not serve drafted trees"),
         ({"sliding_window_size": STEPS - 1}, {}, "`sliding_window_size` must be at least 3, .* Got 2"),
     ],
 )

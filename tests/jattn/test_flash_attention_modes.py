@@ -99,3 +99,44 @@ def test_other_extends_agree_with_the_oracle(kind, mode):
 @pytest.mark.parametrize("mode", ["decode", "extend"])
 def test_pages_of_every_size_agree_with_the_oracle(mode, page_size):
     check("window", mode, page_size, seed=7)
+
+
+def test_queries_cast_to_the_pools_dtype_are_what_the_oracle_reads():
+    """Products of fp8 numbers are exact in bfloat16, so what is rounded is P, once, and the output, once."""
+    requests, rng = random_requests(4, 16), np.random.default_rng(4)
+    layer = dataclasses.replace(LAYER_OF, **SCALES)
+    fields = {"kv_cache_dtype": "fp8_e4m3", "quantize_queries": True}
+    backend = make_backend(16, LAYER_OF, **fields)
+    rows = Rows(requests, rng, layer, backend.config.stored_dtype)
+    rows.fill([requests.slots(row, 0, length) for row, length in enumerate(requests.seq_lens)])
+    q = normal(rng, 4, N, H).at[0, 0, 0].set(1e4)  # clipped, where a cast would give NaN
+    batch = requests.batch(ForwardMode.DECODE, [], 4, np.arange(5))
+    out, _ = step(backend, q, None, None, layer, batch, rows.pool)
+    assert out.dtype == q.dtype
+    limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    cast = np.clip(np.asarray(q), -limit, limit).astype(jnp.float8_e4m3fn)
+    for row, length in enumerate(requests.seq_lens.tolist()):
+        if length:
+            k, v = rows.stored(requests.slots(row, 0, length))
+            expected = oracle(cast[row : row + 1].astype(np.float64), k, v, SPEC)
+            atol = 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(v).max()
+            np.testing.assert_allclose(out[row : row + 1], expected, rtol=0, atol=atol)
+
+
+def test_rotated_rows_are_scaled_into_an_fp8_pool():
+    requests, rng = random_requests(6, 16), np.random.default_rng(6)
+    layer = dataclasses.replace(LAYER_OF, v_head_dim=H, **SCALES)
+    backend = make_backend(16, dataclasses.replace(LAYER_OF, v_head_dim=H), kv_cache_dtype="fp8_e4m3")
+    rows = Rows(requests, rng, layer, backend.config.stored_dtype)
+    slots = [requests.slots(row, n - 1, n) if n else np.array([NOWHERE]) for row, n in enumerate(requests.seq_lens)]
+    batch = requests.batch(ForwardMode.DECODE, slots, 4, np.arange(5))
+    metadata = backend.init_forward_metadata(batch)
+    k, v = rows.made(np.asarray(batch.out_cache_loc[0]))
+    q = normal(rng, 4, N, H)
+    straight = (jnp.ones((4, H // 2)), jnp.zeros((4, H // 2)))
+    turned, pool = backend.save_rotated(jnp.concatenate([q, k, v], axis=1), straight, layer, metadata, rows.pool)
+    np.testing.assert_array_equal(turned, q)
+    keys, values = pool.get_kv_buffer(LAYER)
+    own = np.concatenate(slots)[[0, 1, 3]]
+    for stored, scale, known in zip((keys, values), SCALES.values(), rows.stored(own), strict=True):
+        np.testing.assert_allclose(stored[own].astype(jnp.float32) * scale.reshape(1, -1, 1), known, rtol=1e-6)

@@ -1,11 +1,13 @@
 """ForwardMode's predicates mean what SGLang's mean."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.forward_batch import ForwardBatch, ForwardMode, HostBatch
 
 EVERY_EXTEND = {"EXTEND", "MIXED", "DRAFT_EXTEND", "TARGET_VERIFY"}
 
@@ -56,3 +58,23 @@ def test_batch_mode_is_static():
     total(batch(ForwardMode.EXTEND))
     total(batch(ForwardMode.MIXED))
     assert traces == [ForwardMode.EXTEND, ForwardMode.MIXED]
+
+
+def test_lengths_of_an_extend_are_those_of_its_offsets():
+    extend = batch(ForwardMode.EXTEND)
+    extend = dataclasses.replace(extend, cu_q_lens=jnp.array([0, 1, 3], jnp.int32))
+    assert extend.extend_seq_lens.tolist() == [1, 2]
+    assert extend.extend_prefix_lens.tolist() == [2, 0]
+    assert int(extend.seq_lens_sum) == 5
+
+
+@pytest.mark.parametrize("encoder_lens", [None, jnp.array([4, 0], jnp.int32)])
+def test_host_batch_copies_the_lengths(encoder_lens):
+    host = HostBatch.of(dataclasses.replace(batch(ForwardMode.EXTEND), encoder_lens=encoder_lens))
+    assert host.seq_lens_cpu.tolist() == [3, 2]
+    assert host.extend_seq_lens_cpu.tolist() == [3, 2]
+    assert host.extend_prefix_lens_cpu.tolist() == [0, 0]
+    assert host.seq_lens_sum == 5
+    assert (host.encoder_lens_cpu is None) == (encoder_lens is None)
+    with pytest.raises(TypeError, match="HostBatch"):
+        jax.jit(lambda batch: batch)(host)

@@ -1,5 +1,7 @@
 """The pool has the shapes that its groups ask for, and a write changes one layer of one group."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -71,3 +73,65 @@ def test_write_changes_those_slots_of_one_layer_of_one_group(pool, group, traced
             else:
                 pages[layer, page, :, place] = row
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, new), expected)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer's place."""
+
+    layer_id: int
+    group: int
+    v_head_dim: int
+
+
+LATENT = KVGroupSpec(name="latent", num_layers=2, num_kv_heads=1, head_dim=8, v_head_dim=6, latent=True)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_buffers_hold_by_slot_what_was_set(pool, group):
+    spec = SPECS[group]
+    widths = (spec.head_dim, spec.v_head_dim or spec.head_dim)
+    rng = np.random.default_rng(1)
+    k, v = (jnp.asarray(rng.normal(size=(3, spec.num_kv_heads, width)), jnp.bfloat16) for width in widths)
+    loc = jnp.array([6, 19, 20], jnp.int32)  # the last one lies beyond the pool
+    new = pool.set_kv_buffer(Layer(1, group, widths[1]), loc, k, v)
+    keys, values = new.get_kv_buffer(1, group)
+    assert keys.shape == (20, spec.num_kv_heads, widths[0])
+    chex.assert_trees_all_equal(new.get_key_buffer(1, group), keys)
+    for buffer, rows in ((keys, k), (values, v)):
+        chex.assert_trees_all_equal(buffer[loc[:2]], rows[:2])
+        assert np.count_nonzero(np.asarray(buffer, np.float32).any(axis=(1, 2))) == 2
+    assert not new.get_key_buffer(0, group).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_scaled_rows_are_clipped_to_the_stored_dtype(dtype):
+    pool = make_pool((FULL,), num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=dtype)
+    k, v = jnp.full((1, 2, 8), 3.0), jnp.full((1, 2, 4), 1e9)
+    new = pool.set_kv_buffer(Layer(0, 0, 4), jnp.array([5], jnp.int32), k, v, jnp.float32(2), jnp.array([1.0, 1e9]))
+    keys, values = (np.asarray(buffer[5], np.float32) for buffer in new.get_kv_buffer(0))
+    assert (keys == 1.5).all()
+    assert (values == np.array([[float(jnp.finfo(dtype).max)], [1.0]])).all()
+
+
+def test_latent_rows_are_whole_keys_without_values():
+    pool = make_pool((LATENT,), num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.float32)
+    (group,) = pool.groups
+    assert (group.k.shape, group.v, group.num_slots) == ((2, 5, 4, 8), None, 20)
+    assert LATENT.page_bytes(PAGE_SIZE, jnp.float32) * NUM_PAGES == group.k.nbytes
+    rows = jnp.arange(16.0).reshape(2, 1, 8)
+    new = pool.set_kv_buffer(Layer(1, 0, 6), jnp.array([7, 20], jnp.int32), rows, rows[..., :6])
+    buffer = np.asarray(new.get_key_buffer(1))
+    assert buffer.shape == (20, 1, 8)
+    assert (buffer[7] == np.arange(8)).all()
+    assert np.count_nonzero(buffer.any(axis=(1, 2))) == 1
+    with pytest.raises(ValueError, match=r"`get_kv_buffer` needs values. Got the latent group 'latent'"):
+        new.get_kv_buffer(1)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_kv_heads": 2}, {"page_layout": "HND"}, {"v_head_dim": None}, {"v_head_dim": 8}]
+)
+def test_latent_rows_of_another_form_are_refused(fields):
+    with pytest.raises(ValueError, match="`latent` needs num_kv_heads=1, page_layout='NHD' and a v_head_dim smaller"):
+        dataclasses.replace(LATENT, **fields)
