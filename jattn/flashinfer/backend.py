@@ -86,8 +86,8 @@ class FlashInferAttnBackend(FlashInferConfig):
     def forward_extend(
         self,
         q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K Hv"] | None,
+        k: Float[Array, "S K H"] | None,
+        v: Float[Array, "S K Hv"] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         metadata: PrefillMetadata,
