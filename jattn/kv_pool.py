@@ -70,8 +70,8 @@ class KVGroup:
     """Pages of a group of layers, all layers stacked on the first axis.
 
     Attributes:
-        k, v: Pages, in the axes of `page_layout`. Rows that no request owns may hold anything, NaN included. Latent rows
-            are `k`, without an axis of heads, and `v` is None.
+        k, v: Pages, in the axes of `page_layout`. Rows that no request owns may hold anything, NaN included. Latent
+            rows are `k`, without an axis of heads, and `v` is None.
         name, page_layout: Static; see KVGroupSpec.
     """
 
