@@ -44,7 +44,8 @@ class FlashInferAttnBackend(FlashInferConfig):
 
         Args:
             use_ragged: Whether an extend attends to its own keys as they come, and merges that with attention to those
-                in pages; None does in EXTEND and MIXED.
+                in pages; None does in EXTEND and MIXED, as pymllm. Where kernels for pages are the faster ones, False
+                is faster.
             extend_no_prefix: The caller's promise that no sequence of an extend has keys from before.
 
         Raises:

@@ -241,7 +241,7 @@ def test_cross_attention_saves_the_encoders_keys():
     batch = make_batch(world, ForwardMode.EXTEND, (2,), (3,), (3,), encoder_lens=(5,))
     batch = dataclasses.replace(batch, encoder_out_cache_loc=jnp.asarray(slots, jnp.int32))
     q, k, v = random(1, 24, 4, 16), random(2, 5, 2, 16), random(3, 5, 2, 16)
-    out, pool = backend.forward_extend(q, k, v, CROSS, batch, backend.init_forward_metadata(batch), world.pool)
+    out, pool = step(backend, (), CROSS, batch, q, k, v, jax.tree.map(jnp.copy, world.pool))
     expected = written(world, CROSS, slots, k, v)
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, pool), expected)
     lengths = {"q_lens": (3,), "kv_lens": (3,), "requests": (2,), "encoder_lens": (5,)}
@@ -284,10 +284,7 @@ def test_batches_with_page_tables_need_no_token_slots():
     tables = (jnp.asarray(np.concatenate([world.page_table[[2, 0, 3]], np.zeros((1, 8), np.int32)])),)
     given = dataclasses.replace(batch, page_tables=tables, req_pool_indices=None, req_to_token_pool=None)
     q, k, v = q_k_v(batch)
-    results = [
-        backend.forward_decode(q, k, v, LAYER, each, backend.init_forward_metadata(each), world.pool)
-        for each in (batch, given)
-    ]
+    results = [step(backend, (), LAYER, each, q, k, v, jax.tree.map(jnp.copy, world.pool)) for each in (batch, given)]
     chex.assert_trees_all_equal(*results)
 
 
@@ -362,16 +359,14 @@ def whole_step(backend, mode):
 def test_whole_step_does_not_copy_the_donated_pool(mode):
     backend = make_backend(4, sliding_window_size=WINDOW, num_draft_tokens=3)
     tokens = 12 if mode.is_target_verify() else 4
-    temporary = []
-    for num_pages in (64, 8192):
-        pages = jax.ShapeDtypeStruct((2, num_pages, 4, 2, 16), jnp.float32)
-        pool = KVPool((KVGroup(k=pages, v=pages, name="x", page_layout="NHD"),))
-        q, k = (jax.ShapeDtypeStruct((tokens, heads, 16), jnp.float32) for heads in (4, 2))
-        ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens,), (4,), (4,), (REQUESTS, CONTEXT))]
-        memory = whole_step(backend, mode).lower(pool, q, k, k, *ints).compile().memory_analysis()
-        assert memory.alias_size_in_bytes == 2 * pages.size * 4
-        temporary.append(memory.temp_size_in_bytes)
-    assert temporary[0] == temporary[1]
+    pages = jax.ShapeDtypeStruct((2, 8192, 4, 2, 16), jnp.float32)
+    pool = KVPool((KVGroup(k=pages, v=pages, name="x", page_layout="NHD"),))
+    q, k = (jax.ShapeDtypeStruct((tokens, heads, 16), jnp.float32) for heads in (4, 2))
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens,), (4,), (4,), (REQUESTS, CONTEXT))]
+    memory = whole_step(backend, mode).lower(pool, q, k, k, *ints).compile().memory_analysis()
+    pages_bytes = pages.size * pages.dtype.itemsize
+    assert memory.alias_size_in_bytes == 2 * pages_bytes
+    assert memory.temp_size_in_bytes < pages_bytes / 8
 
 
 def test_whole_step_replays_random_batches_without_compiling():
@@ -379,7 +374,7 @@ def test_whole_step_replays_random_batches_without_compiling():
     rng = np.random.default_rng(1)
     run, pool, k_pages = whole_step(backend, ForwardMode.DECODE), world.pool, None
     batches = []
-    for seed in range(100):
+    for seed in range(500):
         rows = int(rng.integers(1, 5))
         requests, lens = rng.permutation(REQUESTS)[:rows].astype(np.int32), rng.integers(1, 90, rows).astype(np.int32)
         slots = [world.slots(request, n - 1, n)[0] for request, n in zip(requests, lens, strict=True)]
