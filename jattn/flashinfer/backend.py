@@ -44,7 +44,8 @@ class FlashInferAttnBackend(FlashInferConfig):
 
         Args:
             use_ragged: Whether an extend attends to its own keys as they come, and merges that with attention to those
-                in pages; None does in EXTEND and MIXED.
+                in pages; None does in EXTEND and MIXED, as pymllm. Where kernels for pages are the faster ones, False
+                is faster.
             extend_no_prefix: The caller's promise that no sequence of an extend has keys from before.
 
         Raises:
@@ -86,8 +87,8 @@ class FlashInferAttnBackend(FlashInferConfig):
     def forward_extend(
         self,
         q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"] | None,
-        v: Float[Array, "T K Hv"] | None,
+        k: Float[Array, "S K H"] | None,
+        v: Float[Array, "S K Hv"] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         metadata: PrefillMetadata,

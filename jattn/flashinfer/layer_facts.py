@@ -66,8 +66,10 @@ def page_layout(kv_layout: str) -> Literal["NHD", "HND"]:
 
 
 def alibi_slopes(pos_encoding_mode: str, num_heads: int) -> Float[Array, " N"] | None:
-    """The slopes of ALiBi (Press et al.), as FlashInfer has them: 2^(-8 i / n) for the n first heads, n the largest
-    power of two; the other heads take every second slope of twice as many. None in another mode."""
+    """The slopes of ALiBi (Press et al.), one a query head; None in another mode.
+
+    2^(-8 i / n) for the first n heads, n the largest power of two; the others take every second slope of 2 n heads.
+    """
     if pos_encoding_mode != "ALIBI":
         return None
     n = 1 << (num_heads.bit_length() - 1)
