@@ -45,7 +45,7 @@ class Llama4Config(DecoderConfig):
         shared = shared_fields(fields | {"intermediate_size": positive(fields, "intermediate_size_mlp", int)})
         if shared["rope"].amplitude != 1.0:  # the norm of queries and keys stands before they turn here, after it there
             raise NotImplementedError(
-                f"`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of "
+                "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of "
                 f"{shared['rope'].amplitude}."
             )
         temperature = Temperature(positive(fields, "attn_scale", float), positive(fields, "floor_scale", float))
