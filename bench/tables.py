@@ -1,4 +1,4 @@
-"""The README's section on speed, made from the record: `python -m bench.tables`."""
+"""The README's tables: speed, made from the record, and features, asked of dispatch: `python -m bench.tables`."""
 
 import textwrap
 from collections.abc import Callable, Iterable
@@ -8,8 +8,9 @@ from typing import Any
 from bench import plots
 from bench.comparison import pairs
 from bench.gpu_record import RECORD, ROOT, read_rows
+from jattn_kernels.features import feature_markdown
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SPEED, FEATURES = "bench", "features"
 README = ROOT / "README.md"
 PICTURE = ROOT / "bench" / "results" / "decode.svg"
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
@@ -111,21 +112,28 @@ def _page(row: Row) -> str:
     return f"{row['page']} {row['layout']}" if "layout" in row else str(row["page"])
 
 
-def with_section(text: str, body: str) -> str:
-    """The text with what stands between the markers replaced.
+def markers(name: str) -> tuple[str, str]:
+    """What stands before and after a section."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+def with_section(text: str, name: str, body: str) -> str:
+    """The text with what stands between a section's markers replaced.
 
     Raises:
         ValueError: The markers are missing, or not one of each in their order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"The README must have one `{BEGIN}` and after it one `{END}`.")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}"
+    begin, end = markers(name)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"The README must have one `{begin}` and after it one `{end}`.")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{body}\n\n{end}{rest.split(end)[1]}"
 
 
 def main(record: Path = RECORD) -> None:
-    """Writes the README's section and the picture that it shows."""
-    README.write_text(with_section(README.read_text(encoding="utf-8"), section(record)), encoding="utf-8")
+    """Writes the README's sections and the picture that they show."""
+    text = with_section(README.read_text(encoding="utf-8"), SPEED, section(record))
+    README.write_text(with_section(text, FEATURES, feature_markdown()), encoding="utf-8")
     rows = pairs("decode", record=record)
     if rows:
         PICTURE.write_text(plots.decode_picture(rows), encoding="utf-8")

@@ -29,7 +29,11 @@ class AttentionLayer:
         logit_cap: Soft cap; 0 is off.
         sliding_window_size: Keys to the left, own one not counted; -1 is off.
         group: Which group of the pool holds this layer's keys.
-        chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off.
+        use_irope: Keys of the own chunk only, where the backend has an `attention_chunk_size`.
+        is_cross_attention: Queries see the encoder's keys, all of them.
+        k_scale, v_scale: What keys and values in fp8 are stored divided by, for all heads or for each; None is 1.
+        chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off. The kernel keeps to it;
+            `use_irope` makes virtual batches.
     """
 
     layer_id: Int[Array, ""] | int
@@ -42,6 +46,10 @@ class AttentionLayer:
     logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
     sliding_window_size: int = dataclasses.field(default=-1, metadata={"static": True})
     group: int = dataclasses.field(default=0, metadata={"static": True})
+    use_irope: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_cross_attention: bool = dataclasses.field(default=False, metadata={"static": True})
+    k_scale: Float[Array, "..."] | None = None
+    v_scale: Float[Array, "..."] | None = None
     chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 

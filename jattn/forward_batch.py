@@ -6,7 +6,11 @@ import functools
 import typing
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
+
+from jattn.spec_info import SpecInput
 
 
 class ForwardMode(enum.Enum):
@@ -47,22 +51,43 @@ class ForwardMode(enum.Enum):
 
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class ReqToTokenPool:
+    """The token slots of every request that an engine serves; SGLang's pool.
+
+    Attributes:
+        req_to_token: Slots by request and position. Where there is an encoder, its tokens' come first, and the
+            decoder's begin on a new page.
+    """
+
+    req_to_token: Int[Array, "R max_context_len"]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
     """Tokens of one forward pass, and where their sequences live in the pool.
 
     T tokens of B sequences, sequence by sequence; both are a bucket's sizes, so rows and tokens may be padding. A
     padded sequence has length 0 and no tokens; a padded token has a slot out of range. In decode, token i belongs to
-    sequence i, padded or not.
+    sequence i, padded or not; so do the topk tokens of a sequence in drafting, and its drafted ones in target verify.
 
     Attributes:
         forward_mode: Static.
         input_ids: Token ids; 0 where padded.
         positions: Absolute positions; 0 where padded.
-        seq_lens: Keys of each sequence, this pass's tokens included.
+        seq_lens: Keys of each sequence, this pass's tokens included but for those that are drafted or verified.
         cu_q_lens: Where each sequence's tokens begin; the last entry counts the real tokens in extend.
         out_cache_loc: For each group of the pool, the slot that each token's key and value are written to.
-        page_tables: For each group of the pool, the pages of each sequence; 0 past its last page.
+        page_tables: For each group of the pool, the pages of each sequence; 0 past its last page. Empty where
+            `req_to_token_pool` says them.
+        req_pool_indices: Each sequence's row of `req_to_token_pool`.
+        req_to_token_pool: Token slots of the requests, for engines that keep those.
+        encoder_lens: Tokens of each sequence's encoder; None in a model without one.
+        encoder_out_cache_loc: The slots of this pass's encoder tokens; None if their keys are in the pool.
+        encoder_page_table: The pages of each encoder, where `page_tables` says those of the sequences.
+        spec_info: What drafting or verifying adds.
     """
 
     forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
@@ -71,9 +96,57 @@ class ForwardBatch:
     seq_lens: Int[Array, " B"]
     cu_q_lens: Int[Array, " B+1"]
     out_cache_loc: tuple[Int[Array, " T"], ...]
-    page_tables: tuple[Int[Array, "B max_pages"], ...]
+    page_tables: tuple[Int[Array, "B max_pages"], ...] = ()
+    req_pool_indices: Int[Array, " B"] | None = None
+    req_to_token_pool: ReqToTokenPool | None = None
+    encoder_lens: Int[Array, " B"] | None = None
+    encoder_out_cache_loc: Int[Array, " E"] | None = None
+    encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
+    spec_info: SpecInput | None = None
 
     @property
     def batch_size(self) -> int:
         """Sequences, padded ones included."""
         return self.seq_lens.shape[0]
+
+    @property
+    def seq_lens_sum(self) -> Int[Array, ""]:
+        """Keys of all sequences."""
+        return jnp.sum(self.seq_lens, dtype=jnp.int32)
+
+    @property
+    def extend_seq_lens(self) -> Int[Array, " B"]:
+        """This pass's tokens of each sequence."""
+        return jnp.diff(self.cu_q_lens)
+
+    @property
+    def extend_prefix_lens(self) -> Int[Array, " B"]:
+        """Keys of each sequence that were there before an extend."""
+        return self.seq_lens - self.extend_seq_lens
+
+
+@dataclasses.dataclass(frozen=True)
+class HostBatch:
+    """What only the host may know of a batch: NumPy copies of its lengths. It never enters jit, so it is no pytree.
+
+    Attributes:
+        seq_lens_cpu, extend_seq_lens_cpu, extend_prefix_lens_cpu: As the batch's own, on the host.
+        encoder_lens_cpu: None in a model without an encoder.
+    """
+
+    seq_lens_cpu: np.ndarray
+    extend_seq_lens_cpu: np.ndarray
+    extend_prefix_lens_cpu: np.ndarray
+    encoder_lens_cpu: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, forward_batch: ForwardBatch) -> "HostBatch":
+        """A batch's lengths, copied from the device: waits for it."""
+        lens, starts = np.asarray(forward_batch.seq_lens), np.asarray(forward_batch.cu_q_lens)
+        encoder = forward_batch.encoder_lens
+        return cls(lens, np.diff(starts), lens - np.diff(starts), None if encoder is None else np.asarray(encoder))
+
+    @property
+    def seq_lens_sum(self) -> int:
+        """Keys of all sequences."""
+        return int(self.seq_lens_cpu.sum())

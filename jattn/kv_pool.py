@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import typing
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.rotary import Angles
-from jattn_kernels import rotate_and_write, write_pages
+from jattn_kernels import rotate_and_write, write_latent_pages, write_pages
 from jattn_kernels.spec import PageLayout
 
 
@@ -24,6 +25,11 @@ class KVGroupSpec:
         head_dim: Width of a key head.
         v_head_dim: Width of a value head; `head_dim` if None.
         page_layout: Axes of a page, "NHD" [page_size, K, H] or "HND" [K, page_size, H].
+        latent: The rows of absorbed MLA, [page_size, head_dim]: one a token is key and value of all heads, the value
+            its first `v_head_dim` numbers.
+
+    Raises:
+        ValueError: Latent rows have more than one head, another layout, or values as wide as the rows.
     """
 
     name: str
@@ -32,15 +38,28 @@ class KVGroupSpec:
     head_dim: int
     v_head_dim: int | None = None
     page_layout: PageLayout = "NHD"
+    latent: bool = False
 
-    def page_shape(self, page_size: int, head_dim: int) -> tuple[int, int, int]:
+    def __post_init__(self):
+        if not self.latent:
+            return
+        if self.num_kv_heads != 1 or self.page_layout != "NHD" or not 0 < (self.v_head_dim or 0) < self.head_dim:
+            raise ValueError(
+                "`latent` needs num_kv_heads=1, page_layout='NHD' and a v_head_dim smaller than head_dim. "
+                f"Got num_kv_heads={self.num_kv_heads}, page_layout={self.page_layout!r}, "
+                f"v_head_dim={self.v_head_dim}, head_dim={self.head_dim}."
+            )
+
+    def page_shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
+        if self.latent:
+            return page_size, head_dim
         if self.page_layout == "NHD":
             return page_size, self.num_kv_heads, head_dim
         return self.num_kv_heads, page_size, head_dim
 
     def page_bytes(self, page_size: int, dtype) -> int:
         """Bytes that one page takes over all layers, keys and values."""
-        width = self.head_dim + (self.v_head_dim or self.head_dim)
+        width = self.head_dim + (0 if self.latent else self.v_head_dim or self.head_dim)
         return self.num_layers * page_size * self.num_kv_heads * width * jnp.dtype(dtype).itemsize
 
 
@@ -51,12 +70,13 @@ class KVGroup:
     """Pages of a group of layers, all layers stacked on the first axis.
 
     Attributes:
-        k, v: Pages, in the axes of `page_layout`. Rows that no request owns may hold anything, NaN included.
+        k, v: Pages, in the axes of `page_layout`. Rows that no request owns may hold anything, NaN included. Latent
+            rows are `k`, without an axis of heads, and `v` is None.
         name, page_layout: Static; see KVGroupSpec.
     """
 
-    k: Float[Array, "L P page K H"]
-    v: Float[Array, "L P page K Hv"]
+    k: Float[Array, "L P page K H"] | Float[Array, "L P page W"]
+    v: Float[Array, "L P page K Hv"] | None
     name: str = dataclasses.field(metadata={"static": True})
     page_layout: PageLayout = dataclasses.field(metadata={"static": True})
 
@@ -74,6 +94,18 @@ class KVGroup:
         return self.num_pages * self.page_size
 
 
+@typing.runtime_checkable
+class PoolLayer(Protocol):
+    """What says where a layer's keys are; an AttentionLayer does."""
+
+    @property
+    def layer_id(self) -> Int[Array, ""] | int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def v_head_dim(self) -> int: ...
+
+
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +121,74 @@ class KVPool:
         slots: Int[Array, " T"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K Hv"],
+        k_scale: Float[Array, "..."] | None = None,
+        v_scale: Float[Array, "..."] | None = None,
     ) -> "KVPool":
-        """The pool with one layer's new keys and values at `slots`; rows with a slot out of range go nowhere."""
+        """The pool with one layer's new keys and values at `slots`; rows with a slot out of range go nowhere.
+
+        Args:
+            k_scale, v_scale: What is stored is row / scale: for all heads, or for each; None is 1.
+        """
         old = self.groups[group]
-        k_pages, v_pages = write_pages(old.k, old.v, k, v, slots, layout=old.page_layout, layer_index=layer_index)
+        k_pages, v_pages = write_pages(
+            old.k,
+            old.v,
+            k,
+            v,
+            slots,
+            layout=old.page_layout,
+            layer_index=layer_index,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
         return self._with(group, k_pages, v_pages)
+
+    def get_key_buffer(
+        self, layer_id: Int[Array, ""] | int, group: int = 0
+    ) -> Float[Array, "slots K H"] | Float[Array, "slots 1 W"]:
+        """A layer's keys by slot; latent rows as of one head. Outside jit this copies them."""
+        return self._by_slot(self.groups[group].k, layer_id, group)
+
+    def get_kv_buffer(
+        self, layer_id: Int[Array, ""] | int, group: int = 0
+    ) -> tuple[Float[Array, "slots K H"], Float[Array, "slots K Hv"]]:
+        """A layer's keys and values by slot. Outside jit this copies them.
+
+        Raises:
+            ValueError: The group holds latent rows, of which `get_key_buffer` gives the whole.
+        """
+        values = self.groups[group].v
+        if values is None:
+            raise ValueError(f"`get_kv_buffer` needs values. Got the latent group {self.groups[group].name!r}.")
+        return self.get_key_buffer(layer_id, group), self._by_slot(values, layer_id, group)
+
+    def set_kv_buffer(
+        self,
+        layer: PoolLayer,
+        loc: Int[Array, " T"],
+        cache_k: Float[Array, "T K H"],
+        cache_v: Float[Array, "T K Hv"],
+        k_scale: Float[Array, "..."] | None = None,
+        v_scale: Float[Array, "..."] | None = None,
+    ) -> "KVPool":
+        """The pool with a layer's new keys and values at slots `loc`; SGLang's arguments over `write`.
+
+        In a latent group `cache_k` has the whole rows, of one head, and `cache_v` and `v_scale` are not read.
+        """
+        old = self.groups[layer.group]
+        if old.v is not None:
+            return self.write(layer.group, layer.layer_id, loc, cache_k, cache_v, k_scale, v_scale)
+        c_kv, k_pe = jnp.split(cache_k[:, 0], (layer.v_head_dim,), axis=-1)
+        pages = write_latent_pages(old.k, c_kv, k_pe, loc, layer_index=layer.layer_id, kv_scale=k_scale)
+        return self._with(layer.group, pages, None)
+
+    def _by_slot(self, pages: Array, layer_id: Int[Array, ""] | int, group: int) -> Array:
+        pages = pages[layer_id]
+        if self.groups[group].v is None:
+            pages = pages[:, :, None]
+        if self.groups[group].page_layout == "HND":
+            pages = pages.swapaxes(1, 2)
+        return pages.reshape(-1, *pages.shape[2:])
 
     def rotate_and_write(
         self,
@@ -112,6 +207,7 @@ class KVPool:
             implementation: Of the kernel; None lets dispatch choose.
         """
         old = self.groups[group]
+        assert old.v is not None, "latent rows turn in part only: their model turns them"
         q, k_pages, v_pages = rotate_and_write(
             qkv,
             *angles,
@@ -147,7 +243,7 @@ def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int,
 
         return KVGroup(
             k=pages(spec.head_dim),
-            v=pages(spec.v_head_dim or spec.head_dim),
+            v=None if spec.latent else pages(spec.v_head_dim or spec.head_dim),
             name=spec.name,
             page_layout=spec.page_layout,
         )

@@ -74,6 +74,7 @@ FEATURES: Mapping[str, tuple[AttentionCall, ...]] = {
     "ALiBi": _calls(options=("alibi_slopes",)),
     "sinks": _calls(options=("sinks",)),
     "rotary embedding in the kernel": _calls(rope_theta=1e4),
+    "rotary embedding with the page write": _calls("rotate_and_write"),
     "batch-invariant results": _calls(batch_invariant=True),
 }
 

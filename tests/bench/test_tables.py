@@ -5,7 +5,10 @@ import pytest
 from bench import tables
 from bench.comparison import pairs
 from bench.gpu_record import Recorder
-from bench.tables import BEGIN, END, NOTHING_RECORDED, README, section, with_section
+from bench.tables import FEATURES, NOTHING_RECORDED, README, SPEED, markers, section, with_section
+from jattn_kernels.features import feature_markdown
+
+BEGIN, END = markers(SPEED)
 
 SHARED = {"jax": "0.11.2", "device": "NVIDIA H200", "kernels_sha": "0"}
 SHAPE = {"hq": 32, "hkv": 8, "d": 128}
@@ -87,28 +90,34 @@ def test_section_says_that_nothing_is_recorded(tmp_path):
 
 
 def test_with_section_replaces_what_stands_between_the_markers():
-    once = with_section(f"a\n{BEGIN}\nold\n{END}\nb", "new")
+    once = with_section(f"a\n{BEGIN}\nold\n{END}\nb", SPEED, "new")
     assert once == f"a\n{BEGIN}\n\nnew\n\n{END}\nb"
-    assert with_section(once, "new") == once
+    assert with_section(once, SPEED, "new") == once
 
 
 @pytest.mark.parametrize("text", ["", f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}", BEGIN])
 def test_with_section_needs_its_markers(text):
     with pytest.raises(ValueError, match="must have one"):
-        with_section(text, "new")
+        with_section(text, SPEED, "new")
 
 
 def test_readme_is_what_the_record_makes_it():
     text = README.read_text(encoding="utf-8")
-    assert with_section(text, section()) == text
+    assert with_section(text, SPEED, section()) == text
+
+
+def test_readme_has_the_features_that_dispatch_serves():
+    text = README.read_text(encoding="utf-8")
+    assert with_section(text, FEATURES, feature_markdown()) == text
 
 
 def test_main_writes_section_and_picture(record, tmp_path, monkeypatch):
     readme, picture = tmp_path / "README.md", tmp_path / "decode.svg"
-    readme.write_text(f"{BEGIN}\n{END}\n")
+    readme.write_text("\n".join((*markers(SPEED), *markers(FEATURES))))
     monkeypatch.setattr(tables, "README", readme)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "PICTURE", picture)
     tables.main(record)
     assert "520.0 µs" in readme.read_text()
+    assert feature_markdown() in readme.read_text()
     assert picture.read_text().startswith("<svg")

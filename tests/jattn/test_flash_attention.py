@@ -163,16 +163,25 @@ def int32(*values):
     return jnp.array(values, jnp.int32)
 
 
+def capture(bs, num_tokens, requests, lengths, mode=ForwardMode.DECODE):
+    arguments = (bs, num_tokens, requests, lengths, None, mode, None)
+    return BACKEND.init_forward_metadata_capture_cuda_graph(*arguments, req_to_token=req_to_token())
+
+
+def replay(bs, req_pool_indices, seq_lens, req_to_token, forward_mode=ForwardMode.DECODE):
+    arguments = (bs, req_pool_indices, seq_lens, None, None, forward_mode, None, None)
+    return BACKEND.init_forward_metadata_replay_cuda_graph(*arguments, req_to_token=req_to_token)
+
+
 def test_replay_has_the_tree_and_avals_of_the_capture():
     table = req_to_token()
-    captured = BACKEND.init_forward_metadata_capture_cuda_graph(4, 4, int32(0, 0, 0, 0), int32(1, 1, 1, 1), table)
-    replay = jax.jit(BACKEND.init_forward_metadata_replay_cuda_graph, static_argnums=0)
+    captured = capture(4, 4, int32(0, 0, 0, 0), int32(1, 1, 1, 1))
     for requests, lengths in (
         (int32(2, 0, 0, 0), int32(9, 14, 0, 0)),
         (int32(2, 0), int32(9, 14)),
         (int32(2, 0, 1, 1, 3, 3), int32(9, 14, 0, 0, 5, 5)),
     ):
-        metadata = replay(4, requests, lengths, table)
+        metadata = jax.jit(replay, static_argnums=0)(4, requests, lengths, table)
         chex.assert_trees_all_equal_structs(metadata, captured)
         chex.assert_trees_all_equal_shapes_and_dtypes(metadata, captured)
 
@@ -180,9 +189,10 @@ def test_replay_has_the_tree_and_avals_of_the_capture():
 @pytest.mark.parametrize("padding", [0, 2], ids=["rows_not_given", "rows_of_length_0"])
 def test_replay_reads_pages_and_slots_from_the_token_table(padding):
     requests, lengths = int32(2, 0, *[0] * padding), int32(9, 14, *[0] * padding)
-    metadata = BACKEND.init_forward_metadata_replay_cuda_graph(4, requests, lengths, req_to_token())
-    assert metadata.seq_lens.tolist() == [9, 14, 0, 0]
-    assert metadata.cu_q_lens.tolist() == [0, 1, 2, 3, 4]
+    metadata = replay(4, requests, lengths, req_to_token())
+    assert metadata.cache_seqlens_int32.tolist() == [9, 14, 0, 0]
+    assert metadata.cu_seqlens_k.tolist() == [0, 9, 23, 23, 23]
+    assert metadata.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
     (table,), (slots,) = metadata.page_tables, metadata.slots
     assert table.shape == (4, 6)
     assert table[0, :3].tolist() == [7, 2, 11]
@@ -194,7 +204,7 @@ def test_replay_reads_pages_and_slots_from_the_token_table(padding):
 def test_replayed_metadata_serves_a_decode_step():
     layer, pool = dataclasses.replace(LAYER, group=0), make_pool()
     pool = KVPool(pool.groups[1:])
-    metadata = BACKEND.init_forward_metadata_replay_cuda_graph(3, int32(2, 3, 0), int32(9, 0, 14), req_to_token())
+    metadata = replay(3, int32(2, 3, 0), int32(9, 0, 14), req_to_token())
     q, k, v = q_k_v(DECODE)
     out, new = BACKEND.forward_decode(q, k, v, layer, DECODE, metadata, pool)
     group = written(KVPool((pool.groups[0], pool.groups[0])), DECODE, k, v)
@@ -207,19 +217,20 @@ def test_replayed_metadata_serves_a_decode_step():
     [
         ({"seq_lens": int32(9)}, ValueError, "`req_pool_indices` and `seq_lens` must have the same length"),
         ({"req_to_token": jnp.zeros((4, MAX_CONTEXT - 1), jnp.int32)}, ValueError, r"at least `max_context_len`=22"),
-        ({"forward_mode": ForwardMode.TARGET_VERIFY}, NotImplementedError, "Got forward_mode=TARGET_VERIFY"),
+        ({"forward_mode": ForwardMode.EXTEND}, NotImplementedError, "Got forward_mode=EXTEND"),
+        ({"forward_mode": ForwardMode.TARGET_VERIFY}, ValueError, "`speculative_num_draft_tokens` must be given"),
     ],
 )
 def test_replay_of_what_does_not_fit_is_refused(arguments, error, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it would be first to see unequal lengths
     fitting = {"req_pool_indices": int32(2, 0), "seq_lens": int32(9, 14), "req_to_token": req_to_token()}
     with pytest.raises(error, match=message):
-        BACKEND.init_forward_metadata_replay_cuda_graph(4, **(fitting | arguments))
+        replay(4, **(fitting | arguments))
 
 
 def test_capture_of_more_tokens_than_rows_is_refused():
-    with pytest.raises(ValueError, match=r"`num_tokens` must equal `bs` in decode. Got bs=2, num_tokens=4"):
-        BACKEND.init_forward_metadata_capture_cuda_graph(2, 4, int32(0, 0), int32(1, 1), req_to_token())
+    with pytest.raises(ValueError, match=r"`num_tokens` must be 2 for `bs` rows in DECODE. Got bs=2, num_tokens=4"):
+        capture(2, 4, int32(0, 0), int32(1, 1))
 
 
 def test_graph_state_holds_the_static_sizes():

@@ -15,10 +15,17 @@ from jattn_kernels.schedule import split_evenly
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 
-@given(lens=st.lists(st.integers(0, 400), min_size=1, max_size=12), workers=st.integers(1, 20))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_split_deals_out_every_tile_evenly(lens, workers):
-    schedule = split_evenly(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
+# Few shapes, each compiled once.
+SIZES = ((1, 7), (4, 3), (12, 20), (9, 1))
+split = jax.jit(split_evenly, static_argnames=("block_kv", "workers"))
+
+
+@given(data=st.data(), size=st.sampled_from(SIZES))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_split_deals_out_every_tile_evenly(data, size):
+    batch_size, workers = size
+    lens = data.draw(st.lists(st.integers(0, 400), min_size=batch_size, max_size=batch_size))
+    schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
     items, offsets, starts = (np.asarray(a) for a in (schedule.items, schedule.offsets, schedule.starts))
     tiles = [-(-length // 16) for length in lens]
     assert items.shape == (len(lens) + workers - 1, 4)
@@ -29,8 +36,8 @@ def test_split_deals_out_every_tile_evenly(lens, workers):
         assert (own[:, 3] == len(own)).all()
         assert len(own) >= 1
         assert [tile for _, first, end, _ in own for tile in range(first, end)] == list(range(count))
-    split = [sequence for sequence in range(len(lens)) if offsets[sequence + 1] - offsets[sequence] > 1]
-    assert schedule.split.tolist() == split + [-1] * (schedule.split.size - len(split))
+    cut = [sequence for sequence in range(len(lens)) if offsets[sequence + 1] - offsets[sequence] > 1]
+    assert schedule.split.tolist() == cut + [-1] * (schedule.split.size - len(cut))
     assert (np.diff(starts) >= 0).all()
     assert starts[0] == 0
     assert starts.shape == (workers + 1,)

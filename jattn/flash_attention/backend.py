@@ -1,0 +1,342 @@
+"""FlashAttentionBackend: SGLang's backend surface over jattn's kernels."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn.backend import AttentionLayer
+from jattn.flash_attention.building import (
+    NOWHERE,
+    Drafting,
+    Places,
+    build,
+    places_of_requests,
+    slots_of_tokens,
+    tokens_a_sequence,
+)
+from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
+from jattn.flash_attention.metadata import FlashAttentionMetadata
+from jattn.flash_attention.reading import Reading, kind_of, reading
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import KVGroup, KVPool
+from jattn.rotary import Angles, rotate
+from jattn.spec_info import SpecInput
+from jattn_kernels import mla_decode, mla_extend, paged_decode, paged_extend
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionBackend:
+    """Static and hashable: arrays come in through calls, metadata and pool go out of them.
+
+    Attributes:
+        config: What SGLang's backend reads from its model runner.
+        skip_prefill: Kept as SGLang keeps it: nothing here is made for prefill alone.
+        speculative_step_id: Which draft step this backend serves, from 0.
+        topk: Branches a drafted sequence has; 0 and 1 are a chain.
+        speculative_num_steps: Draft steps in all.
+    """
+
+    config: FlashAttentionConfig
+    skip_prefill: bool = False
+    speculative_step_id: int = 0
+    topk: int = 0
+    speculative_num_steps: int = 0
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> FlashAttentionMetadata:
+        """Metadata of a batch, once for all layers; jit-able.
+
+        In drafting `out_cache_loc` may be that of all steps, [B, topk, num_steps] flat, of which this step's is taken.
+
+        Raises:
+            ValueError: The batch says neither its pages nor its requests, or its tokens and rows do not go together.
+        """
+        q_len = tokens_a_sequence(forward_batch.forward_mode, forward_batch.spec_info, self._drafting, self.config)
+        slots = forward_batch.out_cache_loc
+        if q_len is not None:
+            tokens = forward_batch.batch_size * q_len
+            slots = tuple(self._of_this_step(group_slots, tokens) for group_slots in slots)
+        return build(
+            mode=forward_batch.forward_mode,
+            seq_lens=forward_batch.seq_lens,
+            cu_q_lens=forward_batch.cu_q_lens,
+            places=self._places(forward_batch),
+            slots=slots,
+            encoder_lens=forward_batch.encoder_lens,
+            spec_info=forward_batch.spec_info,
+            drafting=self._drafting,
+            config=self.config,
+        )
+
+    def forward_extend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "S K H"] | None,
+        v: Float[Array, "S K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: FlashAttentionMetadata,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; many tokens a sequence. The pool may be donated.
+
+        Raises:
+            ValueError: `k` or `v` is missing, or the layer is one of cross attention and the batch has no encoder.
+            NotImplementedError: The layer does not serve drafted trees.
+        """
+        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+
+    def forward_decode(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "S K H"] | None,
+        v: Float[Array, "S K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: FlashAttentionMetadata,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+        """As `forward_extend`; one token a sequence, or one a branch in drafting."""
+        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+
+    def save_rotated(
+        self,
+        qkv: Float[Array, "T heads H"],
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: FlashAttentionMetadata,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N H"], KVPool]:
+        """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
+        slots = metadata.slots[layer.group]
+        if self.config.is_fp8:
+            q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
+            pool = pool.set_kv_buffer(layer, slots, rotate(k, *angles), v, layer.k_scale, layer.v_scale)
+            return rotate(q, *angles), pool
+        implementation = self.config.implementation
+        return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, implementation=implementation)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length that fills a bucket's unused rows."""
+        return 0
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> CudaGraphState:
+        """The static sizes for steps of at most `max_bs` sequences and `max_num_tokens` tokens, `max_bs` if None."""
+        max_num_tokens = max_bs if max_num_tokens is None else max_num_tokens
+        if max_bs < 1 or max_num_tokens < max_bs:
+            raise ValueError(
+                "`max_bs` must be at least 1 and `max_num_tokens` at least `max_bs`. "
+                f"Got max_bs={max_bs}, max_num_tokens={max_num_tokens}."
+            )
+        return CudaGraphState(max_bs, max_num_tokens, self.config.max_pages)
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Int[Array, " B"],
+        seq_lens: Int[Array, " B"],
+        encoder_lens: Int[Array, " B"] | None,
+        forward_mode: ForwardMode,
+        spec_info: SpecInput | None,
+        *,
+        req_to_token: Int[Array, "R slots"],
+    ) -> FlashAttentionMetadata:
+        """Example metadata to compile a step of `bs` rows with; the arguments' values do not matter.
+
+        Raises:
+            ValueError: `num_tokens` is not that of `bs` rows in this mode; or as the replay.
+            NotImplementedError: As the replay.
+        """
+        if (expected := bs * self._captured_q_len(forward_mode, spec_info)) != num_tokens:
+            raise ValueError(
+                f"`num_tokens` must be {expected} for `bs` rows in {forward_mode.name}. "
+                f"Got bs={bs}, num_tokens={num_tokens}."
+            )
+        return self.init_forward_metadata_replay_cuda_graph(
+            bs, req_pool_indices, seq_lens, None, encoder_lens, forward_mode, spec_info, None, req_to_token=req_to_token
+        )
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Int[Array, " B"],
+        seq_lens: Int[Array, " B"],
+        seq_lens_sum: int | None,
+        encoder_lens: Int[Array, " B"] | None,
+        forward_mode: ForwardMode,
+        spec_info: SpecInput | None,
+        seq_lens_cpu: Int[Array, " B"] | None,
+        out_cache_loc: Int[Array, " T"] | None = None,
+        *,
+        req_to_token: Int[Array, "R slots"],
+    ) -> FlashAttentionMetadata:
+        """Metadata of the same tree and avals as the captured one, with new values; jit-able.
+
+        Rows past the real batch have length 0: those given so, and those of `bs` that are not given.
+
+        Args:
+            seq_lens_sum, seq_lens_cpu: Not read: bounds are the bucket's.
+            spec_info: Its mask, if any, has the captured size, whatever it is filled up with.
+            out_cache_loc: The slots that the given rows' tokens write; the next places of each row if None.
+            req_to_token: Token slots by request and position.
+
+        Raises:
+            ValueError: The rows do not belong together, or `req_to_token` is narrower than the longest sequence.
+            NotImplementedError: The step is neither decode, nor drafting, nor target verify.
+        """
+        q_len = self._captured_q_len(forward_mode, spec_info)
+        if req_pool_indices.shape != seq_lens.shape:
+            raise ValueError(
+                "`req_pool_indices` and `seq_lens` must have the same length. "
+                f"Got req_pool_indices.shape={req_pool_indices.shape}, seq_lens.shape={seq_lens.shape}."
+            )
+        given = seq_lens.shape[0]
+        seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value())
+        if forward_mode.is_idle():
+            seq_lens = jnp.zeros_like(seq_lens)
+        encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
+        places = places_of_requests(req_to_token, _rows(req_pool_indices, bs, 0), encoder_lens, self.config)
+        if out_cache_loc is None:
+            (table,) = places.page_tables
+            slots = slots_of_tokens(table, seq_lens, forward_mode, spec_info, self._drafting, self.config)
+        else:
+            by_row = self._of_this_step(out_cache_loc, given * q_len).reshape(given, q_len)[:bs].astype(jnp.int32)
+            by_row = jnp.pad(by_row, ((0, bs - by_row.shape[0]), (0, 0)), constant_values=NOWHERE)
+            slots = jnp.where(seq_lens[:, None] > 0, by_row, NOWHERE).reshape(-1)
+        return build(
+            mode=forward_mode,
+            seq_lens=seq_lens,
+            cu_q_lens=None,
+            places=places,
+            slots=(slots,),
+            encoder_lens=encoder_lens,
+            spec_info=spec_info,
+            drafting=self._drafting,
+            config=self.config,
+        )
+
+    @property
+    def _drafting(self) -> Drafting:
+        return Drafting(self.speculative_step_id, self.topk, self.speculative_num_steps)
+
+    def _captured_q_len(self, mode: ForwardMode, spec_info: SpecInput | None) -> int:
+        q_len = tokens_a_sequence(mode, spec_info, self._drafting, self.config)
+        if q_len is None:
+            raise NotImplementedError(
+                "Only decode, drafting and target verify are captured; jit `init_forward_metadata` for an extend step. "
+                f"Got forward_mode={mode.name}."
+            )
+        return q_len
+
+    def _of_this_step(self, slots: Int[Array, " n"], num_tokens: int) -> Int[Array, " T"]:
+        steps = self.speculative_num_steps
+        if slots.shape[0] == num_tokens:
+            return slots
+        if slots.shape[0] != num_tokens * steps:
+            raise ValueError(
+                f"`out_cache_loc` must have a slot for each of {num_tokens} tokens, or for each draft step of those. "
+                f"Got out_cache_loc.shape={slots.shape}."
+            )
+        return slots.reshape(num_tokens, steps)[:, self.speculative_step_id]
+
+    def _places(self, forward_batch: ForwardBatch) -> Places:
+        if forward_batch.page_tables:
+            return Places(page_tables=forward_batch.page_tables, encoder_page_table=forward_batch.encoder_page_table)
+        if forward_batch.req_to_token_pool is None or forward_batch.req_pool_indices is None:
+            raise ValueError(
+                "`forward_batch` must have `page_tables`, or `req_pool_indices` and `req_to_token_pool`. Got neither."
+            )
+        return places_of_requests(
+            forward_batch.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.encoder_lens,
+            self.config,
+        )
+
+    def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
+        if save_kv_cache:
+            pool = self._saved(pool, layer, forward_batch, metadata, k, v)
+        group = pool.groups[layer.group]
+        self._check_tree(layer, metadata)
+        read = reading(layer, forward_batch.forward_mode, metadata, self.config, group.page_layout)
+        out = self._attend(self._stored(q, layer), group, layer, read, self._schedule(layer, metadata))
+        return out.reshape(*q.shape[:-1], -1).astype(q.dtype), pool
+
+    def _attend(self, q: Array, group: KVGroup, layer: AttentionLayer, read: Reading, schedule) -> Array:
+        k_scale, v_scale = self._scales(layer)
+        positions = read.q_positions
+        if read.q_len is not None:
+            q = q.reshape(-1, read.q_len, *q.shape[1:])
+            positions = None if positions is None else positions.reshape(-1, read.q_len)
+        options = {
+            "spec": read.spec,
+            "schedule": schedule,
+            "layer_index": layer.layer_id,
+            "q_positions": positions,
+            "custom_mask": read.custom_mask,
+            "implementation": self.config.implementation,
+        }
+        places = (read.page_table, read.seq_lens)
+        q_nope, q_pe = jnp.split(q, (layer.v_head_dim,), axis=-1) if read.operation.startswith("mla") else (q, q)
+        starts = read.cu_q_lens
+        match read.operation:
+            case "mla_decode":
+                out = mla_decode(q_nope, q_pe, group.k, *places, kv_scale=k_scale, **options)
+            case "mla_extend":
+                assert starts is not None
+                out = mla_extend(q_nope, q_pe, group.k, *places, starts, kv_scale=k_scale, **options)
+            case "paged_decode":
+                out = paged_decode(q, group.k, group.v, *places, k_scale=k_scale, v_scale=v_scale, **options)
+            case _:
+                assert starts is not None
+                out = paged_extend(q, group.k, group.v, *places, starts, k_scale=k_scale, v_scale=v_scale, **options)
+        assert isinstance(out, jax.Array)
+        return out.reshape(-1, *out.shape[-2:])
+
+    def _saved(self, pool: KVPool, layer, forward_batch, metadata, k, v) -> KVPool:
+        if (k is None) != (v is None):
+            raise ValueError("`k` and `v` must be given together or both be None.")
+        if k is None:
+            return pool
+        slots = forward_batch.encoder_out_cache_loc if layer.is_cross_attention else metadata.slots[layer.group]
+        if slots is None:
+            raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are. Got None.")
+        return pool.set_kv_buffer(layer, slots, k, v, *self._scales(layer))
+
+    def _scales(self, layer: AttentionLayer) -> tuple[Array | None, Array | None]:
+        return (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
+
+    def _stored(self, q: Array, layer: AttentionLayer) -> Array:
+        """The queries, in the pool's dtype if that is asked for."""
+        if not (self.config.is_fp8 and self.config.quantize_queries) or layer.k_scale is None:
+            return q
+        limit = float(jnp.finfo(self.config.stored_dtype).max)
+        return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(self.config.stored_dtype)
+
+    def _schedule(self, layer: AttentionLayer, metadata: FlashAttentionMetadata):
+        """The work list of the layer's kind, if the backend knows it; which page layout it has does not matter."""
+        kinds = [kind_of(known) for known in self.config.layers]
+        return metadata.schedules[kinds.index(kind_of(layer))] if kind_of(layer) in kinds else None
+
+    def _check_tree(self, layer: AttentionLayer, metadata: FlashAttentionMetadata) -> None:
+        """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
+        if metadata.custom_mask is None or layer.is_cross_attention:
+            return
+        if layer.use_irope and self.config.attention_chunk_size is not None:
+            raise NotImplementedError("`use_irope` layers do not serve drafted trees; draft chains, topk=1.")
+        depth = max(metadata.max_seq_len_q, self.speculative_num_steps)
+        if 0 <= layer.sliding_window_size < depth:
+            raise NotImplementedError(
+                f"`sliding_window_size` must be at least {depth}, the depth that a drafted tree may have; or draft "
+                f"chains, topk=1. Got {layer.sliding_window_size}."
+            )
+
+
+def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:
+    """The first `bs` values; `fill` where there are fewer."""
+    values = values[:bs].astype(jnp.int32)
+    return jnp.pad(values, (0, bs - values.shape[0]), constant_values=fill)

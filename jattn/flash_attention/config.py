@@ -1,0 +1,134 @@
+"""What SGLang's backend reads from its model runner, as one static object."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jattn.backend import AttentionLayer
+from jattn_kernels.spec import AttentionSpec, PageLayout
+
+_FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division."""
+    return -(a // -b)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashAttentionConfig:
+    """What SGLang's backend reads from its model runner; hashable.
+
+    Attributes:
+        max_context_len: Longest sequence, in tokens; bounds the page tables made from `req_to_token`.
+        page_size: Tokens a page.
+        layers: One of each kind of layer that the model has, without scales: their work lists are made once a batch. A
+            layer of another kind makes its own.
+        dtype: Name of the dtype of queries, keys and values; the work lists depend on it.
+        implementation: Which kernels to use; None lets dispatch choose.
+        kv_cache_dtype: What the pool stores, "auto" (`dtype`), "fp8_e4m3" or "fp8_e5m2". With "auto" the layers'
+            scales are not used.
+        quantize_queries: Cast queries to an fp8 pool's dtype too, in layers that have a `k_scale`, as SGLang does.
+        attention_chunk_size: Tokens a chunk, for layers with `use_irope`; None is off.
+        sliding_window_size: The model's window, own key not counted, told in the metadata; each layer has its own.
+        is_encoder_decoder: Whether batches have encoder lengths.
+        attention_arch: "MLA" for models of multi-head latent attention.
+        disable_mla: Serve those by ordinary attention over whole keys and values.
+        speculative_num_draft_tokens: Tokens a sequence in target verify.
+
+    Raises:
+        ValueError: A value contradicts its rule or another value.
+    """
+
+    max_context_len: int
+    page_size: int
+    layers: tuple[AttentionLayer, ...] = ()
+    dtype: str = "float32"
+    implementation: str | None = None
+    kv_cache_dtype: str = "auto"
+    quantize_queries: bool = False
+    attention_chunk_size: int | None = None
+    sliding_window_size: int | None = None
+    is_encoder_decoder: bool = False
+    attention_arch: Literal["MHA", "MLA"] = "MHA"
+    disable_mla: bool = False
+    speculative_num_draft_tokens: int | None = None
+
+    def __post_init__(self):
+        for name in ("max_context_len", "page_size", "attention_chunk_size", "speculative_num_draft_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+        for name, choices in (("kv_cache_dtype", ("auto", *_FP8)), ("attention_arch", ("MHA", "MLA"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` must be one of {', '.join(choices)}. Got {getattr(self, name)!r}.")
+        if self.is_encoder_decoder and self.sliding_window_size is not None:
+            raise ValueError(
+                "`sliding_window_size` must be None in an encoder-decoder model: window and cross attention do not go "
+                f"together. Got sliding_window_size={self.sliding_window_size}."
+            )
+        if self.attention_chunk_size is not None and self.attention_chunk_size % self.page_size:
+            raise ValueError(
+                "`attention_chunk_size` must be a multiple of `page_size`. "
+                f"Got attention_chunk_size={self.attention_chunk_size}, page_size={self.page_size}."
+            )
+
+    @property
+    def max_pages(self) -> int:
+        """Width of a page table."""
+        return cdiv(self.max_context_len, self.page_size)
+
+    @property
+    def use_mla(self) -> bool:
+        """Whether layers read latent rows."""
+        return self.attention_arch == "MLA" and not self.disable_mla
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the pool is stored in fp8, and scales are used."""
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def stored_dtype(self) -> Any:
+        """The dtype of the pool."""
+        return jnp.dtype(_FP8.get(self.kv_cache_dtype, self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class CudaGraphState:
+    """The static sizes that captured steps are compiled for.
+
+    Attributes:
+        max_bs: Largest batch, in sequences.
+        max_num_tokens: Largest batch, in tokens.
+        max_pages: Width of a page table.
+    """
+
+    max_bs: int
+    max_num_tokens: int
+    max_pages: int
+
+
+def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> AttentionSpec:
+    """A layer's facts in the kernels' words.
+
+    The backend's `attention_chunk_size` is no part of them: virtual batches keep to it.
+
+    Raises:
+        ValueError: A layer of cross attention has a window.
+    """
+    window = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
+    if layer.is_cross_attention and window is not None:
+        raise ValueError(f"`sliding_window_size` must be -1 in cross attention. Got {layer.sliding_window_size}.")
+    return AttentionSpec(
+        num_q_heads=layer.tp_q_head_num,
+        num_kv_heads=layer.tp_k_head_num,
+        head_dim=layer.head_dim,
+        v_head_dim=layer.v_head_dim,
+        sm_scale=layer.scaling,
+        logits_soft_cap=layer.logit_cap or None,
+        causal=not layer.is_cross_attention,
+        window_left=window,
+        chunk_size=layer.chunk_size,
+        page_layout=page_layout,
+    )

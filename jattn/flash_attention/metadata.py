@@ -1,0 +1,81 @@
+"""FlashAttentionMetadata: what the kernels read about a batch, built once and reused by every layer."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Int
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashAttentionMetadata:
+    """Lengths and places of a batch. Static fields are a bucket's bounds, never this batch's maxima.
+
+    Which fields are None follows from the backend's configuration and from what the batch has, never from its values.
+
+    Attributes:
+        cache_seqlens_int32: Keys of each sequence, this pass's tokens included; 0 is padding.
+        max_seq_len_q, max_seq_len_k: Bounds, in tokens; static. In decode, drafting and target verify each sequence has
+            exactly `max_seq_len_q` tokens.
+        cu_seqlens_q: Where each sequence's queries begin.
+        cu_seqlens_k: Where its keys would, one after the other.
+        window_size: The model's window, (left, right), own key not counted; static, (-1, -1) is none.
+        page_tables: One for each group of the pool; of an encoder-decoder model, those of the decoder's keys.
+        encoder_cu_seqlens_k, encoder_max_seq_len_k, encoder_lens_int32, encoder_page_table: The same of the encoder's
+            keys.
+        local_attn_metadata: For layers with `use_irope`.
+        slots: For each group of the pool, where this pass's keys and values go.
+        schedules: For each of the backend's kinds of layer the kernels' work list; None where they need none.
+        custom_mask: Which keys the tokens of a drafted tree see, in place of the causal rule.
+        q_positions: The positions of those tokens.
+    """
+
+    @typing.no_type_check
+    @functools.partial(jax.tree_util.register_dataclass)
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class LocalAttentionMetadata:
+        """Chunked local attention as virtual batches, one a request and chunk.
+
+        Attributes:
+            local_query_start_loc: Where each virtual batch's queries begin.
+            local_seqused_k: Its keys; 0 where it is padding.
+            local_block_tables: Its pages, for each group of the pool.
+            local_max_query_len, local_max_seq_len: Static bounds of those that have keys, in tokens.
+        """
+
+        local_query_start_loc: Int[Array, " V+1"]
+        local_seqused_k: Int[Array, " V"]
+        local_block_tables: tuple[Int[Array, "V chunk_pages"], ...]
+        local_max_query_len: int = dataclasses.field(metadata={"static": True})
+        local_max_seq_len: int = dataclasses.field(metadata={"static": True})
+
+        @property
+        def local_block_table(self) -> Int[Array, "V chunk_pages"]:
+            """The pages in the pool's first group."""
+            return self.local_block_tables[0]
+
+    cache_seqlens_int32: Int[Array, " B"]
+    max_seq_len_q: int = dataclasses.field(default=0, metadata={"static": True})
+    max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
+    cu_seqlens_q: Int[Array, " B+1"]
+    cu_seqlens_k: Int[Array, " B+1"]
+    window_size: tuple[int, int] = dataclasses.field(default=(-1, -1), metadata={"static": True})
+    page_tables: tuple[Int[Array, "B max_pages"], ...]
+    encoder_cu_seqlens_k: Int[Array, " B+1"] | None = None
+    encoder_max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
+    encoder_lens_int32: Int[Array, " B"] | None = None
+    encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
+    local_attn_metadata: LocalAttentionMetadata | None = None
+    slots: tuple[Int[Array, " T"], ...]
+    schedules: tuple[Any, ...]
+    custom_mask: Bool[Array, " M"] | None = None
+    q_positions: Int[Array, " T"] | None = None
+
+    @property
+    def page_table(self) -> Int[Array, "B max_pages"]:
+        """The pages in the pool's first group."""
+        return self.page_tables[0]

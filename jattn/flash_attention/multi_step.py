@@ -1,0 +1,119 @@
+"""FlashAttentionMultiStepBackend: one backend for each step of drafting."""
+
+import dataclasses
+
+from jaxtyping import Array, Int
+
+from jattn.flash_attention.backend import FlashAttentionBackend
+from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
+from jattn.flash_attention.metadata import FlashAttentionMetadata
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.spec_info import EagleDraftInput
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionMultiStepBackend:
+    """The draft worker's backends; static and hashable as they are.
+
+    The first of `speculative_num_steps` tokens comes from the pass before, so metadata is made for one step less.
+
+    Attributes:
+        config: As FlashAttentionBackend's.
+        topk: Branches a drafted sequence has; 1 is a chain.
+        speculative_num_steps: Draft steps.
+
+    Raises:
+        ValueError: There is no branch or no step.
+    """
+
+    config: FlashAttentionConfig
+    topk: int
+    speculative_num_steps: int
+
+    def __post_init__(self):
+        for name in ("topk", "speculative_num_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+
+    @property
+    def attn_backends(self) -> tuple[FlashAttentionBackend, ...]:
+        """One for each step."""
+        steps = range(self.speculative_num_steps)
+        return tuple(
+            FlashAttentionBackend(
+                self.config,
+                speculative_step_id=step,
+                topk=self.topk,
+                speculative_num_steps=self.speculative_num_steps,
+            )
+            for step in steps
+        )
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> tuple[FlashAttentionMetadata, ...]:
+        """Metadata for each step but the last; jit-able."""
+        _check(forward_batch)
+        return tuple(backend.init_forward_metadata(forward_batch) for backend in self.attn_backends[:-1])
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> tuple[CudaGraphState, ...]:
+        """The static sizes for each step, with `max_bs` times `topk` tokens if `max_num_tokens` is None."""
+        tokens = max_bs * self.topk if max_num_tokens is None else max_num_tokens
+        return tuple(backend.init_cuda_graph_state(max_bs, tokens) for backend in self.attn_backends)
+
+    def init_forward_metadata_capture_cuda_graph(
+        self, forward_batch: ForwardBatch
+    ) -> tuple[FlashAttentionMetadata, ...]:
+        """Example metadata to compile each step but the last with.
+
+        Raises:
+            ValueError: The batch is not one of drafting, or does not say its requests.
+        """
+        requests, table = _check(forward_batch)
+        return tuple(
+            backend.init_forward_metadata_capture_cuda_graph(
+                forward_batch.batch_size,
+                forward_batch.batch_size * self.topk,
+                requests,
+                forward_batch.seq_lens,
+                forward_batch.encoder_lens,
+                ForwardMode.DECODE,
+                forward_batch.spec_info,
+                req_to_token=table,
+            )
+            for backend in self.attn_backends[:-1]
+        )
+
+    def init_forward_metadata_replay_cuda_graph(
+        self, forward_batch: ForwardBatch, bs: int
+    ) -> tuple[FlashAttentionMetadata, ...]:
+        """Metadata of the same trees and avals as the captured ones, with `bs` rows; jit-able.
+
+        Raises:
+            ValueError: As the capture.
+        """
+        requests, table = _check(forward_batch)
+        return tuple(
+            backend.init_forward_metadata_replay_cuda_graph(
+                bs,
+                requests,
+                forward_batch.seq_lens,
+                None,
+                forward_batch.encoder_lens,
+                ForwardMode.DECODE,
+                forward_batch.spec_info,
+                None,
+                forward_batch.out_cache_loc[0] if forward_batch.out_cache_loc else None,
+                req_to_token=table,
+            )
+            for backend in self.attn_backends[:-1]
+        )
+
+
+def _check(forward_batch: ForwardBatch) -> tuple[Int[Array, " B"], Int[Array, "R slots"]]:
+    """The requests of a batch of drafting, and their token slots."""
+    if not isinstance(forward_batch.spec_info, EagleDraftInput):
+        raise ValueError(
+            f"`spec_info` must be an EagleDraftInput in drafting. Got {type(forward_batch.spec_info).__name__}."
+        )
+    if forward_batch.req_pool_indices is None or forward_batch.req_to_token_pool is None:
+        raise ValueError("`forward_batch` must have `req_pool_indices` and `req_to_token_pool` in drafting. Got None.")
+    return forward_batch.req_pool_indices, forward_batch.req_to_token_pool.req_to_token

@@ -1,0 +1,389 @@
+"""FlashInferAttnBackend: pymllm's backend surface over FlashInfer's plans."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn.backend import AttentionLayer
+from jattn.flash_attention import CudaGraphState
+from jattn.flashinfer.config import FlashInferConfig
+from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
+from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import KVPool
+from jattn.spec_info import EagleVerifyInput
+from jattn_kernels import merge_state
+from jattn_kernels.spec import AttentionSpec
+
+
+class Places(NamedTuple):
+    """Where a batch's keys are.
+
+    Attributes:
+        tables: The sequences' pages, for each group of the pool.
+        encoder_table, encoder_lens: The encoders' pages and keys; None without encoders.
+    """
+
+    tables: tuple[Int[Array, "B max_pages"], ...]
+    encoder_table: Int[Array, "B max_encoder_pages"] | None
+    encoder_lens: Int[Array, " B"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashInferAttnBackend(FlashInferConfig):
+    """Static and hashable: arrays come in through calls, metadata and pool go out of them."""
+
+    def init_forward_metadata(
+        self, forward_batch: ForwardBatch, *, use_ragged: bool | None = None, extend_no_prefix: bool = False
+    ) -> DecodeMetadata | PrefillMetadata:
+        """Metadata of a batch, once for all layers; jit-able.
+
+        Args:
+            use_ragged: Whether an extend attends to its own keys as they come, and merges that with attention to those
+                in pages; None does in EXTEND and MIXED.
+            extend_no_prefix: The caller's promise that no sequence of an extend has keys from before.
+
+        Raises:
+            ValueError: The batch contradicts the backend, or its lengths, where they are known, the promise.
+        """
+        places = self._places_of(forward_batch)
+        mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
+        if mode.is_decode_or_idle():
+            return DecodeMetadata(self._plans(places, seq_lens))
+        self._check_prefill()
+        if mode.is_target_verify():
+            return self._verify(places, seq_lens, forward_batch.input_ids.shape[0], forward_batch.spec_info)
+        cu_q_lens, num_tokens = forward_batch.cu_q_lens, forward_batch.input_ids.shape[0]
+        if use_ragged is None:
+            use_ragged = not mode.is_draft_extend()
+        if not use_ragged:
+            plans = self._plans(places, seq_lens, cu_q_lens, num_tokens)
+            return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
+        prefix_lens = forward_batch.extend_prefix_lens
+        if extend_no_prefix and not isinstance(prefix_lens, Tracer) and np.asarray(prefix_lens).any():
+            raise ValueError(
+                "`extend_no_prefix` needs sequences without keys from before. "
+                f"Got prefixes of {np.asarray(prefix_lens).tolist()} tokens."
+            )
+        ragged = RaggedPlan(
+            cu_q_lens=cu_q_lens,
+            cu_kv_lens=cu_q_lens,
+            custom_mask=None,
+            alibi_slopes=None,
+            spec=self.spec(),
+            num_tokens=num_tokens,
+            q_dtype=self.q_dtype.name,
+            kv_dtype=self.q_dtype.name,
+            implementation=self.implementation,
+        )
+        plans = self._plans(places, prefix_lens, cu_q_lens, num_tokens, causal=False, q_start=prefix_lens)
+        return PrefillMetadata(plans, use_ragged=True, extend_no_prefix=extend_no_prefix, ragged=ragged)
+
+    def forward_extend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: PrefillMetadata,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; many tokens a sequence. The pool may be donated.
+
+        `k` and `v` may be None where the keys are in the pool already, but not with `use_ragged`, except in cross
+        attention.
+
+        Raises:
+            ValueError: The layer or the arrays contradict the metadata.
+        """
+        self._check_prefill()
+        pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
+        plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
+        if metadata.ragged is None or layer.is_cross_attention:
+            return self._attend(plan, q, layer, pool)[0], pool
+        if k is None or v is None:
+            raise ValueError("`k` and `v` must be given with `use_ragged`. Got None.")
+        out, lse = metadata.ragged.attend(q, k, v, spec=_spec_of(layer, metadata.ragged.spec))
+        if not metadata.extend_no_prefix:
+            out, _ = merge_state(out, lse, *self._attend(plan, q, layer, pool))
+        return out, pool
+
+    def forward_decode(
+        self,
+        q: Float[Array, "B N H"],
+        k: Float[Array, "B K H"] | None,
+        v: Float[Array, "B K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: DecodeMetadata,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "B N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; one token a sequence. The pool may be donated.
+
+        Raises:
+            ValueError: The layer or the arrays contradict the metadata.
+        """
+        pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
+        plan = metadata.decode_wrappers[self._wrapper_index(layer)]
+        return self._attend(plan, q, layer, pool)[0], pool
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length that fills a bucket's unused rows in decode: they read page 0, and what they say is ignored."""
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, kv_indices_buf: Any = None) -> CudaGraphState:
+        """The static sizes for steps of at most `max_bs` sequences and `max_num_tokens` tokens.
+
+        Args:
+            kv_indices_buf: Only its length counts, in token slots, max_bs * max_context_len or more.
+
+        Raises:
+            ValueError: The sizes contradict each other or the backend's.
+        """
+        if not 1 <= max_bs <= self.max_bs or max_num_tokens < max_bs:
+            raise ValueError(
+                f"`max_bs` must be in 1 .. {self.max_bs} and `max_num_tokens` at least `max_bs`. "
+                f"Got max_bs={max_bs}, max_num_tokens={max_num_tokens}."
+            )
+        if kv_indices_buf is not None and kv_indices_buf.shape[0] < max_bs * self.max_context_len:
+            raise ValueError(
+                f"`kv_indices_buf` must have max_bs * max_context_len = {max_bs * self.max_context_len} entries. "
+                f"Got kv_indices_buf.shape={kv_indices_buf.shape}."
+            )
+        return CudaGraphState(max_bs, max_num_tokens, -(-self.max_context_len // self.page_size))
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Int[Array, " B"],
+        seq_lens: Int[Array, " B"],
+        forward_mode: ForwardMode,
+        req_to_token: Int[Array, "R max_context_len"],
+        *,
+        encoder_lens: Int[Array, " B"] | None = None,
+        spec_info: EagleVerifyInput | None = None,
+    ) -> DecodeMetadata | PrefillMetadata:
+        """Example metadata to compile a decode or target-verify step of `bs` rows with; values do not matter.
+
+        Args:
+            Others: As in `init_forward_metadata_replay_cuda_graph`.
+
+        Raises:
+            ValueError: As there, or `num_tokens` is not what `bs` rows have.
+        """
+        rows = 1 if forward_mode.is_decode_or_idle() else self.num_draft_tokens or 1
+        if num_tokens != bs * rows:
+            raise ValueError(f"`num_tokens` must be {rows} for each of bs={bs} rows. Got num_tokens={num_tokens}.")
+        return self.init_forward_metadata_replay_cuda_graph(
+            bs,
+            req_pool_indices,
+            seq_lens,
+            None,
+            forward_mode,
+            None,
+            req_to_token,
+            encoder_lens=encoder_lens,
+            spec_info=spec_info,
+        )
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Int[Array, " B"],
+        seq_lens: Int[Array, " B"],
+        seq_lens_sum: Any,
+        forward_mode: ForwardMode,
+        seq_lens_cpu: Any,
+        req_to_token: Int[Array, "R max_context_len"],
+        *,
+        encoder_lens: Int[Array, " B"] | None = None,
+        spec_info: EagleVerifyInput | None = None,
+    ) -> DecodeMetadata | PrefillMetadata:
+        """Metadata of the same tree and avals as the captured one, with new values; jit-able.
+
+        Rows of `bs` that are not given are padding.
+
+        Args:
+            req_pool_indices, seq_lens: The rows of `req_to_token`, and the keys of each; in target verify without the
+                drafted tokens.
+            seq_lens_sum, seq_lens_cpu: Accepted and not used: shapes are static, lengths stay on the device.
+            req_to_token: Token slots; an encoder's come first, and the decoder's begin on a new page.
+            encoder_lens: Keys of each encoder, with `is_encoder_decoder`.
+            spec_info: Mask and positions of the drafted tokens, [bs * num_draft_tokens], where they are trees.
+
+        Raises:
+            ValueError: The step is neither decode nor target verify, or an argument contradicts the backend.
+        """
+        if not (forward_mode.is_decode_or_idle() or forward_mode.is_target_verify()):
+            raise ValueError(
+                f"`forward_mode` must be DECODE, IDLE or TARGET_VERIFY. Got forward_mode={forward_mode.name}."
+            )
+        if not 1 <= bs <= self.max_bs:
+            raise ValueError(f"`bs` must be in 1 .. {self.max_bs}. Got bs={bs}.")
+        decode = forward_mode.is_decode_or_idle()
+        table = self._page_rows(_rows(req_pool_indices, bs, 0), req_to_token)
+        given = jnp.arange(bs) < req_pool_indices.shape[0]
+        table = jnp.where(given[:, None], table, 0)
+        seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
+        encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
+        places = self._split_encoder(table, encoder_lens)
+        if decode:
+            return DecodeMetadata(self._plans(places, seq_lens))
+        self._check_prefill()
+        if self.num_draft_tokens is None:
+            raise ValueError("`num_draft_tokens` must be given to the backend for target verify. Got None.")
+        return self._verify(places, seq_lens, bs * self.num_draft_tokens, spec_info)
+
+    def _verify(self, places: Places, seq_lens: Int[Array, " B"], num_tokens: int, spec_info: Any) -> PrefillMetadata:
+        """Metadata of drafted tokens, as many a row, in a chain or a tree; padded rows stay padding."""
+        bs = seq_lens.shape[0]
+        drafted = num_tokens // bs
+        plans = self._plans(
+            places,
+            jnp.where(seq_lens > 0, seq_lens + drafted, 0),
+            jnp.arange(bs + 1, dtype=jnp.int32) * drafted,
+            num_tokens,
+            q_positions=None if spec_info is None else spec_info.positions,
+            custom_mask=None if spec_info is None else spec_info.custom_mask,
+        )
+        return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
+
+    def _plans(
+        self,
+        places: Places,
+        seq_lens: Int[Array, " B"],
+        cu_q_lens: Int[Array, " B_plus_1"] | None = None,
+        num_tokens: int | None = None,
+        *,
+        causal: bool = True,
+        q_start: Int[Array, " B"] | None = None,
+        q_positions: Int[Array, " T"] | None = None,
+        custom_mask: Bool[Array, " M"] | None = None,
+    ) -> tuple[PagedPlan, ...]:
+        """The plans of every wrapper, for each group of the pool."""
+
+        def plan(table, lens, *, window: int | None = None, causal: bool = causal, **own: Any) -> PagedPlan:
+            return paged_plan(
+                table,
+                lens,
+                cu_q_lens,
+                spec=self.spec(causal=causal, window_left=window),
+                page_size=self.page_size,
+                num_tokens=lens.shape[0] if num_tokens is None else num_tokens,
+                q_dtype=self.q_dtype.name,
+                kv_dtype=self.kv_cache_dtype.name,
+                implementation=self.implementation,
+                **own,
+            )
+
+        own: dict[str, Any] = {"q_start": q_start, "q_positions": q_positions, "custom_mask": custom_mask}
+        plans = []
+        for table in places.tables:
+            if self.dispatch_reason is WrapperDispatch.SLIDING_WINDOW:
+                plans.append(plan(table, seq_lens, window=self.sliding_window_size, **own))
+            plans.append(plan(table, seq_lens, **own))
+            if self.dispatch_reason is WrapperDispatch.CROSS_ATTENTION:
+                plans.append(plan(places.encoder_table, places.encoder_lens, causal=False))
+        return tuple(plans)
+
+    def _attend(
+        self, plan: PagedPlan, q: Float[Array, "T N H"], layer: AttentionLayer, pool: KVPool
+    ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+        group = pool.groups[layer.group]
+        if group.v is None:
+            raise ValueError(f"`pool` must hold keys and values. Got the latent group {group.name!r}.")
+        return plan.attend(
+            q,
+            (group.k, group.v),
+            spec=dataclasses.replace(_spec_of(layer, plan.spec), page_layout=group.page_layout),
+            layer_index=layer.layer_id,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+        )
+
+    def _wrapper_index(self, layer: AttentionLayer) -> int:
+        index = 0
+        match self.dispatch_reason:
+            case WrapperDispatch.SLIDING_WINDOW:
+                if layer.sliding_window_size not in (-1, self.sliding_window_size):
+                    raise ValueError(
+                        f"`layer` must have the backend's window of {self.sliding_window_size} or none (-1). "
+                        f"Got layer.sliding_window_size={layer.sliding_window_size}."
+                    )
+                index = int(layer.sliding_window_size == -1)
+            case WrapperDispatch.CROSS_ATTENTION:
+                index = int(layer.is_cross_attention)
+        if layer.is_cross_attention and not self.is_encoder_decoder:
+            raise ValueError("`layer` may have cross attention only with `is_encoder_decoder`. Got a backend without.")
+        return layer.group * self.num_wrappers + index
+
+    def _places_of(self, forward_batch: ForwardBatch) -> Places:
+        encoder_lens = forward_batch.encoder_lens if self.is_encoder_decoder else None
+        if forward_batch.page_tables:
+            table = forward_batch.encoder_page_table if self.is_encoder_decoder else None
+            if self.is_encoder_decoder and (table is None or encoder_lens is None):
+                raise ValueError(
+                    "`encoder_page_table` and `encoder_lens` must be given beside `page_tables`. Got None."
+                )
+            return Places(forward_batch.page_tables, table, encoder_lens)
+        requests, slots = forward_batch.req_pool_indices, forward_batch.req_to_token_pool
+        if requests is None or slots is None:
+            raise ValueError("`forward_batch` must have page tables, or requests and their token slots.")
+        return self._split_encoder(self._page_rows(requests, slots.req_to_token), encoder_lens)
+
+    def _page_rows(self, requests: Int[Array, " B"], req_to_token: Int[Array, "R slots"]) -> Int[Array, "B max_pages"]:
+        self.check_table("req_to_token", req_to_token.shape)
+        return req_to_token[requests, : self.max_context_len : self.page_size].astype(jnp.int32) // self.page_size
+
+    def _split_encoder(self, table: Int[Array, "B max_pages"], encoder_lens: Int[Array, " B"] | None) -> Places:
+        """Rows of an encoder's pages and then the decoder's own, taken apart."""
+        if not self.is_encoder_decoder:
+            return Places((table,), None, None)
+        if encoder_lens is None:
+            raise ValueError("`encoder_lens` must be given with `is_encoder_decoder`. Got None.")
+        columns = -(-encoder_lens // self.page_size)[:, None] + jnp.arange(table.shape[1], dtype=jnp.int32)[None]
+        own = jnp.take_along_axis(table, jnp.minimum(columns, table.shape[1] - 1), axis=1)
+        return Places((own,), table, encoder_lens)
+
+    def _check_prefill(self) -> None:
+        if self.skip_prefill:
+            raise ValueError("`skip_prefill` backends do decode only.")
+
+
+def _spec_of(layer: AttentionLayer, planned: AttentionSpec) -> AttentionSpec:
+    """The facts of a layer that a plan is for."""
+    windowed = layer.sliding_window_size >= 0 and not layer.is_cross_attention
+    return dataclasses.replace(
+        planned,
+        v_head_dim=None if layer.v_head_dim == layer.head_dim else layer.v_head_dim,
+        sm_scale=layer.scaling,
+        logits_soft_cap=layer.logit_cap if layer.logit_cap > 0 else None,
+        window_left=layer.sliding_window_size if windowed else None,
+    )
+
+
+def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:
+    """The first `bs` values; `fill` where there are fewer."""
+    values = values[:bs].astype(jnp.int32)
+    return jnp.pad(values, (0, bs - values.shape[0]), constant_values=fill)
+
+
+def _saved(pool: KVPool, layer: AttentionLayer, forward_batch: ForwardBatch, k, v) -> KVPool:
+    if (k is None) != (v is None):
+        raise ValueError("`k` and `v` must be given together or both be None.")
+    if k is None:
+        return pool
+    slots = forward_batch.out_cache_loc[layer.group]
+    if layer.is_cross_attention:
+        slots = forward_batch.encoder_out_cache_loc
+        if slots is None:
+            raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are saved. Got None.")
+    return pool.write(layer.group, layer.layer_id, slots, k, v, layer.k_scale, layer.v_scale)

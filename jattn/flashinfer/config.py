@@ -1,0 +1,122 @@
+"""What pymllm's FlashInfer backend is constructed with."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jattn.flashinfer.metadata import WrapperDispatch, should_use_tensor_core
+from jattn_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashInferConfig:
+    """What a backend is made for; static and hashable.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: Of the layers, on this device.
+        kv_cache_dtype, q_dtype: Of the pool and of the queries.
+        max_context_len: Longest sequence, in tokens.
+        req_to_token: The table of token slots, [max_reqs, max_context_len]. Only its shape is kept, and may be given
+            in its place: the table itself comes with each batch.
+        device: Accepted and not used: arrays are where JAX puts them.
+        max_req_pool_size: Most sequences of a batch.
+        sliding_window_size: Keys to the left, own one not counted, in the layers that have a window; with it there are
+            two wrappers, and None is one.
+        skip_prefill: Decode only.
+        kv_indptr_buf, kv_last_page_len_buf: Only their shapes count, [sequences + 1] and [sequences]; they bound a
+            batch in place of `max_req_pool_size`.
+        init_new_workspace: Accepted and not used: there is no workspace.
+        page_size: Tokens a page of the pool; pymllm's pools have 1.
+        is_encoder_decoder: Some layers see an encoder's keys; there are two wrappers.
+        num_draft_tokens: Drafted tokens a sequence, for the capture of target verify.
+        implementation: Which kernels to use; None lets dispatch choose.
+
+    Raises:
+        ValueError: A size contradicts its rule, or both windows and an encoder would need a second wrapper.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_cache_dtype: Any
+    q_dtype: Any
+    max_context_len: int
+    req_to_token: Any
+    device: Any
+    max_req_pool_size: int
+    sliding_window_size: int | None = None
+    skip_prefill: bool = False
+    kv_indptr_buf: Any = None
+    kv_last_page_len_buf: Any = None
+    init_new_workspace: bool = False
+    _: dataclasses.KW_ONLY
+    page_size: int = 1
+    is_encoder_decoder: bool = False
+    num_draft_tokens: int | None = None
+    implementation: str | None = None
+
+    def __post_init__(self):
+        for name in ("kv_cache_dtype", "q_dtype"):
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+        for name in ("req_to_token", "kv_indptr_buf", "kv_last_page_len_buf"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(getattr(value, "shape", value)))
+        for name in ("max_context_len", "max_req_pool_size", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+        self.check_table("req_to_token", self.req_to_token)
+        if self.sliding_window_size is not None and self.is_encoder_decoder:
+            raise ValueError("`sliding_window_size` must be None with `is_encoder_decoder`: there are two wrappers.")
+        if self.num_wrappers > 1 and (self.kv_indptr_buf or self.kv_last_page_len_buf):
+            raise ValueError("`kv_indptr_buf` and `kv_last_page_len_buf` must be None where there are two wrappers.")
+        _ = self.spec()  # heads and head_dim contradict each other here or nowhere
+
+    @property
+    def dispatch_reason(self) -> WrapperDispatch | None:
+        """Why there are two wrappers; None if there is one."""
+        if self.is_encoder_decoder:
+            return WrapperDispatch.CROSS_ATTENTION
+        return None if self.sliding_window_size is None else WrapperDispatch.SLIDING_WINDOW
+
+    @property
+    def num_wrappers(self) -> int:
+        """Plans for each group of the pool."""
+        return 1 if self.dispatch_reason is None else 2
+
+    @property
+    def decode_use_tensor_cores(self) -> bool:
+        """What FlashInfer would do; see `should_use_tensor_core`."""
+        return should_use_tensor_core(self.kv_cache_dtype, self.num_heads, self.num_kv_heads)
+
+    @property
+    def max_bs(self) -> int:
+        """Most sequences of a captured batch."""
+        bounds = [self.max_req_pool_size]
+        if self.kv_indptr_buf is not None:
+            bounds.append(self.kv_indptr_buf[0] - 1)
+        if self.kv_last_page_len_buf is not None:
+            bounds.append(self.kv_last_page_len_buf[0])
+        return min(bounds)
+
+    def spec(self, *, causal: bool = True, window_left: int | None = None) -> AttentionSpec:
+        """The facts that all layers share."""
+        return AttentionSpec(
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            causal=causal,
+            window_left=window_left,
+        )
+
+    def check_table(self, name: str, shape: tuple[int, ...]) -> None:
+        """Checks the shape of a table of token slots.
+
+        Raises:
+            ValueError: It has no row a request of `max_context_len` slots.
+        """
+        if len(shape) != 2 or shape[1] < self.max_context_len:
+            raise ValueError(
+                f"`{name}` must have a row a request of at least max_context_len={self.max_context_len} slots. "
+                f"Got {name}.shape={shape}."
+            )

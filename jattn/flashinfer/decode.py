@@ -1,0 +1,268 @@
+"""FlashInfer's decode wrappers: `plan` on the host once a batch, `run` for each layer, in jit or not."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout, scale_array
+from jattn.flashinfer.page_lists import checked_page_lists
+from jattn.flashinfer.plan import PagedCache, PagedPlan
+from jattn.flashinfer.planning import check_same_kind, current_plan, paged_bounds, plan_of_lists
+from jattn_kernels import lse_to_base2, ragged_extend
+
+AttentionResult = Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Decode attention of a batch over paged keys and values, one query a sequence.
+
+    Args:
+        float_workspace_buffer: Accepted and not used: XLA plans the memory.
+        kv_layout: "NHD" or "HND".
+        use_cuda_graph: Every plan then has the shapes that the three buffers give, so that what was compiled for one
+            serves all; a smaller batch has padded rows, in `q` and in what `run` returns too.
+        use_tensor_cores: Accepted and not used: the kernels choose.
+        paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer: Only their shapes count, which
+            arrays or `jax.ShapeDtypeStruct` have: [batch_size + 1], [max_num_pages], [batch_size].
+        implementation: Which kernels to use; None lets dispatch choose.
+
+    Raises:
+        ValueError: `kv_layout` is unknown, or buffers are missing or do not belong together.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Any = None,
+        paged_kv_indices_buffer: Any = None,
+        paged_kv_last_page_len_buffer: Any = None,
+        *,
+        implementation: str | None = None,
+    ):
+        self._kv_layout = page_layout(kv_layout)
+        self._implementation = implementation
+        self._bounds = None
+        self._planned: PagedPlan | None = None
+        if use_cuda_graph:
+            self._bounds = paged_bounds(
+                paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+                paged_kv_indices_buffer=paged_kv_indices_buffer,
+                paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+            )
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether all plans share one shape."""
+        return self._bounds is not None
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
+        """Accepted, and does nothing: there is no workspace."""
+
+    def plan(
+        self,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = False,
+    ) -> PagedPlan:
+        """Plans a batch: the wrapper keeps the plan for calls of `run` outside jit, and returns it for those inside.
+
+        Args:
+            indptr, indices, last_page_len: The page lists, [batch_size + 1], [indptr[-1]] and [batch_size]; read on
+                the host. A sequence without pages has no keys.
+            pos_encoding_mode: NONE, ROPE_LLAMA (queries and keys arrive unrotated) or ALIBI.
+            window_left: Keys to the left, own one not counted; -1 is off.
+            logits_soft_cap: 0 or None is off.
+            q_data_type: Dtype of the queries.
+            kv_data_type: Dtype of the cache; that of the queries if None.
+            data_type: Deprecated: dtype of both. Queries keep theirs if it is fp8.
+            sm_scale: 1 / sqrt(head_dim) if None.
+            rope_scale, rope_theta: 1 and 1e4 if None.
+            non_blocking: Accepted and not used: JAX orders copies and what reads them.
+
+        Raises:
+            ValueError: An argument contradicts its rule or another one, is traced, or does not fit the buffers; the
+                kept plan is then still the one before.
+        """
+        lists = checked_page_lists(indptr, indices, last_page_len, page_size, bounds=self._bounds)
+        spec = attention_spec(
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            kv_layout=self._kv_layout,
+            causal=True,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        q_dtype, kv_dtype = data_types(q_data_type, kv_data_type, data_type)
+        planned = plan_of_lists(
+            lists,
+            None,
+            self._bounds,
+            spec=spec,
+            page_size=page_size,
+            num_tokens=len(lists.seq_lens),
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            alibi_slopes=alibi_slopes(pos_encoding_mode, num_qo_heads),
+            implementation=self._implementation,
+        )
+        if self.is_cuda_graph_enabled:
+            check_same_kind(self._planned, planned)
+        self._planned = planned
+        return planned
+
+    def run(
+        self,
+        q: Float[Array, "B N H"],
+        paged_kv_cache: PagedCache,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        return_lse: bool = False,
+        *,
+        layer_index: Int[Array, ""] | int | None = None,
+        planned: PagedPlan | None = None,
+    ) -> AttentionResult:
+        """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a sequence without keys.
+
+        Args:
+            paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values.
+            q_scale, k_scale, v_scale: Factors of fp8 queries, keys and values; numbers, or arrays of one a KV head.
+            layer_index: Which layer of a cache with a leading layer axis; may be traced.
+            planned: What `plan` returned; the last plan if None, outside jit only.
+
+        Raises:
+            ValueError: There is no plan, or the arrays are not what it is for.
+        """
+        plan = current_plan(planned, self._planned, q)
+        out, lse = plan.attend(
+            q,
+            paged_kv_cache,
+            layer_index=layer_index,
+            q_scale=scale_array(q_scale),
+            k_scale=scale_array(k_scale),
+            v_scale=scale_array(v_scale),
+        )
+        return (out, lse_to_base2(lse)) if return_lse else out
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The decode wrapper with `use_cuda_graph`, which see; its own names and order of arguments.
+
+    Args:
+        workspace_buffer, use_tensor_cores: Accepted and not used.
+        indptr_buffer, indices_buffer, last_page_len_buffer: Only their shapes count: [max_batch_size + 1],
+            [max_num_pages], [max_batch_size].
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Any,
+        indptr_buffer: Any,
+        indices_buffer: Any,
+        last_page_len_buffer: Any,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+        *,
+        implementation: str | None = None,
+    ):
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
+            last_page_len_buffer,
+            implementation=implementation,
+        )
+
+
+def single_decode_with_kv_cache(
+    q: Float[Array, "N H"],
+    k: Float[Array, "..."],
+    v: Float[Array, "..."],
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    *,
+    implementation: str | None = None,
+) -> AttentionResult:
+    """Attention of one query over its sequence's keys, the last of which is at its position; jit-able.
+
+    Args:
+        k, v: [S, K, H] if NHD, [K, S, H] if HND.
+        use_tensor_cores: Accepted and not used: the kernels choose.
+        Others: As in `BatchDecodeWithPagedKVCacheWrapper`.
+
+    Returns:
+        The output, and the base-2 lse if asked for.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or an argument contradicts its rule.
+    """
+    if page_layout(kv_layout) == "HND":
+        k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    spec = attention_spec(
+        num_qo_heads=q.shape[0],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[1],
+        head_dim_vo=v.shape[2],
+        kv_layout=kv_layout,
+        causal=True,
+        pos_encoding_mode=pos_encoding_mode,
+        window_left=window_left,
+        logits_soft_cap=logits_soft_cap,
+        sm_scale=sm_scale,
+        rope_scale=rope_scale,
+        rope_theta=rope_theta,
+    )
+    out, lse = ragged_extend(
+        q[None],
+        k,
+        v,
+        jnp.array([0, 1], jnp.int32),
+        jnp.array([0, k.shape[0]], jnp.int32),
+        spec=spec,
+        q_scale=scale_array(q_scale),
+        k_scale=scale_array(k_scale),
+        v_scale=scale_array(v_scale),
+        alibi_slopes=alibi_slopes(pos_encoding_mode, q.shape[0]),
+        implementation=implementation,
+        return_lse=True,
+    )
+    return (out[0], lse_to_base2(lse[0])) if return_lse else out[0]

@@ -1,0 +1,66 @@
+"""What pymllm's backend makes of a batch: plans, one for each of its wrappers."""
+
+import dataclasses
+import enum
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.flashinfer.plan import PagedPlan, RaggedPlan
+
+
+class WrapperDispatch(enum.Enum):
+    """Why a backend has two wrappers, and so which one a layer uses.
+
+    SLIDING_WINDOW: the first for layers with a window, the second for the others. CROSS_ATTENTION: the first for a
+    decoder's own keys, the second for the encoder's.
+    """
+
+    SLIDING_WINDOW = enum.auto()
+    CROSS_ATTENTION = enum.auto()
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class DecodeMetadata:
+    """A decode batch.
+
+    Attributes:
+        decode_wrappers: The plan of each wrapper; those of the pool's next group follow.
+    """
+
+    decode_wrappers: tuple[PagedPlan, ...]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class PrefillMetadata:
+    """A batch of many tokens a sequence.
+
+    Attributes:
+        prefill_wrappers: As a decode batch's; over the keys before this pass's own if `use_ragged`, else over all.
+        use_ragged: This pass's own keys are attended to as they come, and merged with those in pages.
+        extend_no_prefix: There are none in pages, so there is nothing to merge with.
+        ragged: The plan of this pass's own keys; None without `use_ragged`.
+    """
+
+    prefill_wrappers: tuple[PagedPlan, ...]
+    use_ragged: bool = dataclasses.field(metadata={"static": True})
+    extend_no_prefix: bool = dataclasses.field(metadata={"static": True})
+    ragged: RaggedPlan | None = None
+
+
+def should_use_tensor_core(kv_cache_dtype: Any, num_attention_heads: int, num_kv_heads: int) -> bool:
+    """Whether FlashInfer's decode would use tensor cores: in fp8 always, in half precision for groups of 4 or more.
+
+    jattn's kernels choose for themselves; engines ask all the same.
+    """
+    dtype = jnp.dtype(kv_cache_dtype)
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8:
+        return True
+    return dtype in (jnp.float16, jnp.bfloat16) and num_attention_heads // num_kv_heads >= 4

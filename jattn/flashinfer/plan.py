@@ -1,0 +1,227 @@
+"""What `plan` makes and `run` reads: a batch's lengths and places with the static facts of its layers, as pytrees."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from jattn_kernels import make_schedule, paged_decode, paged_extend, ragged_extend
+from jattn_kernels.spec import AttentionSpec
+
+PagedCache = Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedPlan:
+    """A batch over paged keys and values, for every layer of one kind. Give it to compiled steps as an argument.
+
+    Attributes:
+        page_table: Pages of each sequence; 0 past its last one.
+        seq_lens: Keys of each sequence; a row of 0 is padding: output 0, lse -inf.
+        cu_q_lens: Where each sequence's queries begin; None in decode, where each has one.
+        q_start: Absolute position of each sequence's first query; None if queries end where the keys do.
+        q_positions: Absolute position of each query, in place of those that follow from `q_start`.
+        custom_mask: Replaces the causal rule; see `paged_extend` of the kernels.
+        alibi_slopes: Of each query head.
+        schedule: The kernels' work list; None where they need none.
+        spec: Static facts of the layers.
+        page_size: Tokens a page.
+        num_tokens: Rows of the queries that the plan is for.
+        q_dtype, kv_dtype: Names.
+        implementation: Which kernels to use; None lets dispatch choose.
+    """
+
+    page_table: Int[Array, "B max_pages"]
+    seq_lens: Int[Array, " B"]
+    cu_q_lens: Int[Array, " B_plus_1"] | None
+    q_start: Int[Array, " B"] | None
+    q_positions: Int[Array, " T"] | None
+    custom_mask: Bool[Array, " M"] | None
+    alibi_slopes: Float[Array, " N"] | None
+    schedule: Any
+    spec: AttentionSpec = dataclasses.field(metadata={"static": True})
+    page_size: int = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    q_dtype: str = dataclasses.field(metadata={"static": True})
+    kv_dtype: str = dataclasses.field(metadata={"static": True})
+    implementation: str | None = dataclasses.field(metadata={"static": True})
+
+    def attend(
+        self,
+        q: Float[Array, "T N H"],
+        paged_kv_cache: PagedCache,
+        *,
+        spec: AttentionSpec | None = None,
+        layer_index: Int[Array, ""] | int | None = None,
+        q_scale: Float[Array, "..."] | None = None,
+        k_scale: Float[Array, "..."] | None = None,
+        v_scale: Float[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+        """Output and natural-log lse of the batch's queries.
+
+        Args:
+            paged_kv_cache: Keys and values, or both in one array whose axis after the pages' has the two.
+            spec: Of a layer that differs from the planned one; the work list serves it if it has the same work.
+            layer_index: Which layer of a cache with a leading layer axis.
+
+        Raises:
+            ValueError: The queries or the cache are not what was planned for.
+        """
+        spec = self.spec if spec is None else spec
+        combined = not isinstance(paged_kv_cache, tuple | list)
+        k_pages, v_pages = (paged_kv_cache, None) if combined else paged_kv_cache
+        self._check(q, k_pages, spec)
+        same_work = spec == dataclasses.replace(
+            self.spec, sm_scale=spec.sm_scale, logits_soft_cap=spec.logits_soft_cap, page_layout=spec.page_layout
+        )
+        given: dict[str, Any] = {
+            "spec": dataclasses.replace(spec, combined_pool="pages_first") if combined else spec,
+            "schedule": self.schedule if same_work and not combined else None,
+            "layer_index": layer_index,
+            "q_start": self.q_start,
+            "q_positions": self.q_positions,
+            "custom_mask": self.custom_mask,
+            "q_scale": q_scale,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "alibi_slopes": self.alibi_slopes,
+            "implementation": self.implementation,
+            "return_lse": True,
+        }
+        if self.cu_q_lens is None:
+            out, lse = paged_decode(q[:, None], k_pages, v_pages, self.page_table, self.seq_lens, **given)
+            return out[:, 0], lse[:, 0]
+        out, lse = paged_extend(q, k_pages, v_pages, self.page_table, self.seq_lens, self.cu_q_lens, **given)
+        return out, lse
+
+    def _check(self, q, k_pages, spec: AttentionSpec) -> None:
+        check_queries(q, self.num_tokens, self.q_dtype)
+        if k_pages.dtype.name != self.kv_dtype:
+            raise ValueError(
+                f"`paged_kv_cache` must be of the planned dtype {self.kv_dtype}. Got dtype={k_pages.dtype}."
+            )
+        page_axis = -3 if spec.page_layout == "NHD" else -2
+        if k_pages.ndim < 4 or k_pages.shape[page_axis] != self.page_size:
+            raise ValueError(
+                f"`paged_kv_cache` must have pages of the planned {self.page_size} tokens in layout "
+                f"{spec.page_layout}. Got a shape of {k_pages.shape}."
+            )
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedPlan:
+    """A batch over keys and values that are not paged; see PagedPlan for what they share.
+
+    Attributes:
+        cu_q_lens, cu_kv_lens: Where each sequence's queries and keys begin.
+    """
+
+    cu_q_lens: Int[Array, " B_plus_1"]
+    cu_kv_lens: Int[Array, " B_plus_1"]
+    custom_mask: Bool[Array, " M"] | None
+    alibi_slopes: Float[Array, " N"] | None
+    spec: AttentionSpec = dataclasses.field(metadata={"static": True})
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    q_dtype: str = dataclasses.field(metadata={"static": True})
+    kv_dtype: str = dataclasses.field(metadata={"static": True})
+    implementation: str | None = dataclasses.field(metadata={"static": True})
+
+    def attend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "S K H"],
+        v: Float[Array, "S K Hv"],
+        *,
+        spec: AttentionSpec | None = None,
+        q_scale: Float[Array, "..."] | None = None,
+        k_scale: Float[Array, "..."] | None = None,
+        v_scale: Float[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+        """Output and natural-log lse of the batch's queries.
+
+        Raises:
+            ValueError: The queries or the keys are not what was planned for.
+        """
+        check_queries(q, self.num_tokens, self.q_dtype)
+        if k.dtype.name != self.kv_dtype:
+            raise ValueError(f"`k` must be of the planned dtype {self.kv_dtype}. Got k.dtype={k.dtype}.")
+        out, lse = ragged_extend(
+            q,
+            k,
+            v,
+            self.cu_q_lens,
+            self.cu_kv_lens,
+            spec=self.spec if spec is None else spec,
+            custom_mask=self.custom_mask,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            alibi_slopes=self.alibi_slopes,
+            implementation=self.implementation,
+            return_lse=True,
+        )
+        return out, lse
+
+
+def check_queries(q, num_tokens: int, q_dtype: str) -> None:
+    """Checks that queries are those that a plan is for.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if q.shape[0] != num_tokens or q.dtype.name != q_dtype:
+        raise ValueError(
+            f"`q` must have the planned {num_tokens} rows of {q_dtype}. Got q.shape={q.shape}, q.dtype={q.dtype}."
+        )
+
+
+def paged_plan(
+    page_table: Int[Array, "B max_pages"],
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"] | None = None,
+    *,
+    spec: AttentionSpec,
+    page_size: int,
+    num_tokens: int,
+    q_dtype: str,
+    kv_dtype: str,
+    q_start: Int[Array, " B"] | None = None,
+    q_positions: Int[Array, " T"] | None = None,
+    custom_mask: Bool[Array, " M"] | None = None,
+    alibi_slopes: Float[Array, " N"] | None = None,
+    implementation: str | None = None,
+) -> PagedPlan:
+    """A plan with its work list; jit-able."""
+    schedule = make_schedule(
+        seq_lens,
+        cu_q_lens,
+        spec=spec,
+        num_tokens=1 if cu_q_lens is None else num_tokens,
+        dtype=q_dtype,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
+        implementation=implementation,
+    )
+    return PagedPlan(
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        q_start=q_start,
+        q_positions=q_positions,
+        custom_mask=custom_mask,
+        alibi_slopes=alibi_slopes,
+        schedule=schedule,
+        spec=spec,
+        page_size=page_size,
+        num_tokens=num_tokens,
+        q_dtype=q_dtype,
+        kv_dtype=kv_dtype,
+        implementation=implementation,
+    )
