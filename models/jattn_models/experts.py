@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.parallel import Parallel
-from jattn_models.layers import Linear, precision, random_weights
+from jattn_models.layers import GatedMLP, Linear, precision, random_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,18 @@ class Experts:
         per_token: Experts that each token goes to.
         intermediate_size: Hidden units of one expert.
         normalised: Whether the chosen experts' weights are scaled to a sum of 1.
+        sigmoid: Whether an expert's weight is the sigmoid of its score alone, not a softmax over all experts' scores.
+        weighs_inputs: Whether the weight is on what an expert is given, not on what it returns.
+        shared_size: Hidden units of an expert that every token goes to beside its own; None for no such expert.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     normalised: bool
+    sigmoid: bool = False
+    weighs_inputs: bool = False
+    shared_size: int | None = None
 
     def __post_init__(self):
         if self.per_token > self.count:
@@ -59,6 +65,11 @@ class MixtureOfExperts(nnx.Module):
         self.router = Linear(hidden_size, experts.count, dtype=dtype, rngs=rngs)
         self.gate_up_proj = GroupedLinear(experts.count, hidden_size, 2 * units, dtype=dtype, rngs=rngs)
         self.down_proj = GroupedLinear(experts.count, units, hidden_size, dtype=dtype, rngs=rngs)
+        self.shared = (
+            None
+            if experts.shared_size is None
+            else GatedMLP(hidden_size, experts.shared_size, dtype=dtype, rngs=rngs, parallel=parallel)
+        )
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         weights, chosen = self.route(x)
@@ -66,16 +77,24 @@ class MixtureOfExperts(nnx.Module):
         order = jnp.argsort(expert)  # a token's rows, and the way back to them
         group_sizes = jnp.bincount(expert, length=self.experts.count).astype(jnp.int32)
         rows = x[order // self.experts.per_token]
+        if self.experts.weighs_inputs:
+            rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+            weights = jnp.ones_like(weights)
         gate, up = jnp.split(self.gate_up_proj(rows, group_sizes), 2, axis=-1)
         rows = self.down_proj(jax.nn.silu(gate) * up, group_sizes)
         parts = rows[jnp.argsort(order)].reshape(*chosen.shape, -1)
         mixed = jnp.sum(parts.astype(jnp.float32) * weights[:, :, None], axis=1)
-        return self.parallel.all_reduce(mixed.astype(x.dtype))
+        mixed = self.parallel.all_reduce(mixed.astype(x.dtype))
+        return mixed if self.shared is None else mixed + self.shared(x)
 
     def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int[Array, "T k"]]:
         """The weights and the numbers of each token's experts, the best first."""
-        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(probabilities, self.experts.per_token)
+        scores = self.router(x).astype(jnp.float32)
+        if not self.experts.sigmoid:
+            scores = jax.nn.softmax(scores, axis=-1)
+        weights, chosen = jax.lax.top_k(scores, self.experts.per_token)
+        if self.experts.sigmoid:  # only now: large scores would become equal
+            weights = jax.nn.sigmoid(weights)
         if self.experts.normalised:
             weights /= jnp.sum(weights, axis=-1, keepdims=True)
         return weights, chosen

@@ -57,8 +57,12 @@ class Rope:
     def angles(self, positions: Int[Array, " T"]) -> Angles:
         """Cosines and sines for absolute positions; once a pass, for all layers."""
         angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(self.frequencies())[None, :]
-        amplitude = self.scaling.amplitude if self.scaling else 1.0
-        return amplitude * jnp.cos(angles), amplitude * jnp.sin(angles)
+        return self.amplitude * jnp.cos(angles), self.amplitude * jnp.sin(angles)
+
+    @property
+    def amplitude(self) -> float:
+        """On cosines and sines."""
+        return self.scaling.amplitude if self.scaling else 1.0
 
 
 def _rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:

@@ -37,15 +37,17 @@ class Llama3Scaling:
             high_freq_factor=positive(fields, "high_freq_factor", float),
             original_context_len=positive(fields, "original_max_position_embeddings", int),
         )
-        if scaling.low_freq_factor >= scaling.high_freq_factor:
+        if scaling.low_freq_factor > scaling.high_freq_factor:
             raise ValueError(
-                "`low_freq_factor` must be less than `high_freq_factor`. "
+                "`low_freq_factor` must be at most `high_freq_factor`. "
                 f"Got {scaling.low_freq_factor} and {scaling.high_freq_factor}."
             )
         return scaling
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         turns = self.original_context_len * frequencies / (2 * np.pi)
+        if self.low_freq_factor == self.high_freq_factor:  # Llama 4 Scout: nothing is between
+            return np.where(turns >= self.low_freq_factor, frequencies, frequencies / self.factor)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return kept * frequencies + (1 - kept) * frequencies / self.factor
 

@@ -49,7 +49,7 @@ def load(state: Any, sources: Mapping[Path, Source], checkpoint: Checkpoint, *, 
     Args:
         state: An abstract `nnx.State`, as `nnx.eval_shape` gives it.
         sources: For each leaf its tensors.
-        checkpoint: Projections are [outputs, inputs] there.
+        checkpoint: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
         unused: Tensors that may be there but have no leaf.
 
     Raises:
@@ -83,7 +83,10 @@ def _check_names(sources: list[Source], checkpoint: Checkpoint, unused: tuple[st
 
 def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint: Checkpoint) -> Any:
     leaf = None
-    shape, transposed = abstract.shape[len(source.numbers) :], path[-1] == "kernel"
+    shape, transposed = (
+        abstract.shape[len(source.numbers) :],
+        path[-1] == "kernel" and len(abstract.shape) - len(source.numbers) == 2,
+    )
     for place in source.places():
         start = 0
         for part, width in source.parts.items():

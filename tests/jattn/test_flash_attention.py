@@ -32,6 +32,7 @@ KINDS = {
     "plain": ({}, {}),
     "window": ({"sliding_window_size": 3}, {"window_left": 3}),
     "own_key_only": ({"sliding_window_size": 0}, {"window_left": 0}),
+    "chunk": ({"chunk_size": 4}, {"chunk_size": 4}),
     "soft_cap": ({"logit_cap": 2.0}, {"logits_soft_cap": 2.0}),
 }
 BACKEND = FlashAttentionBackend(

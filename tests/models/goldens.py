@@ -125,7 +125,14 @@ class DenseBackend:
     def forward_extend(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
         wide = (x[None].astype(jnp.float32) for x in (q, k, v))
         window = None if layer.sliding_window_size < 0 else (layer.sliding_window_size, 0)
-        out = jax.nn.dot_product_attention(*wide, scale=layer.scaling, is_causal=True, local_window_size=window)
+        chunk = jnp.arange(len(q)) // (layer.chunk_size or len(q))
+        out = jax.nn.dot_product_attention(
+            *wide,
+            mask=(chunk[:, None] == chunk[None, :])[None, None],
+            scale=layer.scaling,
+            is_causal=True,
+            local_window_size=window,
+        )
         return out[0].astype(q.dtype), pool
 
     forward_decode = forward_extend

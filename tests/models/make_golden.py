@@ -120,6 +120,23 @@ CASES = {
             },
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            **SMALL,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 1, 2],
+            "attention_chunk_size": 8,
+            "floor_scale": 8,
+            "attn_scale": 0.5,
+            "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0},
+        },
+    ),
 }
 
 

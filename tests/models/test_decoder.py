@@ -14,7 +14,7 @@ from jattn.kv_pool import make_pool
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from jattn_models.layer_pattern import alike
+from jattn_models.layer_pattern import Segment
 from tests.models.goldens import (
     GOLDEN,
     LLAMA_CASES,
@@ -36,7 +36,7 @@ from tests.models.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 8
+    assert len(announced) == 9
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -69,7 +69,7 @@ def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(whole, golden(case, "tokens")[2], golden(case)[2])
 
 
-@pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["llama4", "mistral", "mixtral", "qwen3_moe"])
 def test_prefill_in_two_chunks_matches_transformers(case):
     run = paged_run(case, page_size=8)
     first = run.extend([row[: len(row) // 2] for row in prompts(case)])
@@ -79,21 +79,43 @@ def test_prefill_in_two_chunks_matches_transformers(case):
         assert_golden(logits, expected[: len(logits)])
 
 
-@pytest.mark.parametrize(("case", "window"), [("mistral", 8), ("phi3", 8)])
-def test_golden_logits_need_the_window(case, window):
+SEES_ALL = {"window_left": None, "chunk_size": None}
+
+
+# What a kind of layer or a configuration says, the tokens that do not depend on it, and it left out.
+@pytest.mark.parametrize(
+    ("case", "indifferent", "kind", "fact"),
+    [
+        ("gemma3", 8, SEES_ALL, {}),
+        ("llama4", 8, SEES_ALL, {}),
+        ("mistral", 8, SEES_ALL, {}),
+        ("phi3", 8, SEES_ALL, {}),
+        ("gemma3", 1, {"rope": "global"}, {}),
+        ("gemma3", 0, {}, {"logit_cap": None}),
+        ("llama4", 1, {"rope": "global"}, {"temperature": None}),
+        ("llama4", 7, {}, {"temperature": None}),
+    ],
+)
+def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
     whole = load(case)
-    config = dataclasses.replace(whole.config, segments=alike(whole.config.num_layers))
+    segments = tuple(
+        Segment(segment.layers, tuple(dataclasses.replace(each, **kind) for each in segment.period))
+        for segment in whole.config.segments
+    )
+    config = dataclasses.replace(whole.config, **{"segments": segments, **fact})
     without = nnx.merge(nnx.graphdef(type(whole)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.state(whole))
     tokens, expected = golden(case, "tokens")[2], golden(case)[2]
     logits = np.asarray(dense_logits(without, tokens))
-    assert_golden(logits[:window], expected[:window])
-    assert np.abs(logits[window:] - expected[window:]).max(axis=-1).min() > TOLERANCE
+    if indifferent:
+        assert_golden(logits[:indifferent], expected[:indifferent])
+    assert np.abs(logits[indifferent:] - expected[indifferent:]).max(axis=-1).min() > TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("case", "lengths", "windows"),
     [
         ("gemma3", [5, 1], {-1, 7}),
+        ("llama4", [3, 1], {-1}),
         ("mistral", [2], {7}),
         ("qwen2", [1, 2], {-1, 7}),
         ("qwen3", [2], {-1, 7}),
@@ -109,10 +131,12 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
     scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     assert [scan.params["length"] for scan in scans] == lengths
     assert {layer.sliding_window_size for layer in model.attention_layers} == windows
-    assert len(model.attention_layers) == len(windows)
+    chunks = {layer.chunk_size for layer in model.attention_layers}
+    assert len(model.attention_layers) == len(windows) * len(chunks)
+    assert chunks == ({8, None} if case == "llama4" else {None})
 
 
-@pytest.mark.parametrize("case", ["phi3", "phi3_longrope"])
+@pytest.mark.parametrize("case", ["llama4", "phi3", "phi3_longrope"])
 def test_rope_frequencies_match_transformers(case):
     with np.load(GOLDEN / case / "golden.npz") as arrays:
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)

@@ -12,8 +12,8 @@ from jattn_models.experts import Experts, MixtureOfExperts
 WIDTH, UNITS, COUNT = 8, 6, 5
 
 
-def mixture(per_token, *, normalised, dtype=jnp.float32):
-    experts = Experts(count=COUNT, per_token=per_token, intermediate_size=UNITS, normalised=normalised)
+def mixture(per_token, *, dtype=jnp.float32, **facts):
+    experts = Experts(count=COUNT, per_token=per_token, intermediate_size=UNITS, **facts)
     made = MixtureOfExperts(WIDTH, experts, dtype=dtype, rngs=nnx.Rngs(0), parallel=ONE_DEVICE)
     for leaf in jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
         leaf[...] = 20 * leaf[...]  # so that tokens prefer different experts
@@ -50,6 +50,38 @@ def test_mixture_is_the_weighted_sum_of_chosen_experts(per_token, normalised):
     # Sums of 8 (router, gate, up), 6 and at most 5 terms, one after another.
     tolerance = (3 * WIDTH + UNITS + COUNT) * np.finfo(np.float32).eps * sizes.max()
     np.testing.assert_allclose(made(x), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_inputs_weighed_by_sigmoids_beside_a_shared_expert(per_token):
+    made = mixture(per_token, normalised=False, sigmoid=True, weighs_inputs=True, shared_size=UNITS)
+    x = tokens(13)
+    wide = np.asarray(x, np.float64)
+    router, gate_up, down, shared_gate_up, shared_down = (
+        np.asarray(part.kernel[...], np.float64)
+        for part in (made.router, made.gate_up_proj, made.down_proj, made.shared.gate_up_proj, made.shared.down_proj)
+    )
+    expected, sizes = (np.zeros_like(wide) for _ in range(2))
+    for row, token in enumerate(wide):
+        scores = token @ router
+        parts = [(token, shared_gate_up, shared_down)]
+        for expert in np.argsort(-scores)[:per_token]:
+            parts.append((token / (1 + np.exp(-scores[expert])), gate_up[expert], down[expert]))
+        for given, in_proj, out_proj in parts:
+            gate, up = np.split(given @ in_proj, 2)
+            hidden = gate / (1 + np.exp(-gate)) * up
+            expected[row] += hidden @ out_proj
+            sizes[row] += np.abs(hidden) @ np.abs(out_proj)
+    # Sums of 8 (router, gate, up), 6 and at most 3 terms, one after another.
+    tolerance = (3 * WIDTH + UNITS + per_token + 1) * np.finfo(np.float32).eps * sizes.max()
+    np.testing.assert_allclose(made(x), expected, rtol=0, atol=tolerance)
+
+
+def test_large_scores_still_choose_the_largest():
+    made = mixture(1, normalised=False, sigmoid=True)
+    scores = jnp.array([30.0, 40.0, 20.0, 60.0, 50.0])  # whose sigmoids are all 1 in float32
+    made.router.kernel[...] = jnp.zeros((WIDTH, COUNT)).at[0].set(scores)
+    assert made.route(jnp.ones((1, WIDTH)))[1].tolist() == [[3]]
 
 
 def test_mixture_compiles_once_whatever_the_router_chooses():

@@ -2,10 +2,13 @@
 
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn_models.attention import Temperature
 from jattn_models.gemma3 import Gemma3Config
+from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
@@ -14,7 +17,7 @@ from jattn_models.qwen2 import Qwen2Config
 from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
 from jattn_models.rope import Rope
-from jattn_models.rope_scaling import LinearScaling
+from jattn_models.rope_scaling import LinearScaling, Llama3Scaling
 
 SMALLEST = {
     "vocab_size": 64,
@@ -32,6 +35,7 @@ LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 102
     ("config_class", "expected"),
     [
         (Gemma3Config, (4, 256, 131072, 1e-6, 1e6, True)),
+        (Llama4Config, (8, 128, 131072, 1e-5, 5e5, False)),
         (LlamaConfig, (32, 8, 2048, 1e-6, 1e4, False)),
         (MistralConfig, (8, 8, 131072, 1e-6, 1e4, False)),
         (MixtralConfig, (8, 8, 131072, 1e-5, 1e6, False)),
@@ -108,6 +112,63 @@ def test_gemma3_has_a_rope_for_each_type_of_layer(fields, full, local):
     assert {kind.rope for _, kind in config.stacks if kind.window_left is not None} == {"local"}
 
 
+def test_llama4_mixture_has_a_shared_expert():
+    config = Llama4Config.from_dict(SMALLEST | {"intermediate_size_mlp": 96})
+    experts = config.experts
+    assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (16, 1, 48, 48)
+    assert (experts.sigmoid, experts.weighs_inputs, experts.normalised) == (True, True, False)
+    assert config.intermediate_size == 96
+
+
+@pytest.mark.parametrize(
+    ("fields", "unit_norm", "temperature"),
+    [
+        ({}, True, Temperature(0.1, 8192.0)),
+        ({"use_qk_norm": False, "attn_temperature_tuning": False}, False, None),
+        ({"attn_temperature_tuning": 4, "floor_scale": 16, "attn_scale": 0.5}, True, Temperature(0.5, 16.0)),
+    ],
+)
+def test_llama4_queries_are_normed_and_tuned_as_configured(fields, unit_norm, temperature):
+    config = Llama4Config.from_dict(SMALLEST | fields)
+    assert (config.qk_unit_norm, config.temperature) == (unit_norm, temperature)
+
+
+def test_temperature_rises_at_each_floor():
+    positions = jnp.array([0, 6, 7, 14, 15, 23], jnp.int32)
+    factors = Temperature(0.5, 8.0)(positions)
+    expected = 1 + 0.5 * np.log([1, 1, 2, 2, 3, 4])
+    np.testing.assert_allclose(factors, expected, rtol=4 * np.finfo(np.float32).eps)
+
+
+# Of each layer the chunk, or F if it sees all keys; whether it turns; whether it is sparse.
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({}, "8ts 8ts 8ts F-s"),
+        ({"interleave_moe_layer_step": 2}, "8t- 8ts 8t- F-s"),
+        ({"moe_layers": [0], "interleave_moe_layer_step": 2}, "8ts 8t- 8t- F--"),
+        ({"moe_layers": []}, "8t- 8t- 8t- F--"),
+        ({"no_rope_layer_interval": 2}, "8ts F-s 8ts F-s"),
+        ({"no_rope_layers": [0, 1, 1, 0]}, "F-s 8ts 8ts F-s"),
+        ({"no_rope_layers": []}, "8ts 8ts 8ts F-s"),
+        ({"layer_types": ["chunked_attention", "full_attention"] * 2}, "8ts Fts 8ts F-s"),
+        ({"attention_chunk_size": None}, "Fts Fts Fts F-s"),
+        ({"attention_chunk_size": 64, "max_position_embeddings": 64}, "Fts Fts Fts F-s"),
+    ],
+)
+def test_llama4_layers(fields, kinds):
+    config = Llama4Config.from_dict(SMALLEST | {"attention_chunk_size": 8} | fields)
+    by_layer = {layer: kind for layers, kind in config.stacks for layer in layers}
+    found = [by_layer[layer] for layer in range(4)]
+    assert " ".join(f"{k.chunk_size or 'F'}{'t' if k.rope else '-'}{'s' if k.sparse else '-'}" for k in found) == kinds
+
+
+def test_equal_frequency_factors_leave_nothing_between():
+    scaling = Llama3Scaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_context_len=64)
+    frequencies = 2 * np.pi / 64 * np.array([4.0, 1.5, 0.5])
+    np.testing.assert_array_equal(scaling(frequencies), frequencies / np.array([1.0, 1.0, 16.0]))
+
+
 def test_gemma3_scales_as_its_configuration_says():
     fields = {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0, "hidden_act": "silu"}
     config = Gemma3Config.from_dict(SMALLEST | fields)
@@ -153,6 +214,14 @@ def test_longrope_goes_by_the_models_context(fields, factors, amplitude):
         ),
         (Gemma3Config, {"final_logit_softcapping": -1.0}, "`final_logit_softcapping` .* above 0. Got -1.0"),
         (Gemma3Config, {"rope_parameters": {"rope_theta": 1e4}}, "`rope_parameters` must be an object with one for"),
+        (Llama4Config, {"no_rope_layers": [1, 1]}, r"`no_rope_layers` must be a list of 4 times 0 or 1. Got \[1, 1\]"),
+        (Llama4Config, {"no_rope_layers": [1, 2, 3, 4]}, "`no_rope_layers` must be a list of 4 times 0 or 1"),
+        (Llama4Config, {"moe_layers": 1}, "`moe_layers` must be a list of layers' numbers. Got 1"),
+        (Llama4Config, {"layer_types": ["full_attention"]}, "`layer_types` must be a list of 4 types"),
+        (Llama4Config, {"attention_chunk_size": 0}, "`attention_chunk_size` .* must be an integer above 0. Got 0"),
+        (Llama4Config, {"interleave_moe_layer_step": 0}, "`interleave_moe_layer_step` .* above 0. Got 0"),
+        (Llama4Config, {"floor_scale": 0}, "`floor_scale` .* must be a finite number above 0. Got 0"),
+        (Llama4Config, {"num_hidden_layers": 10**11}, "`num_hidden_layers` must be at most 10000"),
         (Gemma3Config, {"rope_scaling": "linear"}, "`rope_scaling` must be an object. Got 'linear'"),
         (MixtralConfig, {"num_local_experts": 0}, "`num_local_experts` .* must be an integer above 0. Got 0"),
         (MixtralConfig, {"num_experts_per_tok": 9}, "`num_experts_per_tok` must be at most .* Got 9 of 8"),
@@ -187,6 +256,16 @@ def test_wrong_field_is_named(config_class, fields, message):
     [
         (Qwen3Config, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
         (Qwen3MoeConfig, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
+        (
+            Llama4Config,
+            {"layer_types": ["sliding_attention"] * 4},
+            "`layer_types` must be of .* Got 'sliding_attention'",
+        ),
+        (
+            Llama4Config,
+            {**LONG, "head_dim": 8, "max_position_embeddings": 2048},
+            "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of 1.04",
+        ),
         (Gemma3Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
         (
             Gemma3Config,

@@ -1,0 +1,161 @@
+"""Llama 4, its text model: chunked layers that turn, full layers that do not, and a mixture with a shared expert."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.checkpoint import Checkpoint
+from jattn.parallel import ONE_DEVICE, Parallel
+from jattn_models import tensor_names
+from jattn_models.attention import Temperature
+from jattn_models.config_fields import positive, with_defaults
+from jattn_models.decoder import Decoder
+from jattn_models.decoder_config import DecoderConfig, shared_fields
+from jattn_models.experts import Experts
+from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.weights import Path
+
+_FULL, _CHUNKED = "full_attention", "chunked_attention"
+
+
+class Llama4Config(DecoderConfig):
+    """`intermediate_size` is that of dense layers, `intermediate_size_mlp` in config.json."""
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "Llama4Config":
+        fields = {"rope_theta": 5e5} | with_defaults(
+            config,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            intermediate_size=8192,
+            intermediate_size_mlp=16384,
+            num_experts_per_tok=1,
+            num_local_experts=16,
+            interleave_moe_layer_step=1,
+            no_rope_layer_interval=4,
+            attention_chunk_size=8192,
+            floor_scale=8192,
+            attn_scale=0.1,
+        )
+        units = positive(fields, "intermediate_size", int)
+        shared = shared_fields(fields | {"intermediate_size": positive(fields, "intermediate_size_mlp", int)})
+        if shared["rope"].amplitude != 1.0:  # the norm of queries and keys stands before they turn here, after it there
+            raise NotImplementedError(
+                "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of "
+                f"{shared['rope'].amplitude}."
+            )
+        temperature = Temperature(positive(fields, "attn_scale", float), positive(fields, "floor_scale", float))
+        return cls(
+            **shared,
+            segments=_segments(fields),
+            qk_unit_norm=bool(fields.get("use_qk_norm", True)),
+            temperature=temperature if fields.get("attn_temperature_tuning", True) else None,
+            experts=Experts(
+                count=positive(fields, "num_local_experts", int),
+                per_token=positive(fields, "num_experts_per_tok", int),
+                intermediate_size=units,
+                normalised=False,
+                sigmoid=True,
+                weighs_inputs=True,
+                shared_size=units,
+            ),
+        )
+
+
+class Llama4ForCausalLM(Decoder):
+    """A Llama 4 language model."""
+
+    config_class: ClassVar = Llama4Config
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE
+    ) -> "Llama4ForCausalLM":
+        """As `Decoder.from_checkpoint`; what turns in pairs of neighbours there turns in halves of a head here."""
+        model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel)
+        assert isinstance(model, cls)
+        order = jnp.asarray(_halves_of_pairs(model.config))
+        for stack in model.layers:
+            kernel = stack.attention.qkv_proj.kernel
+            kernel[...] = jnp.take(kernel[...], order, axis=-1)
+        return model
+
+    @classmethod
+    def layer_tensors(cls, config: Llama4Config, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+        tensors = tensor_names.of_layer(config)
+        if not kind.sparse:
+            return tensors | _gated(("mlp",), "feed_forward", config.intermediate_size)
+        assert config.experts is not None
+        assert config.experts.shared_size is not None
+        return tensors | {
+            ("mlp", "router", "kernel"): {"feed_forward.router.weight": None},
+            ("mlp", "gate_up_proj", "kernel"): {"feed_forward.experts.gate_up_proj": None},
+            ("mlp", "down_proj", "kernel"): {"feed_forward.experts.down_proj": None},
+            **_gated(("mlp", "shared"), "feed_forward.shared_expert", config.experts.shared_size),
+        }
+
+
+def _gated(path: Path, prefix: str, units: int) -> dict[Path, tensor_names.Parts]:
+    """A gated MLP's tensors."""
+    return {
+        (*path, "gate_up_proj", "kernel"): {f"{prefix}.gate_proj.weight": units, f"{prefix}.up_proj.weight": units},
+        (*path, "down_proj", "kernel"): {f"{prefix}.down_proj.weight": None},
+    }
+
+
+def _halves_of_pairs(config: DecoderConfig) -> np.ndarray:
+    """For each column of the fused projection the one to take: queries' and keys' even dimensions, then their odd."""
+    heads = config.num_q_heads + 2 * config.num_kv_heads
+    columns = np.arange(heads * config.head_dim, dtype=np.int32).reshape(heads, config.head_dim)
+    turning = config.num_q_heads + config.num_kv_heads
+    columns[:turning] = np.concatenate([columns[:turning, ::2], columns[:turning, 1::2]], axis=1)
+    return columns.reshape(-1)
+
+
+def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
+    """Layers that turn are chunked and the others full, unless `layer_types` says otherwise."""
+    num_layers = positive(fields, "num_hidden_layers", int)
+    chunk_size = positive(fields, "attention_chunk_size", int) if "attention_chunk_size" in fields else None
+    if chunk_size is not None and chunk_size >= positive(fields, "max_position_embeddings", int):
+        chunk_size = None
+    turns, is_sparse = _turns(fields, num_layers), _is_sparse(fields)
+    is_chunked = _is_chunked(fields, num_layers) if "layer_types" in fields else turns
+
+    def kind(layer: int) -> LayerKind:
+        return LayerKind(
+            sparse=is_sparse(layer),
+            chunk_size=chunk_size if is_chunked(layer) else None,
+            rope="global" if turns(layer) else None,
+        )
+
+    return segments(num_layers, kind)
+
+
+def _turns(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:
+    """Layers that `no_rope_layers` has a 1 for; without it, all but one of each `no_rope_layer_interval`."""
+    given = fields.get("no_rope_layers", [])
+    if not isinstance(given, list) or (given and len(given) < num_layers) or not all(flag in (0, 1) for flag in given):
+        raise ValueError(f"`no_rope_layers` must be a list of {num_layers} times 0 or 1. Got {given!r}.")
+    interval = positive(fields, "no_rope_layer_interval", int)
+    return lambda layer: bool(given[layer]) if given else (layer + 1) % interval != 0
+
+
+def _is_chunked(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:
+    types = fields["layer_types"]
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ValueError(f"`layer_types` must be a list of {num_layers} types, one a layer. Got {types!r}.")
+    if others := [given for given in types if given not in (_FULL, _CHUNKED)]:
+        raise NotImplementedError(f"`layer_types` must be of {_FULL!r} and {_CHUNKED!r}. Got {others[0]!r}.")
+    return lambda layer: types[layer] == _CHUNKED
+
+
+def _is_sparse(fields: Mapping[str, Any]) -> Callable[[int], bool]:
+    """Layers that `moe_layers` lists; without it, one of each `interleave_moe_layer_step`."""
+    step, given = positive(fields, "interleave_moe_layer_step", int), fields.get("moe_layers")
+    if given is not None and not (isinstance(given, list) and all(isinstance(layer, int) for layer in given)):
+        raise ValueError(f"`moe_layers` must be a list of layers' numbers. Got {given!r}.")
+    return lambda layer: (layer + 1) % step == 0 if given is None else layer in given
