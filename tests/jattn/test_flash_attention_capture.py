@@ -1,6 +1,7 @@
 """A replayed step is like the captured one in every mode and bucket, and the whole of it updates the pool in place."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -152,3 +153,31 @@ def test_step_updates_the_donated_pool_in_place(name, latent):
     pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(pool))
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4  # less than one layer's keys
+
+
+@pytest.mark.parametrize("name", ["decode", "verify"])
+def test_whole_step_replays_random_batches_without_compiling(name):
+    mode, spec_info, q_len, backend = MODES[name]
+    pool = make_pool(
+        (KVGroupSpec(name="all", num_layers=1, num_kv_heads=2, head_dim=16),),
+        num_pages=random_requests(0, 16).num_pages,
+        page_size=16,
+        dtype=jnp.float32,
+    )
+    batch = random_requests(0, 16).batch(mode, [], 4 * q_len, np.arange(5) * q_len)
+    layer = CONFIG.layers[1]
+
+    @functools.partial(jax.jit, donate_argnums=3)
+    def step(requests, lens, q, pool):
+        arguments = (4, requests, lens, None, None, mode, spec_info, None)
+        metadata = backend.init_forward_metadata_replay_cuda_graph(*arguments, req_to_token=REQ_TO_TOKEN)
+        return forward(backend, q, q[:, :2], q[:, 2:], layer, batch, metadata, pool)
+
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(4 * q_len, 4, 16)), jnp.float32)
+    for _ in range(250):
+        requests, lens, _ = random_rows(rng, 4)
+        out, pool = step(requests, lens, q, pool)
+        written = np.repeat(np.asarray(lens) > 0, q_len)
+        assert (np.asarray(out).any(axis=(1, 2)) == written).all()
+    assert step._cache_size() == 1
