@@ -1,0 +1,285 @@
+"""FlashAttentionMetadataBuilder of vLLM v0: collects sequence groups on the host and builds a batch's metadata."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jattn.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputBuilder:
+    """What the builder reads of vLLM's input builder and runner.
+
+    Attributes:
+        block_size: Tokens a page.
+        max_model_len: Longest sequence, in tokens; bounds the block tables.
+        max_decode_query_len: Most tokens of a decode.
+        num_prefills, num_prefill_tokens: The bucket that a batch's prefills are padded to, if it has any; None pads
+            nothing, so that each batch has shapes of its own.
+        max_encoder_len: Most encoder tokens of a sequence; None if the model has no encoder.
+        num_encoder_tokens: The bucket of a batch's encoder tokens; None pads nothing.
+        attention_chunk_size: Of layers with `use_irope`; None if there are none.
+
+    Raises:
+        ValueError: A size is below 1.
+    """
+
+    block_size: int
+    max_model_len: int
+    max_decode_query_len: int = 1
+    num_prefills: int | None = None
+    num_prefill_tokens: int | None = None
+    max_encoder_len: int | None = None
+    num_encoder_tokens: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{field.name}` must be at least 1. Got {field.name}={value}.")
+        if (self.num_prefills is None) != (self.num_prefill_tokens is None):
+            raise ValueError("`num_prefills` and `num_prefill_tokens` must be given together or both be None.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InterDataForSeqGroup:
+    """The sequences of one group, which are all prompts or all decodes; one entry a sequence.
+
+    Attributes:
+        is_prompt: Whether they are prefills.
+        seq_ids: Names of the sequences.
+        seq_lens: Their tokens, this pass's included.
+        query_lens: This pass's tokens.
+        context_lens: Those before.
+        block_tables: Pages of each sequence by its name; None in a profile run, which writes and reads no cache.
+        encoder_seq_len: Encoder tokens of the group.
+        cross_block_table: Their pages.
+    """
+
+    is_prompt: bool
+    seq_ids: list[int]
+    seq_lens: list[int]
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: dict[int, list[int]] | None
+    encoder_seq_len: int = 0
+    cross_block_table: list[int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A sequence as the batch has it."""
+
+    is_prompt: bool
+    seq_len: int
+    query_len: int
+    block_table: list[int]
+    slots: list[int]
+    encoder_seq_len: int = 0
+    cross_block_table: list[int] = dataclasses.field(default_factory=list)
+
+
+_PADDING = _Row(False, 0, 0, [], [])
+
+
+class FlashAttentionMetadataBuilder:
+    """Holds the rows of the batch that is being collected; `prepare` starts the next one."""
+
+    def __init__(self, input_builder: InputBuilder):
+        self.input_builder = input_builder
+        self.block_size = input_builder.block_size
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Forgets the rows collected so far."""
+        self._rows: list[_Row] = []
+
+    def _add_seq_group(
+        self, inter_data: InterDataForSeqGroup, chunked_prefill_enabled: bool, prefix_cache_hit: bool
+    ) -> None:
+        """Adds a group's rows; the batch is as it was if that fails.
+
+        Args:
+            chunked_prefill_enabled, prefix_cache_hit: Accepted for vLLM's sake and ignored: prefills read their pages
+                in any case.
+
+        Raises:
+            ValueError: A prefill comes after a decode, or lengths and blocks contradict each other.
+        """
+        if inter_data.is_prompt and any(not row.is_prompt for row in self._rows):
+            raise ValueError("Groups of prefills must be added before those of decodes. Got a prefill after a decode.")
+        lens = zip(inter_data.seq_ids, inter_data.seq_lens, inter_data.query_lens, inter_data.context_lens, strict=True)
+        self._rows += [self._row(inter_data, *of_sequence) for of_sequence in lens]
+
+    def _row(self, data: InterDataForSeqGroup, seq_id: int, seq_len: int, query_len: int, context_len: int) -> _Row:
+        longest = self.input_builder.max_model_len
+        if context_len < 0 or query_len < 1 or context_len + query_len != seq_len or seq_len > longest:
+            raise ValueError(
+                f"Sequence {seq_id}: `seq_lens` must be `context_lens` + `query_lens`, with a query and at most "
+                f"{longest}. Got {seq_len}, {context_len}, {query_len}."
+            )
+        most = self.input_builder.max_decode_query_len
+        if not data.is_prompt and query_len > most:
+            raise ValueError(f"Sequence {seq_id}: a decode must have at most {most} queries. Got {query_len}.")
+        blocks = [] if data.block_tables is None else data.block_tables[seq_id]
+        if data.block_tables is not None and len(blocks) * self.block_size < seq_len:
+            raise ValueError(f"Sequence {seq_id}: its blocks must hold {seq_len} tokens. Got {len(blocks)} blocks.")
+        slots = _slots(blocks, range(context_len, seq_len), self.block_size)
+        cross = data.cross_block_table or []
+        if data.encoder_seq_len > min(self.input_builder.max_encoder_len or 0, len(cross) * self.block_size):
+            raise ValueError(
+                f"Sequence {seq_id}: `encoder_seq_len` must be within `max_encoder_len`="
+                f"{self.input_builder.max_encoder_len} and `cross_block_table`. Got {data.encoder_seq_len}."
+            )
+        return _Row(data.is_prompt, seq_len, query_len, blocks, slots, data.encoder_seq_len, cross)
+
+    def _get_graph_runner_block_tables(self, num_seqs: int, block_tables: list[list[int]]) -> np.ndarray:
+        """The block tables as one array as wide as the longest sequence needs, 0 where they end."""
+        return _table(block_tables, num_seqs, _cdiv(self.input_builder.max_model_len, self.block_size))
+
+    def build(
+        self, seq_lens: list[int], query_lens: list[int], cuda_graph_pad_size: int, batch_size: int
+    ) -> FlashAttentionMetadata:
+        """Metadata of the rows added since `prepare`, on the device.
+
+        Args:
+            seq_lens, query_lens: Of the rows added; entries beyond them are padding.
+            cuda_graph_pad_size: Padded decodes to add; -1 for none, in a batch that is no bucket.
+            batch_size: Tokens with these padded decodes, without what pads prefills.
+
+        Raises:
+            ValueError: The arguments do not fit the rows, or the rows do not fit the bucket.
+        """
+        config, pad = self.input_builder, max(cuda_graph_pad_size, 0)
+        prefills = [row for row in self._rows if row.is_prompt]
+        decodes = [row for row in self._rows if not row.is_prompt] + [_PADDING] * pad
+        count = len(self._rows)
+        given = list(zip(seq_lens[:count], query_lens[:count], strict=True))
+        if given != [(row.seq_len, row.query_len) for row in self._rows] or not len(seq_lens) <= count + pad:
+            raise ValueError(
+                "`seq_lens` and `query_lens` must be those of the rows added, then of padding. "
+                f"Got seq_lens={seq_lens}, query_lens={query_lens}."
+            )
+        real = sum(row.query_len for row in self._rows)
+        if batch_size != real + pad:
+            raise ValueError(f"`batch_size` must be {real} tokens and {pad} padded ones. Got batch_size={batch_size}.")
+        num_prefill_tokens = sum(row.query_len for row in prefills)
+        num_decode_tokens = batch_size - num_prefill_tokens
+        num_encoder_tokens = sum(row.encoder_seq_len for row in prefills)
+        if prefills and config.num_prefills is not None and config.num_prefill_tokens is not None:
+            _check_fits("num_prefills", len(prefills), config.num_prefills)
+            _check_fits("num_prefill_tokens", num_prefill_tokens, config.num_prefill_tokens)
+            prefills += [_PADDING] * (config.num_prefills - len(prefills))
+            num_prefill_tokens = config.num_prefill_tokens
+        if prefills and config.num_encoder_tokens is not None:
+            _check_fits("num_encoder_tokens", num_encoder_tokens, config.num_encoder_tokens)
+            num_encoder_tokens = config.num_encoder_tokens
+        rows = prefills + decodes
+        lens = np.array([row.seq_len for row in rows], np.int32)
+        queries = np.array([row.query_len for row in rows], np.int32)
+        if config.max_decode_query_len == 1:
+            queries[len(prefills) :] = 1
+        slots = _padded([slot for row in prefills for slot in row.slots], num_prefill_tokens)
+        slots += _padded([slot for row in decodes for slot in row.slots], num_decode_tokens)
+        return FlashAttentionMetadata(
+            num_prefills=len(prefills),
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=num_decode_tokens,
+            slot_mapping=_ints(slots),
+            multi_modal_placeholder_index_maps=None,
+            enable_kv_scales_calculation=False,
+            seq_lens=lens,
+            seq_lens_tensor=_ints(lens),
+            max_prefill_seq_len=config.max_model_len if prefills else 0,
+            max_decode_seq_len=config.max_model_len if decodes else 0,
+            context_lens_tensor=_ints(np.maximum(lens - queries, 0)),
+            block_tables=_ints(self._get_graph_runner_block_tables(len(rows), [row.block_table for row in rows])),
+            use_cuda_graph=cuda_graph_pad_size != -1,
+            max_query_len=max(num_prefill_tokens, config.max_decode_query_len if decodes else 0),
+            max_decode_query_len=config.max_decode_query_len,
+            query_start_loc=_starts(queries),
+            seq_start_loc=_starts(lens),
+            attention_chunk_size=config.attention_chunk_size,
+            **self._encoder_fields(rows, len(prefills), num_encoder_tokens),
+        )
+
+    def _encoder_fields(self, rows: list[_Row], num_prefills: int, num_encoder_tokens: int) -> dict[str, Any]:
+        longest = self.input_builder.max_encoder_len
+        if longest is None:
+            return {}
+        lens = np.array([row.encoder_seq_len for row in rows], np.int32)
+        slots = [
+            slot
+            for row in rows[:num_prefills]
+            for slot in _slots(row.cross_block_table, range(row.encoder_seq_len), self.block_size)
+        ]
+        tables = _table([row.cross_block_table for row in rows], len(rows), _cdiv(longest, self.block_size))
+        return {
+            "encoder_seq_lens": lens,
+            "encoder_seq_lens_tensor": _ints(lens),
+            "encoder_seq_start_loc": _starts(lens),
+            "max_encoder_seq_len": longest,
+            "num_encoder_tokens": num_encoder_tokens,
+            "cross_slot_mapping": _ints(_padded(slots, num_encoder_tokens)),
+            "cross_block_tables": _ints(tables),
+        }
+
+
+class CommonAttentionState:
+    """Makes the metadata that a bucket of decodes is compiled with."""
+
+    def __init__(self, runner: InputBuilder):
+        self.runner = runner
+
+    def graph_capture_get_metadata_for_batch(
+        self, batch_size: int, is_encoder_decoder_model: bool = False
+    ) -> FlashAttentionMetadata:
+        """Metadata of `batch_size` padded decodes, of the tree and avals of every batch of that bucket.
+
+        Raises:
+            ValueError: The model has an encoder and the runner no `max_encoder_len`, or the other way round.
+        """
+        if is_encoder_decoder_model != (self.runner.max_encoder_len is not None):
+            raise ValueError(
+                "`is_encoder_decoder_model` must say whether the runner has a `max_encoder_len`. "
+                f"Got {is_encoder_decoder_model}, {self.runner.max_encoder_len}."
+            )
+        return FlashAttentionMetadataBuilder(self.runner).build([], [], batch_size, batch_size)
+
+
+def _slots(blocks: list[int], positions: range, block_size: int) -> list[int]:
+    if not blocks:
+        return [PAD_SLOT_ID] * len(positions)
+    return [blocks[p // block_size] * block_size + p % block_size for p in positions]
+
+
+def _padded(slots: list[int], count: int) -> list[int]:
+    return slots + [PAD_SLOT_ID] * (count - len(slots))
+
+
+def _table(block_tables: list[list[int]], num_seqs: int, width: int) -> np.ndarray:
+    table = np.zeros((num_seqs, width), np.int32)
+    for row, blocks in zip(table, block_tables, strict=False):
+        row[: len(blocks)] = blocks[:width]
+    return table
+
+
+def _check_fits(name: str, size: int, bucket: int) -> None:
+    if size > bucket:
+        raise ValueError(f"The batch must fit the bucket's `{name}`={bucket}. Got {size}.")
+
+
+def _starts(lens: np.ndarray) -> Any:
+    return _ints(np.concatenate([[0], np.cumsum(lens)]))
+
+
+def _ints(values: Any) -> Any:
+    return jnp.asarray(np.asarray(values, np.int32))
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
