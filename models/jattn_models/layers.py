@@ -67,6 +67,22 @@ class RMSNorm(nnx.Module):
         return wide.astype(x.dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Norm over the last axis by its mean and deviation, in float32; the result has the input's dtype."""
+
+    def __init__(self, size: int, *, eps: float, dtype: Any):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype))
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        wide = x.astype(jnp.float32)
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.broadcast_to(part[...].astype(jnp.float32), x.shape) for part in (self.scale, self.bias))
+        return (wide * scale + bias).astype(x.dtype)
+
+
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)), gate and up side by side in one kernel."""
 
