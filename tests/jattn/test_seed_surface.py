@@ -1,4 +1,4 @@
-"""The names, arguments, defaults and fields of the surfaces that engines already know are there: seed_surface*.toml."""
+"""The names, arguments, defaults and fields of the surfaces that engines already know are there: seed_surface.toml."""
 
 import ast
 import dataclasses
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted(Path(__file__).parent.glob("seed_surface*.toml"))
-SURFACE = {section: content for file in FILES for section, content in tomllib.loads(file.read_text()).items()}
+SURFACE = tomllib.loads((Path(__file__).parent / "seed_surface.toml").read_text(encoding="utf-8"))
 NAMES = [(section, entry) for section, content in SURFACE.items() for entry in content["names"]]
 LEFT_OUT = [(section, entry) for section, content in SURFACE.items() for entry in content.get("left_out", ())]
 
