@@ -231,7 +231,7 @@ def test_pool_that_the_allocator_refuses_is_refused(model, monkeypatch):
 
 @pytest.mark.parametrize(("field", "value", "least"), [("num_pages", 0, 2), ("num_pages", 1, 2), ("page_size", 0, 1)])
 def test_config_below_the_least_size_is_refused(field, value, least):
-    with pytest.raises(ValueError, match=rf"`{field}` must be at least {least}. Got {value}"):
+    with pytest.raises(ValueError, match=rf"`{field}` must be a whole number of at least {least}. Got {value}"):
         dataclasses.replace(SMALL, **{field: value})
 
 
