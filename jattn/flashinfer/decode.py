@@ -1,21 +1,19 @@
 """FlashInfer's decode wrappers: `plan` on the host once a batch, `run` for each layer, in jit or not."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout, scale_array
 from jattn.flashinfer.page_lists import checked_page_lists
-from jattn.flashinfer.plan import PagedCache, PagedPlan
-from jattn.flashinfer.planning import check_same_kind, current_plan, paged_bounds, plan_of_lists
+from jattn.flashinfer.plan import PagedPlan
+from jattn.flashinfer.planning import paged_bounds, plan_of_lists
+from jattn.flashinfer.wrapper import AttentionResult, PagedWrapper
 from jattn_kernels import lse_to_base2, ragged_extend
 
-AttentionResult = Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]
 
-
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decode attention of a batch over paged keys and values, one query a sequence.
 
     Args:
@@ -44,24 +42,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         *,
         implementation: str | None = None,
     ):
-        self._kv_layout = page_layout(kv_layout)
-        self._implementation = implementation
-        self._bounds = None
-        self._planned: PagedPlan | None = None
+        super().__init__(kv_layout, implementation)
         if use_cuda_graph:
             self._bounds = paged_bounds(
                 paged_kv_indptr_buffer=paged_kv_indptr_buffer,
                 paged_kv_indices_buffer=paged_kv_indices_buffer,
                 paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
             )
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether all plans share one shape."""
-        return self._bounds is not None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
-        """Accepted, and does nothing: there is no workspace."""
 
     def plan(
         self,
@@ -129,46 +116,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             alibi_slopes=alibi_slopes(pos_encoding_mode, num_qo_heads),
             implementation=self._implementation,
         )
-        if self.is_cuda_graph_enabled:
-            check_same_kind(self._planned, planned)
-        self._planned = planned
-        return planned
-
-    def run(
-        self,
-        q: Float[Array, "B N H"],
-        paged_kv_cache: PagedCache,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        return_lse: bool = False,
-        *,
-        layer_index: Int[Array, ""] | int | None = None,
-        planned: PagedPlan | None = None,
-    ) -> AttentionResult:
-        """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a sequence without keys.
-
-        Args:
-            paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values.
-            q_scale, k_scale, v_scale: Factors of fp8 queries, keys and values; numbers, or arrays of one a KV head.
-            layer_index: Which layer of a cache with a leading layer axis; may be traced.
-            planned: What `plan` returned; the last plan if None, outside jit only.
-
-        Raises:
-            ValueError: There is no plan, or the arrays are not what it is for.
-        """
-        plan = current_plan(planned, self._planned, q)
-        out, lse = plan.attend(
-            q,
-            paged_kv_cache,
-            layer_index=layer_index,
-            q_scale=scale_array(q_scale),
-            k_scale=scale_array(k_scale),
-            v_scale=scale_array(v_scale),
-        )
-        return (out, lse_to_base2(lse)) if return_lse else out
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+        return self._kept(planned)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

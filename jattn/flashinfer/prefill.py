@@ -5,18 +5,18 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jattn.flashinfer.decode import AttentionResult
-from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout, scale_array
+from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, scale_array
 from jattn.flashinfer.masks import mask_on_host
 from jattn.flashinfer.page_lists import Bounds, checked_indptr, checked_page_lists, padded
-from jattn.flashinfer.plan import PagedCache, PagedPlan, RaggedPlan
-from jattn.flashinfer.planning import buffer_size, check_same_kind, current_plan, paged_bounds, plan_of_lists
+from jattn.flashinfer.plan import PagedPlan, RaggedPlan
+from jattn.flashinfer.planning import buffer_size, current_plan, paged_bounds, plan_of_lists
+from jattn.flashinfer.wrapper import AttentionResult, PagedWrapper, Wrapper
 from jattn_kernels import lse_to_base2
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of ragged queries, the last ones of their sequences, over paged keys and values.
 
     Args:
@@ -49,11 +49,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         *,
         implementation: str | None = None,
     ):
-        self._kv_layout = page_layout(kv_layout)
-        self._implementation = implementation
-        self._bounds: Bounds | None = None
+        super().__init__(kv_layout, implementation)
         self._mask_bits: int | None = None
-        self._planned: PagedPlan | None = None
         if use_cuda_graph:
             self._bounds = paged_bounds(
                 paged_kv_indptr_buf=paged_kv_indptr_buf,
@@ -62,14 +59,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
             )
             check_same_rows("qo_indptr_buf", qo_indptr_buf, self._bounds.batch_size)
             self._mask_bits = mask_bits(custom_mask_buf)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether all plans share one shape."""
-        return self._bounds is not None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
-        """Accepted, and does nothing: there is no workspace."""
 
     def plan(
         self,
@@ -151,46 +140,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
             alibi_slopes=alibi_slopes(pos_encoding_mode, num_qo_heads),
             implementation=self._implementation,
         )
-        if self.is_cuda_graph_enabled:
-            check_same_kind(self._planned, planned)
-        self._planned = planned
-        return planned
-
-    def run(
-        self,
-        q: Float[Array, "T N H"],
-        paged_kv_cache: PagedCache,
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        return_lse: bool = False,
-        *,
-        layer_index: Int[Array, ""] | int | None = None,
-        planned: PagedPlan | None = None,
-    ) -> AttentionResult:
-        """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a query that sees no key.
-
-        Args:
-            Others: As in `BatchDecodeWithPagedKVCacheWrapper.run`.
-
-        Raises:
-            ValueError: There is no plan, or the arrays are not what it is for.
-        """
-        plan = current_plan(planned, self._planned, q)
-        out, lse = plan.attend(
-            q,
-            paged_kv_cache,
-            layer_index=layer_index,
-            q_scale=scale_array(q_scale),
-            k_scale=scale_array(k_scale),
-            v_scale=scale_array(v_scale),
-        )
-        return (out, lse_to_base2(lse)) if return_lse else out
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+        return self._kept(planned)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     """Attention of ragged queries, the last ones of their sequences, over keys and values that are not paged.
 
     Args:
@@ -218,23 +171,12 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         *,
         implementation: str | None = None,
     ):
-        self._kv_layout = page_layout(kv_layout)
-        self._implementation = implementation
-        self._bounds: Bounds | None = None
+        super().__init__(kv_layout, implementation)
         self._mask_bits: int | None = None
-        self._planned: RaggedPlan | None = None
         if use_cuda_graph:
             self._bounds = Bounds(buffer_size("kv_indptr_buf", kv_indptr_buf) - 1, 0)
             check_same_rows("qo_indptr_buf", qo_indptr_buf, self._bounds.batch_size)
             self._mask_bits = mask_bits(custom_mask_buf)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether all plans share one shape."""
-        return self._bounds is not None
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
-        """Accepted, and does nothing: there is no workspace."""
 
     def plan(
         self,
@@ -303,10 +245,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
             kv_dtype=kv_dtype,
             implementation=self._implementation,
         )
-        if self.is_cuda_graph_enabled:
-            check_same_kind(self._planned, planned)
-        self._planned = planned
-        return planned
+        return self._kept(planned)
 
     def run(
         self,
@@ -324,7 +263,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
 
         Args:
             k, v: Keys and values, sequence by sequence; at least kv_indptr[-1] of each.
-            Others: As in `BatchDecodeWithPagedKVCacheWrapper.run`.
+            Others: As in `PagedWrapper.run`.
 
         Raises:
             ValueError: There is no plan, or the arrays are not what it is for.

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies from a configuration, angles of a pass, and the half rotation."""
+"""Rotary position embedding: frequencies from a configuration, and the angles of a pass."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,0 +1,144 @@
+"""A replayed step of pymllm's backend is like the captured one, updates the pool in place, and never compiles."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import KVGroup, KVPool
+from tests.jattn.listening import compilations
+from tests.jattn.requests_of_flashinfer import (
+    CONTEXT,
+    LAYER,
+    NOWHERE,
+    REQUESTS,
+    TOLERANCE,
+    WINDOW,
+    WINDOWED,
+    make_backend,
+    make_batch,
+    make_world,
+    oracle,
+    padded_to,
+    random,
+)
+
+
+def random_rows(rng, bs):
+    rows = int(rng.integers(1, bs + 1))
+    return padded_to(rng.permutation(REQUESTS)[:rows], rows, 0), padded_to(rng.integers(0, 90, rows), rows, 0)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window_size": WINDOW}, {"is_encoder_decoder": True}], ids=["one", "windows", "cross"]
+)
+def test_replay_has_the_tree_and_avals_of_the_capture(mode, options):
+    backend, world, rng = make_backend(4, num_draft_tokens=3, **options), make_world(4), np.random.default_rng(0)
+    rows = 3 if mode.is_target_verify() else 1
+    replay = jax.jit(backend.init_forward_metadata_replay_cuda_graph, static_argnums=(0, 3, 4, 5))
+    for bs in (1, 4):
+        encoder = {"encoder_lens": jnp.zeros(bs, jnp.int32)} if options.get("is_encoder_decoder") else {}
+        ones = jnp.ones(bs, jnp.int32)
+        arguments = (bs, bs * rows, 0 * ones, ones, mode, world.req_to_token)
+        captured = backend.init_forward_metadata_capture_cuda_graph(*arguments, **encoder)
+        for _ in range(4):
+            requests, lens = random_rows(rng, bs)
+            encoder = {name: jnp.zeros_like(lens) for name in encoder}
+            metadata = replay(bs, requests, lens, None, mode, None, world.req_to_token, **encoder)
+            chex.assert_trees_all_equal_structs(metadata, captured)
+            chex.assert_trees_all_equal_shapes_and_dtypes(metadata, captured)
+
+
+def test_replayed_decode_pads_with_rows_that_read_page_0():
+    backend, world = make_backend(16), make_world(16)
+    arguments = (jnp.array([3, 1], jnp.int32), jnp.array([20, 33], jnp.int32), 53, ForwardMode.DECODE, None)
+    metadata = backend.init_forward_metadata_replay_cuda_graph(4, *arguments, world.req_to_token)
+    (plan,) = metadata.decode_wrappers
+    assert plan.seq_lens.tolist() == [20, 33, backend.get_cuda_graph_seq_len_fill_value(), 1]
+    np.testing.assert_array_equal(plan.page_table[:2], world.page_table[[3, 1]])
+    np.testing.assert_array_equal(plan.page_table[2:], 0)
+
+
+def test_replayed_verify_adds_the_drafted_tokens_to_real_rows_only():
+    backend, world = make_backend(16, num_draft_tokens=5), make_world(16)
+    arguments = (jnp.array([3, 1], jnp.int32), jnp.array([20, 0], jnp.int32), 20, ForwardMode.TARGET_VERIFY, None)
+    metadata = backend.init_forward_metadata_replay_cuda_graph(3, *arguments, world.req_to_token)
+    (plan,) = metadata.prefill_wrappers
+    assert plan.seq_lens.tolist() == [25, 0, 0]
+    assert plan.cu_q_lens.tolist() == [0, 5, 10, 15]
+
+
+def whole_step(backend, mode):
+    """Metadata, write and attention of two layers, the pool donated."""
+    forward = backend.forward_decode if mode.is_decode_or_idle() else backend.forward_extend
+
+    def run(pool, q, k, v, slots, requests, lens, req_to_token):
+        metadata = backend.init_forward_metadata_replay_cuda_graph(4, requests, lens, None, mode, None, req_to_token)
+        tokens = jnp.zeros(q.shape[0], jnp.int32)
+        starts = jnp.zeros(5, jnp.int32)
+        batch = ForwardBatch(
+            forward_mode=mode,
+            input_ids=tokens,
+            positions=tokens,
+            seq_lens=lens,
+            cu_q_lens=starts,
+            out_cache_loc=(slots,),
+        )
+        out, pool = forward(q, k, v, dataclasses.replace(LAYER, layer_id=0), batch, metadata, pool)
+        return forward(q + out, k + out[:, :2], v + out[:, :2], WINDOWED, batch, metadata, pool)
+
+    return jax.jit(run, donate_argnums=0)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+def test_whole_step_does_not_copy_the_donated_pool(mode):
+    backend = make_backend(4, sliding_window_size=WINDOW, num_draft_tokens=3)
+    tokens = 12 if mode.is_target_verify() else 4
+    pages = jax.ShapeDtypeStruct((2, 8192, 4, 2, 16), jnp.float32)
+    pool = KVPool((KVGroup(k=pages, v=pages, name="x", page_layout="NHD"),))
+    q, k = (jax.ShapeDtypeStruct((tokens, heads, 16), jnp.float32) for heads in (4, 2))
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((tokens,), (4,), (4,), (REQUESTS, CONTEXT))]
+    memory = whole_step(backend, mode).lower(pool, q, k, k, *ints).compile().memory_analysis()
+    pages_bytes = pages.size * pages.dtype.itemsize
+    assert memory.alias_size_in_bytes == 2 * pages_bytes
+    assert memory.temp_size_in_bytes < pages_bytes / 8
+
+
+def test_whole_step_replays_random_batches_without_compiling():
+    backend, world = make_backend(4, sliding_window_size=WINDOW), make_world(4)
+    rng = np.random.default_rng(1)
+    run, pool, k_pages = whole_step(backend, ForwardMode.DECODE), world.pool, None
+    batches = []
+    for seed in range(500):
+        rows = int(rng.integers(1, 5))
+        requests, lens = rng.permutation(REQUESTS)[:rows].astype(np.int32), rng.integers(1, 90, rows).astype(np.int32)
+        slots = [world.slots(request, n - 1, n)[0] for request, n in zip(requests, lens, strict=True)]
+        padding = (0, 4 - rows)
+        arrays = (
+            np.array([*slots, *[NOWHERE] * padding[1]], np.int32),
+            np.pad(requests, padding),
+            np.pad(lens, padding),
+        )
+        batches.append((*(random(3 * seed + i, 4, heads, 16) for i, heads in enumerate((4, 2, 2))),
+                        *map(jnp.asarray, arrays), world.req_to_token))  # fmt: skip
+    out, pool = run(jax.tree.map(jnp.copy, pool), *batches[0])
+    with compilations() as compiled:
+        for batch in batches[1:]:
+            k_pages = pool.groups[0].k
+            out, pool = run(pool, *batch)
+    assert not compiled
+    assert k_pages.is_deleted()
+    q, _, _, _, requests, lens, _ = batches[-1]
+    rows = int((np.asarray(lens) > 0).sum())
+    lengths = {"q_lens": (1,) * rows, "kv_lens": lens[:rows].tolist(), "requests": requests[:rows].tolist()}
+    batch = make_batch(world, ForwardMode.DECODE, requests[:rows].tolist(), (1,) * rows, lens[:rows].tolist())
+    first = dataclasses.replace(LAYER, layer_id=0)
+    pool = jax.tree.map(np.asarray, pool)
+    middle = oracle(world, first, batch, q, pool, **lengths)
+    exact = oracle(world, WINDOWED, batch, np.asarray(q) + middle, pool, **lengths)
+    np.testing.assert_allclose(out[:rows], exact[:rows], **TOLERANCE)
