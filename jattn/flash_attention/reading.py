@@ -99,6 +99,7 @@ def work_list(
         kv_dtype=config.stored_dtype,
         page_size=config.page_size,
         operation=read.operation,
+        max_seq_len=read.page_table.shape[1] * config.page_size,
         implementation=config.implementation,
     )
 

@@ -206,6 +206,7 @@ def make_schedule(
     page_size: int,
     kv_dtype: Any = None,
     operation: Operation | None = None,
+    max_seq_len: int | None = None,
     implementation: str | None = None,
 ) -> Any:
     """The work list of a step, which all layers of one spec share; jit-able.
@@ -219,9 +220,10 @@ def make_schedule(
         page_size: Tokens a page.
         kv_dtype: Of keys and values; that of the queries if None.
         operation: Of the calls; `paged_decode` or `paged_extend`, by `cu_q_lens`, if None.
+        max_seq_len: Keys that no sequence exceeds; `batch_invariant` work lists need it.
 
     Returns:
-        What `schedule` takes; None where the implementation that serves these calls needs none.
+        What `schedule` takes; None where the implementation that serves these calls needs none, or more than is given.
 
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
@@ -235,12 +237,14 @@ def make_schedule(
         q_dtype=dtype.name,
         kv_dtype=dtype.name if kv_dtype is None else jnp.dtype(kv_dtype).name,
         page_size=page_size,
+        num_tokens=num_tokens if operation.endswith("decode") else None,
         device=default_device(),
     )
     plan = choose(call, implementation).implementation.schedules.get(operation)
     if plan is None:
         return None
-    return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, itemsize=dtype.itemsize)
+    facts = {"num_tokens": num_tokens, "itemsize": dtype.itemsize, "max_seq_len": max_seq_len}
+    return plan(seq_lens, cu_q_lens, spec=spec, **facts)
 
 
 def chosen(
@@ -263,6 +267,7 @@ def chosen(
         q_dtype=q.dtype.name,
         kv_dtype=k.dtype.name,
         page_size=page_size,
+        num_tokens=q.shape[1] if operation.endswith("decode") else None,
         features=options.given(),
         device=default_device(),
     )

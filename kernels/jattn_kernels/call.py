@@ -81,6 +81,7 @@ class AttentionCall:
         q_dtype: Name of the queries' dtype.
         kv_dtype: Name of the keys' and values' dtype.
         page_size: Tokens a page; None if keys and values are not paged.
+        num_tokens: Query tokens a sequence in decode, if known.
         features: Names of the optional arguments that were given.
         device: What the call runs on.
     """
@@ -90,6 +91,7 @@ class AttentionCall:
     q_dtype: str
     kv_dtype: str
     page_size: int | None
+    num_tokens: int | None = None
     features: frozenset[str] = frozenset()
     device: Device = dataclasses.field(default_factory=default_device)
 

@@ -13,59 +13,128 @@ from jaxtyping import Array, Int
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSchedule:
-    """Parts of sequences, dealt out to workers that each have the same number of tiles to do, for every head.
+    """Parts of sequences, dealt out to workers that each have about the same number of tiles to do, for every head.
 
     Attributes:
-        items: (sequence, first tile, end tile, parts of the sequence) of each part, in the order of the sequences. A
-            sequence without keys has one empty part; unused items come last.
+        items: (sequence, first tile, end tile, parts of the sequence, end of its keys) of each part, in the order of
+            the sequences. A sequence without keys has one empty part; unused items come last.
         starts: Where each worker's items begin, and where the last one's end.
         offsets: Where each sequence's items begin, and where the last one's end.
         split: The sequences of more than one part; -1 where there are fewer.
         block_kv: Keys a tile; static.
     """
 
-    items: Int[Array, "W 4"]
+    items: Int[Array, "W 5"]
     starts: Int[Array, " workers_plus_1"]
     offsets: Int[Array, " B_plus_1"]
     split: Int[Array, " most_split"]
     block_kv: int = dataclasses.field(metadata={"static": True})
 
 
-def split_evenly(seq_lens: Int[Array, " B"], *, block_kv: int, workers: int) -> DecodeSchedule:
+def split_evenly(
+    first_keys: Int[Array, " B"], end_keys: Int[Array, " B"], *, block_kv: int, workers: int
+) -> DecodeSchedule:
     """Cuts the tiles of all sequences, one after the other, into as many equal shares as there are workers.
 
     A sequence is cut only where a share ends, so there are at most B + workers - 1 parts.
+
+    Args:
+        first_keys, end_keys: The keys that a sequence's queries see, by their numbers.
+        block_kv: Keys a tile.
+        workers: How many parts are worked on at the same time.
     """
-    batch_size = seq_lens.shape[0]
-    tiles = -(-seq_lens // block_kv)
+    batch_size = first_keys.shape[0]
+    first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
+    tiles = end_tile - first_tile
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     begins = ends - tiles
     share = jnp.maximum(1, -(-ends[-1] // workers))
     first_worker = jnp.minimum(begins // share, workers - 1)
     counts = jnp.where(tiles > 0, (ends - 1) // share - first_worker + 1, 1)
-    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    offsets = _offsets(counts)
 
-    item = jnp.arange(batch_size + workers - 1, dtype=jnp.int32)
-    used = item < offsets[-1]
-    sequence = jnp.minimum(_owner(offsets[1:], item), batch_size - 1)
+    item, used, sequence = _parts(offsets, batch_size + workers - 1)
     worker = first_worker[sequence] + item - offsets[sequence]
-    first = jnp.maximum(begins[sequence], worker * share) - begins[sequence]
-    end = jnp.minimum(ends[sequence], (worker + 1) * share) - begins[sequence]
-    end = jnp.where(used, jnp.maximum(first, end), first)
-    worker = jnp.where(used, worker, workers)
-
-    most_split = min(batch_size, workers)
-    # A sequence's place among the split ones is how many of them come before it.
-    is_split = counts > 1
-    place = jnp.where(is_split, jnp.cumsum(is_split, dtype=jnp.int32) - 1, most_split)
-    split = jnp.full(most_split, -1, jnp.int32).at[place].set(jnp.arange(batch_size, dtype=jnp.int32), mode="drop")
+    first = jnp.maximum(begins[sequence], worker * share)
+    end = jnp.where(used, jnp.maximum(first, jnp.minimum(ends[sequence], (worker + 1) * share)), first)
+    shift = first_tile[sequence] - begins[sequence]
     return DecodeSchedule(
-        items=jnp.stack([sequence, first, end, counts[sequence]], axis=1),
-        starts=_owner(worker, jnp.arange(workers + 1, dtype=jnp.int32) - 1),
+        items=jnp.stack([sequence, first + shift, end + shift, counts[sequence], end_keys[sequence]], axis=1),
+        starts=_starts(jnp.where(used, worker, workers), workers),
         offsets=offsets,
-        split=split,
+        split=_split_sequences(counts, min(batch_size, workers)),
         block_kv=block_kv,
     )
+
+
+def split_at_multiples(
+    first_keys: Int[Array, " B"],
+    end_keys: Int[Array, " B"],
+    *,
+    block_kv: int,
+    tiles_a_part: int,
+    max_keys: int,
+    workers: int,
+) -> DecodeSchedule:
+    """Cuts every sequence at the same multiples of a number of tiles, whatever else is in the batch.
+
+    Args:
+        tiles_a_part: That number.
+        max_keys: No sequence is longer.
+        Others: As in `split_evenly`.
+    """
+    batch_size = first_keys.shape[0]
+    first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
+    first_part = first_tile // tiles_a_part
+    counts = jnp.maximum(1, -(-end_tile // tiles_a_part) - first_part)
+    offsets = _offsets(counts)
+
+    item, used, sequence = _parts(offsets, batch_size * max(1, -(-max_keys // (tiles_a_part * block_kv))))
+    part = first_part[sequence] + item - offsets[sequence]
+    first = jnp.maximum(first_tile[sequence], part * tiles_a_part)
+    end = jnp.minimum(end_tile[sequence], (part + 1) * tiles_a_part)
+    end = jnp.where(used, jnp.maximum(first, end), first)
+    done = jnp.cumsum(end - first, dtype=jnp.int32)
+    share = jnp.maximum(1, -(-done[-1] // workers))
+    worker = jnp.minimum((done - (end - first)) // share, workers - 1)
+    return DecodeSchedule(
+        items=jnp.stack([sequence, first, end, counts[sequence], end_keys[sequence]], axis=1),
+        starts=_starts(jnp.where(used, worker, workers), workers),
+        offsets=offsets,
+        split=_split_sequences(counts, batch_size),
+        block_kv=block_kv,
+    )
+
+
+def _tiles(
+    first_keys: Int[Array, " B"], end_keys: Int[Array, " B"], block_kv: int
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """The tiles that hold a range of keys; none if it is empty."""
+    first = first_keys // block_kv
+    return first, jnp.where(first_keys < end_keys, -(-end_keys // block_kv), first)
+
+
+def _offsets(counts: Int[Array, " B"]) -> Int[Array, " B_plus_1"]:
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+
+
+def _parts(offsets: Int[Array, " B_plus_1"], most: int):
+    """The numbers of all items, whether each is used, and its sequence."""
+    item = jnp.arange(most, dtype=jnp.int32)
+    return item, item < offsets[-1], jnp.minimum(_owner(offsets[1:], item), offsets.shape[0] - 2)
+
+
+def _starts(worker: Int[Array, " W"], workers: int) -> Int[Array, " workers_plus_1"]:
+    """Where each worker's items begin; unused items have a number that is none's."""
+    return _owner(worker, jnp.arange(workers + 1, dtype=jnp.int32) - 1)
+
+
+def _split_sequences(counts: Int[Array, " B"], most: int) -> Int[Array, " most"]:
+    # A sequence's place among the split ones is how many of them come before it.
+    is_split = counts > 1
+    place = jnp.where(is_split, jnp.cumsum(is_split, dtype=jnp.int32) - 1, most)
+    sequences = jnp.arange(counts.shape[0], dtype=jnp.int32)
+    return jnp.full(most, -1, jnp.int32).at[place].set(sequences, mode="drop")
 
 
 def _owner(ends: Int[Array, " n"], at: Int[Array, " m"]) -> Int[Array, " m"]:

@@ -58,6 +58,31 @@ INTERPRETED = [
     case("positions", q_len=2, kv_start=(0, 5, 0, 64), q_start=(12, 4, 0, 100)),
     case("not_causal", spec={"causal": False}, q_len=2),
     case("padding_rows", padding_rows=2),
+    case("page_256", page_size=256, spec={"head_dim": 128}, kv_lens=(300, 64)),
+    case("combined_pages_first", spec={"combined_pool": "pages_first"}),
+    case(
+        "combined_kv_first_hnd", spec={"combined_pool": "kv_first", "page_layout": "HND"}, num_layers=2, layer_index=1
+    ),
+    case("dim_80", spec={"head_dim": 80}),
+    case("dim_96", spec={"head_dim": 96}, kv_lens=(300, 9), dtype="float16"),
+    case("dim_192_128", spec={"head_dim": 192, "v_head_dim": 128}),
+    case("dim_192", spec={"head_dim": 192}, kv_lens=(300, 9)),
+    case("window", spec={"window_left": 70}, kv_lens=(300, 9, 70, 200)),
+    case("window_zero", spec={"window_left": 0}),
+    case("window_verify", spec={"window_left": 70}, q_len=3, kv_lens=(300, 9, 70)),
+    case("window_of_both_sides", spec={"causal": False, "window_left": 5, "window_right": 2}, q_len=2),
+    case("chunk", spec={"chunk_size": 64}, kv_lens=(300, 64, 65, 9), kv_start=(0, 0, 5, 64)),
+    case("chunk_verify", spec={"chunk_size": 16}, q_len=4, kv_lens=(65, 64, 9)),
+    case("soft_cap", spec={"logits_soft_cap": 5.0, "sm_scale": 1.0}),
+    case("alibi", alibi=True),
+    case("alibi_heads_share_rows", alibi=True, spec={"num_q_heads": 16, "num_kv_heads": 4}),
+    case("alibi_verify_soft_cap", alibi=True, q_len=3, kv_lens=(70, 3), spec={"logits_soft_cap": 5.0, "causal": False}),
+    case("sinks", sinks=True, kv_lens=(300, 1, 0)),
+    case("scales", q_scale="rows", kv_scale="rows", num_layers=2, layer_index=1),
+    case("q_positions", q_len=3, kv_lens=(70, 3, 64), q_positions=True),
+    case("custom_mask", q_len=3, kv_lens=(130, 3, 0, 64), custom_mask=True),
+    case("tree", q_len=6, kv_lens=(70, 6, 24), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
+    case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
 
 

@@ -1,5 +1,6 @@
 """Work lists of decode: every key in exactly one part, workers with equal shares, within the static bound."""
 
+import functools
 import itertools
 
 import jax
@@ -17,7 +18,11 @@ SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
 # Few shapes, each compiled once.
 SIZES = ((1, 7), (4, 3), (12, 20), (9, 1))
-split = jax.jit(split_evenly, static_argnames=("block_kv", "workers"))
+
+
+@functools.partial(jax.jit, static_argnames=("block_kv", "workers"))
+def split(lens, *, block_kv, workers):
+    return split_evenly(jnp.zeros_like(lens), lens, block_kv=block_kv, workers=workers)
 
 
 @given(data=st.data(), size=st.sampled_from(SIZES))
@@ -28,14 +33,14 @@ def test_split_deals_out_every_tile_evenly(data, size):
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
     items, offsets, starts = (np.asarray(a) for a in (schedule.items, schedule.offsets, schedule.starts))
     tiles = [-(-length // 16) for length in lens]
-    assert items.shape == (len(lens) + workers - 1, 4)
+    assert items.shape == (len(lens) + workers - 1, 5)
     assert offsets[-1] == starts[-1] <= len(items)
     for sequence, count in enumerate(tiles):
         own = items[offsets[sequence] : offsets[sequence + 1]]
         assert (own[:, 0] == sequence).all()
         assert (own[:, 3] == len(own)).all()
         assert len(own) >= 1
-        assert [tile for _, first, end, _ in own for tile in range(first, end)] == list(range(count))
+        assert [tile for _, first, end, *_ in own for tile in range(first, end)] == list(range(count))
     cut = [sequence for sequence in range(len(lens)) if offsets[sequence + 1] - offsets[sequence] > 1]
     assert schedule.split.tolist() == cut + [-1] * (schedule.split.size - len(cut))
     assert (np.diff(starts) >= 0).all()
@@ -49,14 +54,14 @@ def test_split_deals_out_every_tile_evenly(data, size):
     ("lens", "counts"), [((640, 640), [2, 2]), ((1280, 16), [4, 1]), ((0, 64), [1, 4]), ((16, 32, 16), [1, 2, 1])]
 )
 def test_split_cuts_where_a_share_ends(lens, counts):
-    schedule = split_evenly(jnp.array(lens, jnp.int32), block_kv=16, workers=4)
+    schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=4)
     assert jnp.diff(schedule.offsets).tolist() == counts
 
 
 def test_split_is_the_same_in_jit():
     lens = jnp.array([7, 300, 0, 64], jnp.int32)
-    expected = split_evenly(lens, block_kv=64, workers=3)
-    traced = jax.jit(lambda lens: split_evenly(lens, block_kv=64, workers=3))(lens)
+    expected = split_evenly(jnp.zeros_like(lens), lens, block_kv=64, workers=3)
+    traced = split(lens, block_kv=64, workers=3)
     assert jax.tree.structure(traced) == jax.tree.structure(expected)
     np.testing.assert_array_equal(traced.items, expected.items)
 

@@ -5,28 +5,28 @@ from typing import Any
 
 from jattn_kernels.call import AttentionCall, Implementation, Operation
 from jattn_kernels.mosaic.sm90 import extend, paged
+from jattn_kernels.mosaic.sm90.mask_words import MOST_TOKENS
 from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and_write
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
-_HEAD_DIMS = (64, 128, 256)
-_PAGE_SIZES = (8, 16, 32, 64, 128)
-_NOT_SERVED_OPTIONS = (
-    "q_positions",
-    "custom_mask",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "alibi_slopes",
-    "sinks",
-    "partial_rotary",
-)
-_NOT_SERVED_FIELDS = ("logits_soft_cap", "window_left", "window_right", "chunk_size", "rope_theta", "combined_pool")
+_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {"paged_decode": (64, 80, 96, 128, 192, 256)}
+_PAGE_SIZES: dict[Operation, tuple[int, ...]] = {"paged_decode": (8, 16, 32, 64, 128, 256)}
+# Optional arguments, and fields of a spec.
+_NOT_SERVED: dict[Operation, tuple[str, ...]] = {
+    "paged_decode": ("rope_theta",),
+    "paged_extend": (
+        *("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks"),
+        *("logits_soft_cap", "window_left", "window_right", "chunk_size", "rope_theta", "combined_pool"),
+        "batch_invariant",
+    ),
+    "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
+}
 
 
 def refuses(call: AttentionCall) -> str | None:
     """Why `mosaic` cannot serve a call, or None."""
-    spec, device = call.spec, call.device
+    spec, device, operation = call.spec, call.device, call.operation
     if device.compute_capability != _HOPPER:
         found = (
             device.platform
@@ -34,30 +34,30 @@ def refuses(call: AttentionCall) -> str | None:
             else "compute capability {}.{}".format(*device.compute_capability)
         )
         return f"`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is {found}."
-    if call.operation not in OPERATIONS:
-        return f"`mosaic` does not do {call.operation}."
+    if operation not in OPERATIONS:
+        return f"`mosaic` does not do {operation}."
     if call.q_dtype not in _DTYPES or call.kv_dtype != call.q_dtype:
         return f"`mosaic` takes {' or '.join(_DTYPES)}, queries and keys alike, not {call.q_dtype} and {call.kv_dtype}."
-    if spec.head_dim not in _HEAD_DIMS or spec.value_dim != spec.head_dim:
+    head_dims = _HEAD_DIMS.get(operation, (64, 128, 256))
+    alike = operation != "paged_decode"
+    if {spec.head_dim, spec.value_dim} - set(head_dims) or (alike and spec.value_dim != spec.head_dim):
         return (
-            f"`mosaic` takes head_dim {', '.join(map(str, _HEAD_DIMS))}, keys and values alike, "
-            f"not {spec.head_dim} and {spec.value_dim}."
+            f"`mosaic` takes head_dim {', '.join(map(str, head_dims))} in {operation}, keys and values "
+            f"{'alike' if alike else 'each'}, not {spec.head_dim} and {spec.value_dim}."
         )
-    if call.page_size not in _PAGE_SIZES:
-        return f"`mosaic` takes page_size {', '.join(map(str, _PAGE_SIZES))}, not {call.page_size}."
-    for name in _NOT_SERVED_OPTIONS:
-        if name in call.features:
-            return f"`mosaic` does not do `{name}`."
-    for name in _NOT_SERVED_FIELDS:
-        if getattr(spec, name) is not None:
-            return f"`mosaic` does not do `{name}`."
-    if call.operation == "rotate_and_write" and heads_at_once(spec) is None:
+    page_sizes = _PAGE_SIZES.get(operation, (8, 16, 32, 64, 128))
+    if call.page_size not in page_sizes:
+        return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
+    for name in _NOT_SERVED[operation]:
+        if name in call.features or getattr(spec, name, None):
+            return f"`mosaic` does not do `{name}` in {operation}."
+    if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
+        return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
+    if operation == "rotate_and_write" and heads_at_once(spec) is None:
         return (
             "`mosaic` turns heads of which a common divisor of query and key heads has a multiple of 256 numbers, "
             f"not {spec.num_q_heads} and {spec.num_kv_heads} of {spec.head_dim}."
         )
-    if spec.batch_invariant:
-        return "`mosaic` does not promise `batch_invariant`: how a sequence is split depends on the batch."
     return None
 
 

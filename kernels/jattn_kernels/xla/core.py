@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
-from jattn_kernels.scales import head_scales
+from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.fetch import Fetcher
 from jattn_kernels.xla.rope import rotate
-from jattn_kernels.xla.scores import compute_dtype, logit_factor, logits_of
+from jattn_kernels.xla.scores import compute_dtype, logits_of
 from jattn_kernels.xla.tiles import QueryTiles
 from jattn_kernels.xla.visibility import TileKeys, key_range, visible
 
@@ -32,7 +32,8 @@ def attend(
         q = rotate(q, tiles.position, theta=spec.rope_theta, scale=spec.rope_scale)
     q = q.reshape(num_tiles, rows, spec.num_kv_heads, spec.group_size, head_dim)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    factor = logit_factor(tiles.request, options, spec)
+    factor = logit_factors(options, spec)
+    factor = factor if factor.shape[0] == 1 else factor[tiles.request]
     first, end = key_range(tiles, keys, spec)
     origin = first // fetch.align * fetch.align
     trips = jnp.max(-(-(end - origin) // fetch.tile_keys), initial=0)

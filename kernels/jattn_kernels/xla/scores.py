@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.scales import head_scales
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -29,11 +28,3 @@ def logits_of(
         signed = distance if spec.causal else -jnp.abs(distance)
         logits = logits + slopes * signed[:, None, None].astype(jnp.float32)
     return logits
-
-
-def logit_factor(request: Int[Array, " W"], options: AttentionOptions, spec: AttentionSpec) -> Float[Array, "_W K"]:
-    """The scale of queries times that of keys, one row for all tiles or one for each."""
-    k_scale = head_scales(options.k_scale, spec.num_kv_heads, options.layer_index)[None]
-    if options.q_scale is not None and options.q_scale.ndim == 2:
-        return options.q_scale.astype(jnp.float32)[request] * k_scale
-    return head_scales(options.q_scale, spec.num_kv_heads)[None] * k_scale

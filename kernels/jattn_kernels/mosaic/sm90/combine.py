@@ -1,10 +1,11 @@
 """Merging the parts of split sequences on Hopper, in the order of the keys, into decode's output.
 
-grid (vectors, kv heads, split sequences)      a vector is 128 or 256 numbers: one row, or two of width 64
+grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one
 one warpgroup; merges `_PARTS` parts at a time, so that their loads overlap
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -28,9 +29,9 @@ def combine_parts(
     """Output and natural-log lse of all sequences: decode's, with those of the split ones put in their places."""
     num_seqs, heads, num_rows, width = parts.out.shape
     num_parts, _, padded_rows, _ = parts.part_outs.shape
-    rows = max(1, _THREADS // width)  # of a vector
+    rows = math.lcm(_THREADS, width) // width  # of a vector
     lanes = rows * width
-    layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=lanes // _THREADS)
+    layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
     num_vectors = num_rows // rows
 
     def kernel(outs_ref, lses_ref, offsets_ref, split_ref, out_ref, lse_ref):

@@ -14,6 +14,7 @@ for `combine`.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -22,51 +23,49 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS, PageCopies
+from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, value_columns
+from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
 from jattn_kernels.schedule import DecodeSchedule
 from jattn_kernels.spec import AttentionSpec
 
-_LOG2E = math.log2(math.e)
 _THREADS = 128
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeTiles:
-    """Sizes that the kernel is compiled for.
+class Operands(NamedTuple):
+    """What the kernel reads; None where a call has no use for it.
 
     Attributes:
-        block_rows: Query rows of a block: tokens times group, a multiple of 8.
-        block_kv: Keys a tile.
-        stages: Tiles in shared memory.
-        blocks_per_sm: Blocks that fit on an SM at the same time.
+        q: The rows of one kv head after another, each token by token. A head's rows fill whole blocks of rows, or
+            several heads share one block.
+        k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
+        layer: Which layer of the pages.
+        items, starts: Of the schedule.
+        first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
+            one token, of each row of a head if several. Of one token, `end` is in the schedule.
+        slopes: ALiBi's, of each row of all heads.
+        logit_factor: Of the products of a sequence (or of all) and a head.
+        out_factor: Of a head's output.
+        mask: For each key of a sequence a bit for each token that sees it.
     """
 
-    block_rows: int
-    block_kv: int
-    stages: int
-    blocks_per_sm: int
-
-    def shared_memory_bytes(self, spec: AttentionSpec, itemsize: int) -> int:
-        """Bytes of one block."""
-        keys = self.stages * self.block_kv * (spec.head_dim + spec.value_dim)
-        rows = self.block_rows * (2 * spec.head_dim + self.block_kv)
-        results = 4 * self.block_rows * (spec.value_dim + 1)
-        return itemsize * (keys + rows) + results + tiles.RESERVED_BYTES
-
-
-def choose_tiles(spec: AttentionSpec, itemsize: int, num_tokens: int) -> DecodeTiles:
-    """As many stages of 64 keys as let two blocks share an SM, or else one block have it."""
-    rows = num_tokens * spec.group_size
-    block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
-    for blocks_per_sm in (2, 1):
-        for stages in (4, 3, 2):
-            sizes = DecodeTiles(block_rows, 64, stages, blocks_per_sm)
-            if sizes.shared_memory_bytes(spec, itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
-                return sizes
-    raise AssertionError(f"no tiles fit {spec}")
+    q: Any
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
+    layer: Any
+    items: Any
+    starts: Any
+    first: Any = None
+    end: Any = None
+    position: Any = None
+    slopes: Any = None
+    logit_factor: Any = None
+    out_factor: Any = None
+    mask: Any = None
 
 
 class Parts(NamedTuple):
@@ -90,8 +89,15 @@ class _Item(NamedTuple):
     first: Any
     end: Any
     parts: Any
-    kv_len: Any
-    limit: Any
+    end_key: Any
+
+
+class _Rows(NamedTuple):
+    """What is known of an item's rows: scalars if they are of one token, vectors if of several, or None."""
+
+    first: Any
+    end: Any
+    position: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,118 +126,88 @@ class DecodeKernel:
 
     @property
     def copies(self) -> PageCopies:
-        return PageCopies(self.sizes.block_kv, self.page_size, self.spec.page_layout)
+        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size)
 
-    def __call__(
-        self,
-        q: Float[Array, "B rows H"],
-        k_pages: Float[Array, "..."],
-        v_pages: Float[Array, "..."],
-        page_table: Int[Array, "B max_pages"],
-        seq_lens: Int[Array, " B"],
-        first_limit: Int[Array, " B"],
-        schedule: DecodeSchedule,
-        layer: Int[Array, "1"],
-    ) -> Parts:
-        """Attention of all items.
-
-        Args:
-            q: The rows of one kv head after another, each token by token. A head's rows fill whole blocks of rows, or
-                several heads share one block.
-            k_pages, v_pages: With a leading layer axis.
-            first_limit: How many keys the first token sees by the causal rule; each next one sees one more.
-            layer: Which layer of the pages.
-        """
+    def __call__(self, operands: Operands, schedule: DecodeSchedule) -> Parts:
+        """Attention of all items."""
         assert schedule.block_kv == self.sizes.block_kv
-        heads, value_dim = self.spec.num_kv_heads, self.spec.value_dim
-        shape = (q.shape[0], heads, self.row_blocks * self.rows)
+        heads, width = self.spec.num_kv_heads, value_columns(self.spec)
+        shape = (operands.q.shape[0], heads, self.row_blocks * self.rows)
         part_shape = (schedule.items.shape[0], heads, self.row_blocks * self.sizes.block_rows)
+        leaves, tree = jax.tree.flatten(operands)
         run: Any = plgpu.kernel(
-            self._entry,
+            functools.partial(self._entry, tree),
             out_type=[
-                jax.ShapeDtypeStruct((*shape, value_dim), self.dtype),
+                jax.ShapeDtypeStruct((*shape, width), self.dtype),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
-                jax.ShapeDtypeStruct((*part_shape, value_dim), jnp.float32),
+                jax.ShapeDtypeStruct((*part_shape, width), jnp.float32),
                 jax.ShapeDtypeStruct(part_shape, jnp.float32),
             ],
             grid=(self.row_blocks, heads, schedule.starts.shape[0] - 1),
             grid_names=("rows", "head", "worker"),
             num_threads=2,
             thread_name="warpgroup",
+            kernel_name="paged_decode",
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=tiles.interpret_params(),
         )
-        return Parts(
-            *run(q, k_pages, v_pages, page_table, seq_lens, first_limit, schedule.items, schedule.starts, layer)
-        )
+        return Parts(*run(*leaves))
 
-    def _entry(self, *refs):
-        spec, sizes = self.spec, self.sizes
+    def _entry(self, tree, *refs):
+        spec, sizes, width = self.spec, self.sizes, value_columns(self.spec)
+        operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         filled = plgpu.Barrier(num_arrivals=self.copies.copies, num_barriers=sizes.stages)
         freed = plgpu.Barrier(num_barriers=sizes.stages)
         pl.run_scoped(
-            lambda *scratch: self._body(refs, *scratch),
+            lambda *scratch: self._body(operands, out_refs, *scratch),
             tiles.tile((2, sizes.block_rows, spec.head_dim), self.dtype),
             (
                 tiles.tile((sizes.stages, sizes.block_kv, spec.head_dim), self.dtype),
-                tiles.tile((sizes.stages, sizes.block_kv, spec.value_dim), self.dtype),
+                tiles.tile((sizes.stages, sizes.block_kv, width), self.dtype, copied_columns=spec.value_dim),
             ),
             tiles.tile((sizes.block_rows, sizes.block_kv), self.dtype),
-            (
-                plgpu.SMEM((sizes.block_rows, spec.value_dim), jnp.float32),
-                plgpu.SMEM((sizes.block_rows,), jnp.float32),
-            ),
+            (plgpu.SMEM((sizes.block_rows, width), jnp.float32), plgpu.SMEM((sizes.block_rows,), jnp.float32)),
             (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=2)),
             (filled, filled),
             (freed, freed),
             collective_axes="warpgroup",
         )
 
-    def _body(self, refs, q_smem, pages_smem, p_smem, result_smem, q_barriers, full, free):
-        q_ref, k_ref, v_ref, table_ref, lens_ref, limit_ref, items_ref, starts_ref, layer_ref, *out_refs = refs
+    def _body(self, operands, out_refs, q_smem, pages_smem, p_smem, result_smem, q_barriers, full, free):
         q_full, q_free = q_barriers
+        items_ref, starts_ref = operands.items, operands.starts
         head, worker = lax.axis_index("head"), lax.axis_index("worker")
         begin, end = starts_ref[worker], starts_ref[worker + 1]
-        first_item = jnp.minimum(begin, items_ref.shape[0] - 1)
+        last_item = items_ref.shape[0] - 1
+
+        def item(number):
+            number = jnp.minimum(number, last_item)
+            return _Item(*(items_ref[number, field] for field in range(5)))
 
         def walk(visit, state):
-            """Calls `visit(number, item, next item, state) -> state` for each item, its fields read an item ahead.
-
-            They come from memory, the lengths after the sequence's number: nobody shall wait for them.
-            """
-
-            def fields(number):
-                number = jnp.minimum(number, items_ref.shape[0] - 1)
-                return tuple(items_ref[number, field] for field in range(4))
-
-            def whole(fields):
-                sequence, first, end, parts = fields
-                return _Item(sequence, first, end, parts, lens_ref[sequence], limit_ref[sequence])
+            """Calls `visit(number, item, next item, state) -> state` for each item, which is read an item ahead."""
 
             def step(number, carry):
-                now, ahead, state = carry
-                following, further = whole(ahead), fields(number + 2)
-                return following, further, visit(number, now, following, state)
+                now, state = carry
+                following = item(number + 1)
+                return following, visit(number, now, following, state)
 
-            return lax.fori_loop(begin, end, step, (whole(fields(begin)), fields(begin + 1), state))[2]
+            return lax.fori_loop(begin, end, step, (item(begin), state))[1]
 
         @pl.when(lax.axis_index("warpgroup") == 1)
         def memory():
-            layer = layer_ref[0]
+            layer = operands.layer[0]
             block = lax.div(head, self.heads_a_block) * self.row_blocks + lax.axis_index("rows")
             rows = pl.ds(block * self.sizes.block_rows, self.sizes.block_rows)
 
             def load_item(number, now, following, state):
                 slot = lax.rem(number - begin, 2)
                 pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(q_free.at[slot]))
-                plgpu.copy_gmem_to_smem(q_ref.at[now.sequence, rows], q_smem.at[slot], q_full.at[slot])
-                return self._load_pages(
-                    (k_ref, v_ref), table_ref, now, following, (layer, head), pages_smem, full, free, state
-                )
+                plgpu.copy_gmem_to_smem(operands.q.at[now.sequence, rows], q_smem.at[slot], q_full.at[slot])
+                return self._load_pages(operands, now, following, (layer, head), pages_smem, full, free, state)
 
-            begin_sequence, begin_tile = items_ref[first_item, 0], items_ref[first_item, 1]
-            first_pages = self._pages(table_ref, begin_sequence, begin_tile, lens_ref[begin_sequence])
-            done, _ = walk(load_item, (jnp.int32(0), first_pages))
+            first_item = item(begin)
+            done, _ = walk(load_item, (jnp.int32(0), self._pages(operands, first_item, first_item.first)))
 
             @pl.loop(jnp.maximum(begin, end - 2), end)
             def wait_for_the_last_queries(number):
@@ -244,100 +220,175 @@ class DecodeKernel:
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def compute():
+            self._zero_unused_columns(pages_smem[1])
+            slopes = self._slopes(operands)
+
             def attend_item(number, now, following, done):
                 slot = lax.rem(number - begin, 2)
+                rows = _Rows(
+                    self._of_rows(operands.first, now),
+                    now.end_key if operands.end is None else self._of_rows(operands.end, now),
+                    self._of_rows(operands.position, now),
+                )
                 plgpu.barrier_wait(q_full.at[slot])
-                acc, top, total = self._attend(q_smem.at[slot], pages_smem, p_smem, full, free, now, done)
+                acc, top, total = self._attend(
+                    operands, now, rows, slopes, q_smem.at[slot], pages_smem, p_smem, full, free, done
+                )
                 plgpu.barrier_arrive(q_free.at[slot])
-                self._store(acc, top, total, result_smem, out_refs, now, number)
+                factor = None if operands.out_factor is None else operands.out_factor[head]
+                self._store(acc, top, total, factor, result_smem, out_refs, now, number)
                 return done + now.end - now.first
 
             walk(attend_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-    def _pages(self, table_ref, sequence, tile, kv_len):
-        return self.copies.pages(table_ref, sequence, tile, jnp.maximum(kv_len - 1, 0))
+    def _pages(self, operands, item, tile):
+        return self.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0))
 
-    def _load_pages(self, pages_refs, table_ref, item, following, place, pages_smem, full, free, state):
+    def _load_pages(self, operands, item, following, place, pages_smem, full, free, state):
         """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
-        stages = self.sizes.stages
+        stages, block_kv = self.sizes.stages, self.sizes.block_kv
         begun, pages = state
 
         def load_tile(tile, pages):
             is_last = tile + 1 == item.end
-            sequence = jnp.where(is_last, following.sequence, item.sequence)
-            kv_len = jnp.where(is_last, following.kv_len, item.kv_len)
-            next_pages = self._pages(table_ref, sequence, jnp.where(is_last, following.first, tile + 1), kv_len)
+            source = jax.tree.map(lambda of_next, own: jnp.where(is_last, of_next, own), following, item)
+            next_pages = self._pages(operands, source, jnp.where(is_last, following.first, tile + 1))
             step = begun + tile - item.first
             stage = lax.rem(step, stages)
-            for pages_ref, smem, filled, freed in zip(pages_refs, pages_smem, full, free, strict=True):
+            parts = zip((operands.k_pages, operands.v_pages), pages_smem, full, free, strict=True)
+            for of_values, (pages_ref, smem, filled, freed) in enumerate(parts):
                 pl.when(step >= stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[stage]))
-                self.copies.start(pages_ref, place, pages, tile, smem.at[stage], filled.at[stage])
+                start = functools.partial(
+                    self.copies.start,
+                    pages_ref,
+                    PoolPlace(*place, of_values),
+                    pages,
+                    tile,
+                    smem.at[stage],
+                    filled.at[stage],
+                )
+                is_whole = (tile + 1) * block_kv <= item.end_key
+                pl.when(is_whole)(start)
+                pl.when(jnp.logical_not(is_whole))(functools.partial(start, item.end_key))
             return next_pages
 
         def skip_item(_, pages):
-            return self._pages(table_ref, following.sequence, following.first, following.kv_len)
+            return self._pages(operands, following, following.first)
 
         pages = lax.fori_loop(item.first, item.end, load_tile, pages)
         pages = lax.fori_loop(0, jnp.where(item.first < item.end, 0, 1), skip_item, pages)
         return begun + item.end - item.first, pages
 
-    def _attend(self, q_smem, pages_smem, p_smem, full, free, item, done):
+    def _attend(self, operands, item, rows, slopes, q_smem, pages_smem, p_smem, full, free, done):
         """Unnormalised output [Hv, rows], largest scaled score (base 2) and sum of each row."""
-        spec, block_rows, block_kv, stages = self.spec, self.sizes.block_rows, self.sizes.block_kv, self.sizes.stages
+        block_rows, block_kv, stages = self.sizes.block_rows, self.sizes.block_kv, self.sizes.stages
         (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
+        shape = (block_kv, block_rows)
+        factor = None
+        if operands.logit_factor is not None:
+            of = jnp.minimum(item.sequence, operands.logit_factor.shape[0] - 1)
+            factor = operands.logit_factor[of, lax.axis_index("head")]
 
         def attend_tile(tile, carry):
-            acc, top, total = carry
+            acc, top, total, mask = carry
             stage = lax.rem(done + tile - item.first, stages)
-            key = tile * block_kv
+            key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
+            next_mask = self._mask_words(operands, item, tile + 1)
 
             def scores(ref):
                 plgpu.wgmma(ref, k_smem.at[stage], q_smem.transpose((1, 0)))
                 return ref[...]
 
             plgpu.barrier_wait(k_full.at[stage])
-            s = pl.run_scoped(scores, tiles.accumulator(block_kv, block_rows))
+            s = pl.run_scoped(scores, tiles.accumulator(*shape))
             plgpu.barrier_arrive(k_free.at[stage])
-            s = jnp.where(self._visible(item.kv_len - key, item.limit - key), s * (spec.scale * _LOG2E), -jnp.inf)
+            distance = None if rows.position is None else key - self._spread(rows.position)
+            s = base2_logits(s, self.spec, factor=factor, slope=slopes, distance=distance)
+            s = jnp.where(self._visible(key, rows, mask), s, -jnp.inf)
 
             new_top = jnp.maximum(top, s.max(axis=0))
             shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            p = jnp.exp2(s - lax.broadcast_in_dim(shift, s.shape, [1]))
+            p = jnp.exp2(s - self._spread(shift))
             keep = jnp.exp2(top - shift)
             p_smem.transpose((1, 0))[...] = p.astype(self.dtype)
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [1])
-            total = total * lax.broadcast_in_dim(keep, p.shape, [1]) + p  # summed over the keys in the end
+            total = total * self._spread(keep) + p  # summed over the keys in the end
             plgpu.barrier_wait(v_full.at[stage])
-            keys_left = item.kv_len - key
+            keys_left = item.end_key - tile * block_kv
             pl.when(keys_left < block_kv)(lambda: tiles.zero_rows_from(v_smem.at[stage], keys_left))
             acc = tiles.accumulate(acc, v_smem.at[stage].transpose((1, 0)), p_smem.transpose((1, 0)))
             plgpu.barrier_arrive(v_free.at[stage])
-            return acc, new_top, total
+            return acc, new_top, total, next_mask
 
         per_row = plgpu.Layout.WGMMA.reduce(0)
         start = (
-            plgpu.layout_cast(jnp.zeros((spec.value_dim, block_rows), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.zeros((value_columns(self.spec), block_rows), jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((block_rows,), -jnp.inf, jnp.float32), per_row),
-            plgpu.layout_cast(jnp.zeros((block_kv, block_rows), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),
+            self._mask_words(operands, item, item.first),
         )
-        acc, top, total = lax.fori_loop(item.first, item.end, attend_tile, start)
+        acc, top, total, _ = lax.fori_loop(item.first, item.end, attend_tile, start)
         return acc, top, total.sum(axis=0)
 
-    def _visible(self, keys_left, limit):
-        """Which keys of a tile each row sees: those of the sequence, and by the causal rule those up to its own."""
-        shape = (self.sizes.block_kv, self.sizes.block_rows)
-        key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        if not self.spec.causal:
-            return key < keys_left
-        if self.num_tokens == 1:
-            return key < jnp.minimum(keys_left, limit)
-        first_row = lax.axis_index("rows") * self.sizes.block_rows
-        row = first_row + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        return (key < keys_left) & (key < limit + row // self.spec.group_size)
+    def _spread(self, of_rows):
+        """A number of each row, or one for all, for every key."""
+        if not jnp.ndim(of_rows):
+            return of_rows
+        return lax.broadcast_in_dim(of_rows, (self.sizes.block_kv, self.sizes.block_rows), [1])
 
-    def _store(self, acc, top, total, result_smem, out_refs, item, number):
+    def _of_rows(self, ref, item):
+        """What memory holds of an item's rows."""
+        if ref is None:
+            return None
+        if self.num_tokens == 1:
+            return ref[item.sequence]
+        rows = pl.ds(lax.axis_index("rows") * self.sizes.block_rows, self.sizes.block_rows)
+        return plgpu.load(ref.at[item.sequence, rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+    def _slopes(self, operands):
+        if operands.slopes is None:
+            return None
+        block = lax.div(lax.axis_index("head"), self.heads_a_block) * self.row_blocks + lax.axis_index("rows")
+        rows = pl.ds(block * self.sizes.block_rows, self.sizes.block_rows)
+        slopes = plgpu.load(operands.slopes.at[rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return self._spread(slopes)
+
+    def _mask_words(self, operands, item, tile):
+        """A word for each key of a tile."""
+        if operands.mask is None:
+            return None
+        block_kv = self.sizes.block_kv
+        first = jnp.minimum(tile, operands.mask.shape[1] // block_kv - 1) * block_kv
+        words = operands.mask.at[item.sequence, pl.ds(first, block_kv)]
+        return plgpu.load(words, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def _visible(self, key, rows, mask):
+        """Which keys of a tile each row sees."""
+        seen = key < self._spread(rows.end)
+        if rows.first is not None:
+            seen &= key >= self._spread(rows.first)
+        if mask is not None:
+            first_row = lax.axis_index("rows") * self.sizes.block_rows
+            row = first_row + plgpu.broadcasted_iota(jnp.int32, key.shape, 1, layout=plgpu.Layout.WGMMA)
+            token = lax.div(row, self.spec.group_size)
+            bit = lax.shift_right_logical(lax.broadcast_in_dim(mask, key.shape, [0]), token)
+            seen &= (bit & 1) == 1
+        return seen
+
+    def _zero_unused_columns(self, v_smem):
+        """Those that no copy fills, once: they are multiplied too."""
+        width, copied = value_columns(self.spec), self.spec.value_dim
+        if width == copied:
+            return
+        for stage in range(self.sizes.stages):
+            v_smem[stage, :, pl.ds(copied, width - copied)] = jnp.zeros(
+                (self.sizes.block_kv, width - copied), self.dtype
+            )
+        plgpu.commit_smem()
+
+    def _store(self, acc, top, total, factor, result_smem, out_refs, item, number):
         """The result of an item: where the sequence's lies, or among the parts."""
         out_ref, lse_ref, part_outs_ref, part_lses_ref = out_refs
         out_smem, lse_smem = result_smem
@@ -345,9 +396,10 @@ class DecodeKernel:
         empty = top == -jnp.inf
         safe_total = jnp.where(empty, 1.0, total)
         out = acc / lax.broadcast_in_dim(safe_total, acc.shape, [1])
+        out = out if factor is None else out * factor
         plgpu.wait_smem_to_gmem(0)  # the last item's
         out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        lse_smem[...] = jnp.where(empty, -jnp.inf, (top + jnp.log2(safe_total)) / _LOG2E)
+        lse_smem[...] = jnp.where(empty, -jnp.inf, (top + jnp.log2(safe_total)) / LOG2E)
         plgpu.commit_smem()
 
         @pl.when(item.parts > 1)
@@ -359,7 +411,7 @@ class DecodeKernel:
         @pl.when(item.parts == 1)
         def store_sequence():
             own = lax.rem(head, self.heads_a_block) * self.rows
-            shape = (self.rows, self.spec.value_dim)
+            shape = (self.rows, value_columns(self.spec))
             layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(math.prod(shape) // _THREADS, 8))
             result = plgpu.load(out_smem.at[pl.ds(own, self.rows)], layout=layout, optimized=False)
             out_ref[item.sequence, head, pl.ds(row_block * self.rows, self.rows)] = result.astype(self.dtype)

@@ -47,6 +47,7 @@ def make_schedule(
     spec: AttentionSpec,
     num_tokens: int,
     itemsize: int,
+    max_seq_len: int | None = None,
 ) -> ExtendSchedule:
     """The work list of queries at the ends of their sequences.
 

@@ -29,7 +29,7 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.extend_schedule import COMPUTE_WARPGROUPS, ExtendTiles, staged_columns
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies
+from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies, PoolPlace
 from jattn_kernels.spec import AttentionSpec
 
 _LOG2E = math.log2(math.e)
@@ -67,7 +67,7 @@ class ExtendKernel:
 
     @property
     def copies(self) -> PageCopies:
-        return PageCopies(self.sizes.block_kv, self.page_size, self.spec.page_layout)
+        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size)
 
     @property
     def head_blocks(self) -> int:
@@ -248,7 +248,7 @@ class ExtendKernel:
         def load_k(step, pages):
             stage = lax.rem(done + step, k_stages)
             pl.when(done + step >= k_stages)(lambda: plgpu.barrier_wait(k_free.at[stage]))
-            copies.start(k_ref, place, pages, step, k_smem.at[stage], k_full.at[stage])
+            copies.start(k_ref, PoolPlace(*place, 0), pages, step, k_smem.at[stage], k_full.at[stage])
 
         def load_v(step, pages):
             stage = lax.rem(done + step, v_stages)
@@ -256,11 +256,11 @@ class ExtendKernel:
 
             @pl.when(step < whole)
             def whole_tile():
-                copies.start(v_ref, place, pages, step, v_smem.at[stage], v_full.at[stage])
+                copies.start(v_ref, PoolPlace(*place, 1), pages, step, v_smem.at[stage], v_full.at[stage])
 
             @pl.when(step >= whole)
             def last_tile():
-                copies.start(v_ref, place, pages, step, v_smem.at[stage], last_v_full)
+                copies.start(v_ref, PoolPlace(*place, 1), pages, step, v_smem.at[stage], last_v_full)
                 plgpu.barrier_wait(last_v_full)
                 for row in range(0, block_kv, 64):
                     for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time

@@ -1,34 +1,47 @@
-"""The paged operations on Hopper: rows arranged for the kernels, and results put back."""
+"""Paged decode on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.combine import combine_parts
-from jattn_kernels.mosaic.sm90.decode import DecodeKernel, choose_tiles
+from jattn_kernels.mosaic.sm90.decode import DecodeKernel, Operands
+from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, value_columns
+from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
+from jattn_kernels.mosaic.sm90.mask_words import mask_words
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
-from jattn_kernels.schedule import DecodeSchedule, split_evenly
+from jattn_kernels.scales import head_scales, logit_factors
+from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
 
 
 def decode_schedule(
-    seq_lens: Int[Array, " B"], cu_q_lens: None = None, *, spec: AttentionSpec, num_tokens: int, itemsize: int
-) -> DecodeSchedule:
-    """Parts of sequences for as many workers as, with all heads, fill the GPU once.
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: None = None,
+    *,
+    spec: AttentionSpec,
+    num_tokens: int,
+    itemsize: int,
+    max_seq_len: int | None = None,
+) -> DecodeSchedule | None:
+    """The work list of queries at the ends of their sequences; None if it needs a `max_seq_len` that is not given.
 
     Args:
         num_tokens: Query tokens a sequence.
     """
     sizes = choose_tiles(spec, itemsize, num_tokens)
-    row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
-    workers = max(1, NUM_SMS * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
-    return split_evenly(seq_lens, block_kv=sizes.block_kv, workers=workers)
+    if sizes.tiles_a_part is not None and max_seq_len is None:
+        return None
+    bounds = _bounds(seq_lens, AttentionOptions(), spec, num_tokens)
+    return _schedule(bounds, spec, sizes, num_tokens, max_seq_len)
 
 
 def paged_decode(
     q: Float[Array, "B Q N H"],
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     page_table: Int[Array, "B max_pages"],
     seq_lens: Int[Array, " B"],
     options: AttentionOptions,
@@ -37,22 +50,10 @@ def paged_decode(
     page_size: int,
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
-    batch_size, num_tokens = q.shape[:2]
-    q_start, kv_start = options.starts(seq_lens, num_tokens)
-    schedule = options.schedule
-    if schedule is None:
-        schedule = decode_schedule(seq_lens, spec=spec, num_tokens=num_tokens, itemsize=q.dtype.itemsize)
-    layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
+    num_tokens = q.shape[1]
     rows = num_tokens * spec.group_size
     sizes = choose_tiles(spec, q.dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
-    if shared:
-        by_head = q.reshape(batch_size, spec.num_q_heads, spec.head_dim)
-    else:
-        by_head = q.reshape(batch_size, num_tokens, spec.num_kv_heads, spec.group_size, spec.head_dim).swapaxes(1, 2)
-        by_head = by_head.reshape(batch_size, spec.num_kv_heads, rows, spec.head_dim)
-        by_head = jnp.pad(by_head, ((0, 0), (0, 0), (0, -rows % sizes.block_rows), (0, 0)))
-        by_head = by_head.reshape(batch_size, -1, spec.head_dim)
     kernel = DecodeKernel(
         spec,
         sizes,
@@ -62,24 +63,120 @@ def paged_decode(
         heads_a_block=sizes.block_rows // spec.group_size if shared else 1,
         dtype=q.dtype,
     )
-    parts = kernel(by_head, k_pages, v_pages, page_table, seq_lens, q_start - kv_start + 1, schedule, layer)
+    max_keys = page_table.shape[1] * page_size
+    bounds = _bounds(seq_lens, options, spec, num_tokens)
+    schedule = options.schedule
+    if schedule is None or depends_on_places(spec, options):
+        schedule = _schedule(bounds, spec, sizes, num_tokens, max_keys)
+
+    def of_rows(of_tokens):
+        """Of each sequence, or of each row of a head."""
+        if num_tokens == 1:
+            return of_tokens[:, 0]
+        return _padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
+
+    layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
+    scaled = options.q_scale is not None or options.k_scale is not None
+    operands = Operands(
+        q=_by_head(q, spec, sizes, shared),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        layer=layer,
+        items=schedule.items,
+        starts=schedule.starts,
+        first=of_rows(bounds.first) if is_narrow(spec) else None,
+        end=of_rows(bounds.end) if num_tokens > 1 else None,
+        position=None if options.alibi_slopes is None else of_rows(bounds.position),
+        slopes=None if options.alibi_slopes is None else _slopes(options.alibi_slopes, spec, sizes, num_tokens, shared),
+        logit_factor=logit_factors(options, spec) if scaled else None,
+        out_factor=None
+        if options.v_scale is None
+        else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
+        mask=None
+        if options.custom_mask is None
+        else mask_words(
+            options.custom_mask,
+            seq_lens,
+            num_tokens=num_tokens,
+            num_keys=max(max_keys + -max_keys % sizes.block_kv, sizes.block_kv),
+        ),
+    )
+    parts = kernel(operands, schedule)
     out, lse = combine_parts(parts, schedule)
-    return _by_token(out[:, :, :rows], num_tokens), _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
+    out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
+    lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
+    if options.sinks is not None:
+        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
+    return out, lse
+
+
+def _bounds(seq_lens: Int[Array, " B"], options: AttentionOptions, spec: AttentionSpec, num_tokens: int) -> KeyBounds:
+    """The bounds of each token's keys."""
+    q_start, kv_start = options.starts(seq_lens, num_tokens)
+    positions = options.q_positions
+    if positions is None:
+        positions = q_start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return key_bounds(positions, kv_start[:, None], seq_lens[:, None], spec, masked=options.custom_mask is not None)
+
+
+def _schedule(
+    bounds: KeyBounds, spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, max_keys: int | None
+) -> DecodeSchedule:
+    """Parts of sequences for as many workers as, with all heads, fill the GPU once."""
+    sees = bounds.first < bounds.end
+    end = jnp.max(jnp.where(sees, bounds.end, 0), axis=1)
+    first = jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1)
+    row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
+    workers = max(1, NUM_SMS * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
+    if sizes.tiles_a_part is None:
+        return split_evenly(first, end, block_kv=sizes.block_kv, workers=workers)
+    assert max_keys is not None
+    return split_at_multiples(
+        first, end, block_kv=sizes.block_kv, tiles_a_part=sizes.tiles_a_part, max_keys=max_keys, workers=workers
+    )
 
 
 def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
     """Whether 8 rows of q as it is hold whole heads, so that it need not be padded."""
-    return (
-        num_tokens == 1
-        and spec.group_size in ((2, 4) if spec.value_dim < 128 else (1, 2, 4))
-        and spec.num_q_heads % TILED_ROWS == 0
-    )
+    groups = {64: (2, 4), 128: (1, 2, 4), 256: (1, 2, 4)}.get(value_columns(spec), ())
+    return num_tokens == 1 and spec.group_size in groups and spec.num_q_heads % TILED_ROWS == 0
+
+
+def _by_head(
+    q: Float[Array, "B Q N H"], spec: AttentionSpec, sizes: DecodeTiles, shared: bool
+) -> Float[Array, "B rows H"]:
+    """The rows of one kv head after another, each head's padded to whole blocks unless several share one."""
+    batch_size, num_tokens, _, head_dim = q.shape
+    if shared:
+        return q.reshape(batch_size, spec.num_q_heads, head_dim)
+    by_head = q.reshape(batch_size, num_tokens, spec.num_kv_heads, spec.group_size, head_dim).swapaxes(1, 2)
+    by_head = by_head.reshape(batch_size, spec.num_kv_heads, num_tokens * spec.group_size, head_dim)
+    return _padded(by_head, sizes, axis=2).reshape(batch_size, -1, head_dim)
+
+
+def _slopes(
+    slopes: Float[Array, " N"], spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, shared: bool
+) -> Float[Array, " rows"]:
+    """ALiBi's slope of each row, as `_by_head` has them."""
+    slopes = slopes.astype(jnp.float32)
+    if shared:
+        return slopes
+    by_head = jnp.tile(slopes.reshape(spec.num_kv_heads, spec.group_size), (1, num_tokens))
+    return _padded(by_head, sizes).reshape(-1)
+
+
+def _padded(x: jax.Array, sizes: DecodeTiles, axis: int = 1) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % sizes.block_rows)
+    return jnp.pad(x, widths)
 
 
 def stacked(
-    k_pages: Float[Array, "..."], v_pages: Float[Array, "..."], layer_index: Int[Array, ""] | int | None
+    k_pages: Float[Array, "..."], v_pages: Float[Array, "..."] | None, layer_index: Int[Array, ""] | int | None
 ) -> tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]]:
-    """The layer as the kernels read it, and pages with a leading layer axis."""
+    """The layer as the kernels read it, and pages with a leading layer axis; the same ones twice if they hold both."""
+    v_pages = k_pages if v_pages is None else v_pages
     if layer_index is None:
         return jnp.zeros(1, jnp.int32), k_pages[None], v_pages[None]
     return jnp.asarray(layer_index, jnp.int32).reshape(1), k_pages, v_pages

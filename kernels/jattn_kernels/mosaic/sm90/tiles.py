@@ -4,14 +4,14 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jattn_kernels.spec import PageLayout
+from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout
 
 NUM_SMS = 132  # of an H100 or H200
 SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
@@ -37,10 +37,14 @@ def interpret_params() -> plgpu.InterpretGPUParams | None:
     return _interpret.get()
 
 
-def tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the form that TMA writes and wgmma reads; the last two axes are the tile."""
+def tile(shape: tuple[int, ...], dtype: Any, copied_columns: int | None = None) -> Any:
+    """Shared memory in the form that TMA writes and wgmma reads; the last two axes are the tile.
+
+    Args:
+        copied_columns: How many columns a copy brings, if fewer than there are.
+    """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
+    swizzle = plgpu.find_swizzle((copied_columns or shape[-1]) * itemsize * 8)
     tiling: Any = plgpu.TilingTransform  # typed as abstract
     swizzling: Any = plgpu.SwizzleTransform
     transforms = (tiling((TILED_ROWS, swizzle // itemsize)), swizzling(swizzle))
@@ -110,14 +114,21 @@ class PageCopies:
         block_kv: Keys a tile.
         page_size: Tokens a page.
         page_layout: Axes of a page.
+        combined_pool: Where keys and values are in the pool that they share.
     """
 
     block_kv: int
     page_size: int
     page_layout: PageLayout
+    combined_pool: CombinedPool | None = None
 
     def __post_init__(self):
         assert self.block_kv % self.page_size == 0 or self.page_size % self.block_kv == 0
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, block_kv: int, page_size: int) -> "PageCopies":
+        """Those of a layer's pool."""
+        return cls(block_kv, page_size, spec.page_layout, spec.combined_pool)
 
     @property
     def rows(self) -> int:
@@ -137,12 +148,52 @@ class PageCopies:
         return [table_ref[sequence, jax.lax.div(key, self.page_size)] for key in keys]
 
     def start(
-        self, pages_ref: Any, place: tuple[Any, Any], pages: list[Any], tile_index: Any, smem: Any, barrier: Any
+        self,
+        pages_ref: Any,
+        place: "PoolPlace",
+        pages: list[Any],
+        tile_index: Any,
+        smem: Any,
+        barrier: Any,
+        end_key: Any = None,
     ) -> None:
-        """Starts the copies of one tile of keys or values at a place: of a layer and head."""
-        layer, head = place
+        """Starts the copies of one tile of keys or values.
+
+        Args:
+            end_key: Nothing is read from here on: the copies that would bring nothing else only arrive.
+        """
         row = 0 if self.page_size <= self.block_kv else jax.lax.rem(tile_index * self.block_kv, self.page_size)
         rows = pl.ds(row, self.rows)
+        columns = pl.ds(0, pages_ref.shape[-1])
         for copy, page in enumerate(pages):
-            source = (layer, page, rows, head) if self.page_layout == "NHD" else (layer, page, head, rows)
-            plgpu.copy_gmem_to_smem(pages_ref.at[source], smem.at[pl.ds(copy * self.rows, self.rows)], barrier)
+            match self.combined_pool:
+                case None:
+                    where = (place.layer, page)
+                case "pages_first":
+                    where = (place.layer, page, place.of_values)
+                case "kv_first":
+                    where = (place.layer, place.of_values, page)
+            where += (rows, place.head) if self.page_layout == "NHD" else (place.head, rows)
+
+            def bring(where=where, copy=copy):
+                target = smem.at[pl.ds(copy * self.rows, self.rows), columns]
+                plgpu.copy_gmem_to_smem(pages_ref.at[where], target, barrier)
+
+            if end_key is None or copy == 0:
+                bring()
+                continue
+            is_needed = tile_index * self.block_kv + copy * self.rows < end_key
+            pl.when(is_needed)(bring)
+            pl.when(jnp.logical_not(is_needed))(lambda: plgpu.barrier_arrive(barrier))
+
+
+class PoolPlace(NamedTuple):
+    """Where in a pool a tile comes from.
+
+    Attributes:
+        of_values: 0 for keys and 1 for values, where they share a pool.
+    """
+
+    layer: Any
+    head: Any
+    of_values: int
