@@ -264,6 +264,14 @@ def test_stream_of_byte_tokens(tmp_path, run, pieces, rest):
     assert stream.finish() == rest
 
 
+def test_space_after_a_wrong_byte_is_not_the_first(tmp_path):
+    tokenizer = saved(byte_fallback(), tmp_path)
+    ids = [next(i for i in range(tokenizer.vocab_size) if tokenizer.token(i) == token) for token in ("<0xFF>", "▁de")]
+    stream = StreamDecoder(tokenizer)
+    assert [stream.push([i]) for i in ids] == ["\ufffd", " de"]
+    assert tokenizer.decode(ids) == "\ufffd de"
+
+
 def test_tokens_that_only_look_like_bytes_are_text(tmp_path):
     library = byte_fallback()
     library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
