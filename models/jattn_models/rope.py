@@ -36,7 +36,7 @@ class Rope:
 
         Raises:
             ValueError: A field is missing or out of range.
-            NotImplementedError: The type of scaling is not known.
+            NotImplementedError: The type of scaling is not known, or does not read one of the fields.
         """
         fields = _rope_parameters(config)
         given = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **config, **fields}
@@ -77,7 +77,7 @@ def _scaling(fields: Mapping[str, Any]) -> type[Scaling] | None:
     """What `rope_type`, or `type` as it was once called, names; None for none.
 
     Raises:
-        NotImplementedError: The type is not known, or there is a field that this type does not read.
+        NotImplementedError: The type is not known, or there is a field that it does not read.
     """
     rope_type = fields.get("rope_type", fields.get("type", "default"))
     if rope_type not in ("default", *SCALINGS):
