@@ -126,7 +126,8 @@ class DecodeKernel:
 
     @property
     def copies(self) -> PageCopies:
-        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size)
+        is_wider = value_columns(self.spec) > self.spec.value_dim
+        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size, tiles.TILED_ROWS if is_wider else None)
 
     def __call__(self, operands: Operands, schedule: DecodeSchedule) -> Parts:
         """Attention of all items."""
@@ -165,7 +166,7 @@ class DecodeKernel:
                 tiles.tile((sizes.stages, sizes.block_kv, spec.head_dim), self.dtype),
                 tiles.tile((sizes.stages, sizes.block_kv, width), self.dtype, copied_columns=spec.value_dim),
             ),
-            tiles.tile((sizes.block_rows, sizes.block_kv), self.dtype),
+            tiles.tile((sizes.block_rows, sizes.block_kv), self.dtype, copied_columns=spec.value_dim),
             (plgpu.SMEM((sizes.block_rows, width), jnp.float32), plgpu.SMEM((sizes.block_rows,), jnp.float32)),
             (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=2)),
             (filled, filled),
@@ -220,7 +221,6 @@ class DecodeKernel:
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def compute():
-            self._zero_unused_columns(pages_smem[1])
             slopes = self._slopes(operands)
 
             def attend_item(number, now, following, done):
@@ -376,17 +376,6 @@ class DecodeKernel:
             bit = lax.shift_right_logical(lax.broadcast_in_dim(mask, key.shape, [0]), token)
             seen &= (bit & 1) == 1
         return seen
-
-    def _zero_unused_columns(self, v_smem):
-        """Those that no copy fills, once: they are multiplied too."""
-        width, copied = value_columns(self.spec), self.spec.value_dim
-        if width == copied:
-            return
-        for stage in range(self.sizes.stages):
-            v_smem[stage, :, pl.ds(copied, width - copied)] = jnp.zeros(
-                (self.sizes.block_kv, width - copied), self.dtype
-            )
-        plgpu.commit_smem()
 
     def _store(self, acc, top, total, factor, result_smem, out_refs, item, number):
         """The result of an item: where the sequence's lies, or among the parts."""
