@@ -246,8 +246,8 @@ def make_schedule(
     plan = choose(call, implementation).implementation.schedules.get(operation)
     if plan is None:
         return None
-    facts = {"num_tokens": num_tokens, "itemsize": dtype.itemsize, "max_seq_len": max_seq_len}
-    return plan(seq_lens, cu_q_lens, spec=spec, **facts)
+    kv_itemsize = jnp.dtype(call.kv_dtype).itemsize
+    return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, kv_itemsize=kv_itemsize, max_seq_len=max_seq_len)
 
 
 def chosen(

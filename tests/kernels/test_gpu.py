@@ -83,12 +83,20 @@ def _decode_features() -> list[Case]:
         ("q_positions", {"q_positions": True, **verify}),
         ("custom_mask", {"custom_mask": True, **verify}),
         ("tree", {"tree": (-1, 0, 0, 1, 1, -1), "spec": _spec(num_q_heads=32, window_left=100), **verify, **_NO_EMPTY}),
+        *(
+            (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})
+            for kv, q, dim in itertools.product(_FP8, ("bfloat16", "float8_e4m3fn"), (64, 128, 256))
+        ),
+        ("fp8_verify_window_hnd", {**_FP8_KEYS, **verify, "spec": _spec(window_left=100, page_layout="HND")}),
+        ("fp8_dim_192_128", {**_FP8_KEYS, "q_scale": "rows", "spec": _spec(head_dim=192, v_head_dim=128)}),
         ("invariant", {"spec": _spec(batch_invariant=True), "kv_lens": (1024, 1, 64, 0, 1025, 3000)}),
         ("all", {"alibi": True, "sinks": True, "spec": _spec(logits_soft_cap=5.0, window_left=300), **verify}),
     ]
     return [_case("paged_decode", name, **fields) for name, fields in cases]
 
 
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 _WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
 _NO_EMPTY = {"kv_lens": (130, 6, 64, 7, 257, 1500)}  # each sequence holds the whole tree
 
@@ -133,7 +141,7 @@ def test_mosaic_refuses_nothing_that_it_is_made_for(case):
         operation=case.operation,
         spec=case.spec,
         q_dtype=case.dtype,
-        kv_dtype=case.dtype,
+        kv_dtype=case.kv_dtype or case.dtype,
         page_size=case.page_size,
         features=frozenset(options),
     )
