@@ -15,7 +15,7 @@ _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {"paged_decode": (64, 80, 96, 128
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {"paged_decode": (8, 16, 32, 64, 128, 256)}
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
-    "paged_decode": ("rope_theta",),
+    "paged_decode": (),
     "paged_extend": (
         *("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks"),
         *("logits_soft_cap", "window_left", "window_right", "chunk_size", "rope_theta", "combined_pool"),
@@ -56,6 +56,8 @@ def refuses(call: AttentionCall) -> str | None:
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
             return f"`mosaic` does not do `{name}` in {operation}."
+    if operation == "paged_decode" and spec.rope_theta is not None and spec.head_dim not in (128, 256):
+        return f"`mosaic` turns keys of head_dim 128 or 256, not {spec.head_dim}."
     if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
     if operation == "rotate_and_write" and heads_at_once(spec) is None:
