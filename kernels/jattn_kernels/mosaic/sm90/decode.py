@@ -85,19 +85,27 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Scra
     worker = lax.axis_index("worker")
     begin, end = operands.starts[worker], operands.starts[worker + 1]
 
+    def compute(number):
+        @pl.when(warpgroup == number)
+        def run():
+            if warpgroups > 1:
+                plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
+            Compute(config, operands, scratch, number).run(out_refs, begin, end)
+
+    def compute_apart(number):
+        # Mosaic reduces over keys by way of shared memory behind all that is allocated: so each has some more of it.
+        if number + 1 < warpgroups:
+            others = plgpu.SMEM((tiles.REDUCTION_BYTES,), jnp.int8)
+            pl.run_scoped(lambda _: compute_apart(number + 1), others, collective_axes="warpgroup")
+        compute(number)
+
+    compute_apart(0)
+
     @pl.when(warpgroup == warpgroups)
     def memory():
         if warpgroups > 1:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
         copy_all(config, operands, scratch, begin, end)
-
-    for number in range(warpgroups):
-
-        @pl.when(warpgroup == number)
-        def compute(number=number):
-            if warpgroups > 1:
-                plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
-            Compute(config, operands, scratch, number).run(out_refs, begin, end)
 
 
 def _scratch(config: DecodeConfig) -> Scratch:
@@ -108,8 +116,10 @@ def _scratch(config: DecodeConfig) -> Scratch:
     freed = plgpu.Barrier(num_barriers=stages)
     handed, hand_over = None, None
     if warpgroups > 1:
-        shapes = ((width, block_rows), (block_rows,), (block_rows,))
-        handed = tuple(plgpu.SMEM((warpgroups - 1, *shape), jnp.float32) for shape in shapes)
+        handed = (
+            tiles.tile((warpgroups - 1, width, block_rows), jnp.float32),
+            plgpu.SMEM((warpgroups - 1, block_rows), jnp.float32),
+        )
         hand_over = plgpu.Barrier(num_barriers=warpgroups - 1)
     return Scratch(
         q=plgpu.SMEM((2, *q_shape[:0:-1]), jnp.float32) if config.turns else tiles.tile(q_shape, dtype),

@@ -17,6 +17,7 @@ from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.readied import Turn, turn_keys, turn_queries_back, widen
 
 _THREADS = 128
+_OF_ROWS = plgpu.Layout.WGMMA.reduce(0)
 
 
 class _Rows(NamedTuple):
@@ -156,7 +157,7 @@ class Compute:
 
         start = _State(
             plgpu.layout_cast(jnp.zeros((config.width, self._shape[1]), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full(self._shape[1:], -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
+            plgpu.layout_cast(jnp.full(self._shape[1:], -jnp.inf, jnp.float32), _OF_ROWS),
             plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA),
         )
         turns = lax.div(jnp.maximum(item.end - item.first - self._number, 0) + warpgroups - 1, warpgroups)
@@ -166,32 +167,38 @@ class Compute:
         return _State(state.acc, state.top, state.total.sum(axis=0))
 
     def _hand_over(self, state: _State, *, is_first) -> None:
-        """Gives this warpgroup's part of an item to the first one."""
+        """Gives this warpgroup's part of an item to the first one, normalised: one number a row goes with it."""
         which = self._number - 1
+        out, log_sum = self._normalised(state)
         pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(self._scratch.handed_free.at[which]))
-        for smem, part in zip(self._scratch.handed, state, strict=True):
-            smem[which] = part
+        out_smem, log_sum_smem = self._scratch.handed
+        out_smem[which] = plgpu.layout_cast(out, plgpu.Layout.WGMMA)
+        log_sum_smem[which] = plgpu.layout_cast(log_sum, _OF_ROWS)
         plgpu.barrier_arrive(self._scratch.handed_full.at[which])
 
     def _merged(self, state: _State, other: int) -> _State:
         """The first warpgroup's part of an item with another's, always in this order."""
         which = other - 1
+        own_out, own_sum = self._normalised(state)
         plgpu.barrier_wait(self._scratch.handed_full.at[which])
-        layouts = (plgpu.Layout.WGMMA, *[plgpu.Layout.WGMMA.reduce(0)] * 2)
-        handed = _State(
-            *(
-                plgpu.load(smem.at[which], layout=layout, optimized=False)
-                for smem, layout in zip(self._scratch.handed, layouts, strict=True)
-            )
-        )
+        out_smem, log_sum_smem = self._scratch.handed
+        out = plgpu.load(out_smem.at[which], layout=plgpu.Layout.WGMMA, optimized=False)
+        log_sum = plgpu.load(log_sum_smem.at[which], layout=_OF_ROWS, optimized=False)
         plgpu.barrier_arrive(self._scratch.handed_free.at[which])
-        top = jnp.maximum(state.top, handed.top)
+        top = jnp.maximum(own_sum, log_sum)
         shift = jnp.where(top == -jnp.inf, 0.0, top)
-        weights = [jnp.exp2(part.top - shift) for part in (state, handed)]
-        spread = [lax.broadcast_in_dim(weight, state.acc.shape, [1]) for weight in weights]
-        return _State(
-            state.acc * spread[0] + handed.acc * spread[1], top, state.total * weights[0] + handed.total * weights[1]
+        own_weight, weight = jnp.exp2(own_sum - shift), jnp.exp2(log_sum - shift)
+        acc = own_out * lax.broadcast_in_dim(own_weight, out.shape, [1]) + out * lax.broadcast_in_dim(
+            weight, out.shape, [1]
         )
+        return _State(plgpu.layout_cast(acc, plgpu.Layout.WGMMA), top, plgpu.layout_cast(own_weight + weight, _OF_ROWS))
+
+    def _normalised(self, state: _State):
+        """Output, and the logarithm in base 2 of each row's sum of exponentials; 0 and -inf where it sees nothing."""
+        empty = state.top == -jnp.inf
+        safe_total = jnp.where(empty, 1.0, state.total)
+        out = state.acc / lax.broadcast_in_dim(safe_total, state.acc.shape, [1])
+        return out, jnp.where(empty, -jnp.inf, state.top + jnp.log2(safe_total))
 
     def _spread(self, of_rows):
         """A number of each row, or one for all, for every key."""
@@ -204,14 +211,14 @@ class Compute:
         if self._config.num_tokens == 1:
             return ref[item.sequence]
         rows = pl.ds(self._row_block * self._shape[1], self._shape[1])
-        return plgpu.load(ref.at[item.sequence, rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return plgpu.load(ref.at[item.sequence, rows], layout=_OF_ROWS, optimized=False)
 
     def _load_slopes(self):
         if self._operands.slopes is None:
             return None
         block = lax.div(self._head, self._config.heads_a_block) * self._config.row_blocks + self._row_block
         rows = pl.ds(block * self._shape[1], self._shape[1])
-        slopes = plgpu.load(self._operands.slopes.at[rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        slopes = plgpu.load(self._operands.slopes.at[rows], layout=_OF_ROWS, optimized=False)
         return self._spread(slopes)
 
     def _load_key_turns(self):
@@ -265,14 +272,12 @@ class Compute:
         config, head, row_block = self._config, self._head, self._row_block
         out_ref, lse_ref, part_outs_ref, part_lses_ref = out_refs
         out_smem, lse_smem = self._scratch.result
-        empty = state.top == -jnp.inf
-        safe_total = jnp.where(empty, 1.0, state.total)
-        out = state.acc / lax.broadcast_in_dim(safe_total, state.acc.shape, [1])
+        out, log_sum = self._normalised(state)
         if self._operands.out_factor is not None:
             out = out * self._operands.out_factor[head]
         plgpu.wait_smem_to_gmem(0)  # the last item's
         out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        lse_smem[...] = jnp.where(empty, -jnp.inf, (state.top + jnp.log2(safe_total)) / LOG2E)
+        lse_smem[...] = log_sum / LOG2E
         plgpu.commit_smem()
 
         @pl.when(item.parts > 1)

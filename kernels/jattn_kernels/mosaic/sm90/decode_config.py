@@ -119,7 +119,7 @@ class Scratch(NamedTuple):
         pages: `stages` tiles of keys, and of values.
         readied: A `Readied` of each compute warpgroup.
         p: Probabilities of each compute warpgroup.
-        handed: Unnormalised output, largest score and sum of each compute warpgroup but the first; None if it is alone.
+        handed: Output and logarithm of the sum of each compute warpgroup but the first; None if it is alone.
         result: Output and lse of an item.
         q_full, q_free: memory -> compute: an item's q has arrived; back: is no longer needed.
         full: memory -> compute, of keys and of values: the copies of a tile have arrived.

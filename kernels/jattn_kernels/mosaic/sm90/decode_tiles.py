@@ -42,7 +42,8 @@ class DecodeTiles:
         own = self.block_rows * self.block_kv + (self.block_rows * dim if turns else 0)
         own += (self.block_kv * dim if widens or turns else 0) + (self.block_kv * width if widens else 0)
         results = 4 * self.block_rows * (width + 1 + (self.warpgroups - 1) * (width + 2))
-        return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + tiles.RESERVED_BYTES
+        reductions = (self.warpgroups - 1) * tiles.REDUCTION_BYTES
+        return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + reductions + tiles.RESERVED_BYTES
 
 
 def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:

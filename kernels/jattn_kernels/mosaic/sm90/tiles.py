@@ -15,6 +15,7 @@ from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout
 
 NUM_SMS = 132  # of an H100 or H200
 SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
+REDUCTION_BYTES = 2 * 1024  # what Mosaic reserves for reductions across warps
 RESERVED_BYTES = 2 * 1024  # of each block: the driver's own, barriers, alignment
 WGMMA_ROWS = 64  # of one warpgroup's product
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
