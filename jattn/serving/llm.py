@@ -18,9 +18,10 @@ from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.chat import ChatTemplate
 from jattn.serving.config import EngineConfig
+from jattn.serving.drafting import NgramDrafting, check_drafter
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
-from jattn.serving.request import Request, SamplingParams, token_ids, whole_number
+from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids, whole_number
 from jattn.serving.text import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex] | np.ndarray
@@ -37,6 +38,7 @@ class RunStats:
     Attributes:
         peak_pages: In use at once while the call ran, by whichever requests.
         preemptions: Of the call's own requests.
+        drafts: What became of the tokens drafted for them; counts nothing where none are.
     """
 
     requests: int
@@ -47,6 +49,7 @@ class RunStats:
     time_to_first_token: float = 0.0
     peak_pages: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
 
 class _Latest(threading.local):
@@ -72,6 +75,8 @@ class LLM:
             it, start-up is a third shorter.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
         implementation: Which attention kernels; None lets dispatch choose.
+        speculative: Who drafts tokens for each decode step to verify, so that it gives several; None is plain decode.
+            The text is the same.
         debug_checks: Whether to check what each launch will use; slow.
         progress: Whether to show a bar on standard error while the steps compile.
 
@@ -93,9 +98,11 @@ class LLM:
         full_sampling: bool = True,
         max_logprobs: int = 20,
         implementation: str | None = None,
+        speculative: NgramDrafting | None = None,
         debug_checks: bool = False,
         progress: bool = True,
     ):
+        check_drafter(speculative)
         use_persistent_cache()
         checkpoint = Checkpoint(path)
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -107,7 +114,9 @@ class LLM:
         for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
             whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
         if num_pages is None:
-            num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, max_num_seqs * context)
+            num_draft_tokens = speculative.num_draft_tokens if speculative else 0
+            most_tokens = max_num_seqs * (context + num_draft_tokens)
+            num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, most_tokens)
         self.engine = Engine(
             model,
             EngineConfig(
@@ -122,6 +131,7 @@ class LLM:
                 full_sampling=full_sampling,
                 max_logprobs=max_logprobs,
                 implementation=implementation,
+                speculative=speculative,
                 debug_checks=debug_checks,
             ),
             eos_token_ids=eos_token_ids,
@@ -238,6 +248,7 @@ class LLM:
             with self._lock:
                 self._running.append(stats)
                 for reader in readers:
+                    reader.request.drafts = stats.drafts
                     self.engine.add(reader.request)
             for delta in self._deltas(readers):
                 stats.generated_tokens += len(delta.token_ids)
