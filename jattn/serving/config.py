@@ -3,7 +3,7 @@
 import dataclasses
 
 from jattn.compiled_steps import power_of_two_buckets
-from jattn.serving.drafting import NgramDrafting, check_drafter
+from jattn.serving.drafting import Drafter, check_drafter
 from jattn.serving.request import whole_number
 
 
@@ -49,7 +49,7 @@ class EngineConfig:
     smallest_decode_bucket: int = 8
     smallest_prefill_bucket: int = 64
     implementation: str | None = None
-    speculative: NgramDrafting | None = None
+    speculative: Drafter | None = None
     debug_checks: bool = False
 
     def __post_init__(self):

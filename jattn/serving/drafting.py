@@ -49,10 +49,10 @@ def check_drafter(value: Any) -> None:
     """Says whether `value` may be an engine's `speculative`.
 
     Raises:
-        ValueError: It is neither None nor one of the drafters.
+        ValueError: It is neither None nor a drafter.
     """
-    if value is not None and not isinstance(value, NgramDrafting):
-        raise ValueError(f"`speculative` must be None (off) or an NgramDrafting. Got {value!r}.")
+    if value is not None and not isinstance(value, Drafter):
+        raise ValueError(f"`speculative` must be None (off), an NgramDrafting or a DraftModel. Got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from jattn.page_allocator import PageAllocator
 from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
+from jattn.serving.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
@@ -65,6 +66,7 @@ class Engine:
     Args:
         model: The model; its weights stay on the device.
         config: Sizes.
+        draft_model: The one that a `DraftModel` drafts with; else None.
         eos_token_ids: Tokens that end any request that does not ignore them.
         dtype: Of the keys and values in the pool.
         progress: Whether to show a bar while the steps compile.
@@ -78,6 +80,7 @@ class Engine:
         model: CausalLM,
         config: EngineConfig,
         *,
+        draft_model: CausalLM | None = None,
         eos_token_ids: tuple[int, ...] = (),
         dtype: Any = jnp.float32,
         progress: bool = False,
@@ -86,8 +89,16 @@ class Engine:
             raise ValueError(
                 f"`max_context_len` must not exceed the model's {model.context_len}. Got {config.max_context_len}."
             )
+        if (draft_model is not None) != isinstance(config.speculative, DraftModel):
+            raise ValueError(
+                "`draft_model` must be given if `speculative` is a DraftModel, and only then. "
+                f"Got draft_model={type(draft_model).__name__}, speculative={config.speculative!r}."
+            )
         self.config = config
-        self._make_pool = functools.partial(fitting_pool, model.kv_groups, config, dtype)
+        served = model
+        if draft_model is not None:
+            served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
+        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config, dtype)
         self._pool = self._make_pool()
         self.allocator = PageAllocator(config.num_pages)
         self.scheduler = Scheduler(
@@ -105,13 +116,13 @@ class Engine:
             FlashAttentionConfig(
                 max_context_len=config.most_keys,
                 page_size=config.page_size,
-                layers=model.attention_layers,
+                layers=served.attention_layers,
                 dtype=jnp.dtype(dtype).name,
                 implementation=config.implementation,
                 speculative_num_draft_tokens=1 + config.num_draft_tokens,
             )
         )
-        graph, self._weights = nnx.split(model)
+        graph, self._weights = nnx.split(served)
         self._state = self._empty_state()
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)
         parts = (graph, backend, self._max_logprobs)

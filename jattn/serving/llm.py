@@ -18,7 +18,8 @@ from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.chat import ChatTemplate
 from jattn.serving.config import EngineConfig
-from jattn.serving.drafting import NgramDrafting, check_drafter
+from jattn.serving.draft_model import DraftModel
+from jattn.serving.drafting import Drafter, check_drafter
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids, whole_number
@@ -98,7 +99,7 @@ class LLM:
         full_sampling: bool = True,
         max_logprobs: int = 20,
         implementation: str | None = None,
-        speculative: NgramDrafting | None = None,
+        speculative: Drafter | None = None,
         debug_checks: bool = False,
         progress: bool = True,
     ):
@@ -110,13 +111,15 @@ class LLM:
         eos_token_ids = _eos_token_ids(checkpoint)
         weights_dtype = _dtype(dtype)
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
+        draft_model = speculative.load(checkpoint, dtype=weights_dtype) if isinstance(speculative, DraftModel) else None
         context = model.context_len if max_context_len is None else max_context_len
         for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
             whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
         if num_pages is None:
             num_draft_tokens = speculative.num_draft_tokens if speculative else 0
             most_tokens = max_num_seqs * (context + num_draft_tokens)
-            num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, most_tokens)
+            groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
+            num_pages = _default_pages(groups, page_size, weights_dtype, most_tokens)
         self.engine = Engine(
             model,
             EngineConfig(
@@ -134,6 +137,7 @@ class LLM:
                 speculative=speculative,
                 debug_checks=debug_checks,
             ),
+            draft_model=draft_model,
             eos_token_ids=eos_token_ids,
             dtype=weights_dtype,
             progress=progress,

@@ -7,14 +7,20 @@ from importlib.metadata import entry_points
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jattn.checkpoint import Checkpoint
+from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import make_pool
 from jattn.model import model_class
+from jattn.serving import engine as engine_module
 from jattn.serving.config import EngineConfig
+from jattn.serving.draft_model import DraftModel
 from jattn.serving.drafting import NgramDrafting
 from jattn.serving.engine import Engine
-from jattn.serving.request import SamplingParams
+from jattn.serving.request import DraftCounts, SamplingParams
 from jattn.serving.text import Tokenizer
 from tests.jattn.prompt_lookup import counted, prompt_lookup
 from tests.jattn.tiny import run
@@ -30,6 +36,7 @@ PLAIN = EngineConfig(
     full_sampling=False,
 )
 NGRAM = NgramDrafting(num_draft_tokens=4)
+DRAFT = DraftModel(num_layers=3, num_draft_tokens=3)
 REPETITIVE = "x = [1, 2, 3, 4, 5]\n" * 4
 TEXTS = (
     REPETITIVE,
@@ -50,14 +57,55 @@ def bundled(dtype="float32"):
     return model_class(checkpoint().architecture).from_checkpoint(checkpoint(), dtype=jnp.dtype(dtype))
 
 
+@functools.cache
+def draft_model():
+    return DRAFT.load(checkpoint(), dtype=jnp.float32)
+
+
+@functools.cache
+def forward(model):
+    """Logits after each token of a text that is padded to the context, by one pass over all of it."""
+    length, page_size = PLAIN.max_context_len, PLAIN.page_size
+    pages, index = length // page_size, jnp.arange(length, dtype=jnp.int32)
+    dtype = model.vocabulary.embedding.dtype
+    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=length, page_size=page_size, dtype=dtype.name))
+
+    @jax.jit
+    def logits(tokens):
+        batch = ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=tokens,
+            positions=index,
+            seq_lens=jnp.array([length], jnp.int32),
+            cu_q_lens=jnp.array([0, length], jnp.int32),
+            out_cache_loc=(index + page_size,),
+            page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],),
+        )
+        pool = make_pool(model.kv_groups, num_pages=pages + 1, page_size=page_size, dtype=dtype)
+        hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)
+        return model.compute_logits(hidden)
+
+    return logits
+
+
+def logits(model, text):
+    padded = np.zeros(PLAIN.max_context_len, np.int32)
+    padded[: len(text)] = text
+    return np.asarray(forward(model)(padded))[: len(text)]
+
+
 def encode(text):
     return Tokenizer(checkpoint().path).encode(text)
 
 
 @functools.cache
 def engine_of(name):
-    drafters = {"plain": None, "ngram": NGRAM}
-    return Engine(bundled(), dataclasses.replace(PLAIN, speculative=drafters[name]))
+    drafter = {"plain": None, "ngram": NGRAM, "draft_model": DRAFT}[name]
+    return Engine(
+        bundled(),
+        dataclasses.replace(PLAIN, speculative=drafter),
+        draft_model=draft_model() if drafter is DRAFT else None,
+    )
 
 
 @pytest.fixture
@@ -65,7 +113,7 @@ def plain():
     return engine_of("plain")
 
 
-@pytest.fixture(params=["ngram"])
+@pytest.fixture(params=["ngram", "draft_model"])
 def engine(request):
     return engine_of(request.param)
 
@@ -98,7 +146,7 @@ def outcome(request):
 )
 def test_crowd_with_preemption_has_the_text_of_plain_decode(plain, engine, sampling):
     prompts = mixed_prompts()
-    params = [SamplingParams(max_tokens=5 + 8 * i, ignore_eos=True, **sampling) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=5 + 5 * i, ignore_eos=True, **sampling) for i in range(len(prompts))]
     expected = served(plain, prompts, params)
     found = served(engine, prompts, params)
     assert list(map(outcome, found)) == list(map(outcome, expected))
@@ -106,8 +154,8 @@ def test_crowd_with_preemption_has_the_text_of_plain_decode(plain, engine, sampl
     assert sum(request.drafts.accepted for request in found)
 
 
-def test_repetitive_text_comes_several_tokens_a_step(engine):
-    (request,) = served(engine, [encode(REPETITIVE)], [dataclasses.replace(GREEDY, max_tokens=100)])
+def test_repetitive_text_comes_several_tokens_a_step():
+    (request,) = served(engine_of("ngram"), [encode(REPETITIVE)], [dataclasses.replace(GREEDY, max_tokens=100)])
     assert request.drafts.tokens_per_step > 2
     assert request.drafts.acceptance_rate > 0.4
 
@@ -206,8 +254,47 @@ def test_no_compilation_in_100_steps_of_changing_batches(engine):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 60])
-def test_counts_are_those_of_a_hand_count(max_tokens):
-    engine = engine_of("ngram")
+def test_counts_are_those_of_a_hand_count(engine, max_tokens):
+    """Exactly, so the draft model's keys are right too, whatever was rejected before."""
     for prompt in mixed_prompts()[:6]:
         (request,) = served(engine, [prompt], [dataclasses.replace(GREEDY, max_tokens=max_tokens)])
-        assert request.drafts == counted(prompt, request.generated, prompt_lookup)
+        propose = prompt_lookup if engine is engine_of("ngram") else decoded_by_draft_model
+        assert request.drafts == counted(prompt, request.generated, propose)
+
+
+def decoded_by_draft_model(text):
+    """What the cut-down checkpoint would go on with, from a pass over the whole text for each token."""
+    text = list(text)
+    for _ in range(DRAFT.num_draft_tokens):
+        text.append(int(np.argmax(logits(draft_model(), text)[-1])))
+    return text[-DRAFT.num_draft_tokens :]
+
+
+def test_draft_model_that_is_the_model_itself_is_always_right(monkeypatch):
+    """Also where tokens are drawn: it draws with the same noise."""
+    monkeypatch.setattr(engine_module, "VARIANTS", ("plain",))
+    drafter = dataclasses.replace(DRAFT, num_layers=4)
+    config = dataclasses.replace(PLAIN, speculative=drafter)
+    engine = Engine(bundled(), config, draft_model=drafter.load(checkpoint(), dtype=jnp.float32))
+    prompts = mixed_prompts()
+    params = [SamplingParams(max_tokens=1 + 4 * 7, temperature=1.0, seed=i, ignore_eos=True) for i in range(12)]
+    for request in served(engine, prompts, params):
+        if not request.num_preemptions:
+            assert request.drafts == DraftCounts(steps=7, tokens=28, drafted=21, accepted=21)
+
+
+def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(monkeypatch):
+    """As good: nearer to each other than twice the error of a bfloat16 logit, measured against float32."""
+    monkeypatch.setattr(engine_module, "VARIANTS", ("greedy",))
+    model, prompts = bundled("bfloat16"), mixed_prompts()
+    texts = []
+    for drafter in (None, NGRAM):
+        engine = Engine(model, dataclasses.replace(PLAIN, speculative=drafter), dtype=jnp.bfloat16)
+        texts.append([request.generated for request in served(engine, prompts, [GREEDY] * len(prompts))])
+    for prompt, expected, found in zip(prompts, *texts, strict=True):
+        differing = [i for i, pair in enumerate(zip(expected, found, strict=True)) if len(set(pair)) > 1]
+        if differing:
+            before = prompt + expected[: differing[0]]
+            exact, rounded = logits(bundled(), before), logits(model, before)
+            second, best = np.sort(rounded[-1])[-2:]
+            assert best - second < 2 * np.max(np.abs(rounded - exact))
