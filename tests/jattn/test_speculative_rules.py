@@ -8,19 +8,28 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.serving import engine as engine_module
 from jattn.serving.drafting import NgramDrafting
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from tests.jattn.tiny import CONFIG, VOCAB, run, sampled, tiny_engine, tiny_model
+from tests.jattn.tiny import CONFIG, VOCAB, run, sampled, tiny_model
 
 # Rewards what was seen, so that greedy text repeats itself and drafted runs are accepted.
 REPEATING = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=-0.5)
 
 
 @functools.cache
-def speculative_engine():
-    drafter = NgramDrafting(num_draft_tokens=3)
-    return Engine(tiny_model(), dataclasses.replace(CONFIG, num_pages=19, speculative=drafter))
+def engines():
+    """Of plain decode, and of drafts; each with the one variant that serves every request."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "VARIANTS", ("full",))
+        speculative = dataclasses.replace(CONFIG, num_pages=19, speculative=NgramDrafting(num_draft_tokens=3))
+        return Engine(tiny_model(), CONFIG), Engine(tiny_model(), speculative)
+
+
+@pytest.fixture(autouse=True)
+def full_variant(monkeypatch):
+    monkeypatch.setattr(engine_module, "_variant", lambda requests: "full")
 
 
 def random_prompt(seed):
@@ -51,7 +60,7 @@ def served(engine):
 
 def test_crowd_follows_each_ones_rules_as_in_plain_decode():
     """With preemption; each place of a drafted run counts the tokens before it."""
-    expected, found = served(tiny_engine()), served(speculative_engine())
+    expected, found = map(served, engines())
     assert {name: r.generated for name, r in found.items()} == {name: r.generated for name, r in expected.items()}
     assert any(request.num_preemptions for request in found.values())
     for name in ("frequency", "logprobs", "presence", "repetition", "tiring"):
@@ -79,17 +88,18 @@ def test_stop_token_amid_a_run_comes_no_earlier_than_it_may(min_tokens):
     params = SamplingParams(
         max_tokens=12, temperature=0.0, min_tokens=min_tokens, stop_token_ids=(42,), logit_bias={42: 1000, 7: 900}
     )
-    request = speculative_engine().make_request([1, 7, 7, 7, 7], params)
-    run(speculative_engine(), [request])
+    _, engine = engines()
+    request = engine.make_request([1, 7, 7, 7, 7], params)
+    run(engine, [request])
     assert request.generated == [7] * min_tokens + [42]
     assert request.finish_reason == "stop"
 
 
 def test_nan_logits_end_their_request_where_plain_decode_ends_it(monkeypatch):
-    engine, results = speculative_engine(), []
+    results = []
     prompt, params = [400, 401, 402], sampled(seed=9, max_tokens=10)
     neighbours = [([i, *range(i, 4 * i)], sampled(seed=i, max_tokens=10)) for i in (1, 2, 3)]
-    for engine in (tiny_engine(), speculative_engine()):
+    for engine in engines():
         clean = engine.make_request(prompt, params)
         run(engine, [clean])
         weights = nnx.clone(engine._weights)
