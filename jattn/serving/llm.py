@@ -116,10 +116,9 @@ class LLM:
         for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
             whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
         if num_pages is None:
-            num_draft_tokens = speculative.num_draft_tokens if speculative else 0
-            most_tokens = max_num_seqs * (context + num_draft_tokens)
+            pages_each = -(-(context + (speculative.num_draft_tokens if speculative else 0)) // page_size)
             groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
-            num_pages = _default_pages(groups, page_size, weights_dtype, most_tokens)
+            num_pages = _default_pages(groups, page_size, weights_dtype, max_num_seqs * pages_each)
         self.engine = Engine(
             model,
             EngineConfig(
@@ -303,8 +302,8 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ()
 
 
-def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_tokens: int) -> int:
-    """Pages for `most_tokens` in full pages, or as many as the device holds beside the weights."""
+def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_pages: int) -> int:
+    """`most_pages` beside the reserved one, or as many as the device holds beside the weights."""
     if page_size < 1:
         raise ValueError(f"`page_size` must be at least 1. Got {page_size}.")
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -317,4 +316,4 @@ def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_
             f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
             f"Got {page_size}."
         )
-    return min(-(-most_tokens // page_size) + 1, fitting)
+    return min(most_pages + 1, fitting)
