@@ -74,8 +74,7 @@ class Setup(NamedTuple):
     compile_s: float
     state: LoopState
     pool: KVPool
-    rows: np.ndarray
-    new_pages: np.ndarray
+    plan: np.ndarray
 
 
 def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: str | None = None) -> Setup:
@@ -109,12 +108,12 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
         )
     )
     rows = np.arange(workload.batch, dtype=np.int32)
-    new_pages = np.full(workload.batch, -1, np.int32)
-    decode = functools.partial(Steps(model.graph, backend, workload.page).decode, variant="greedy")
-    plan = StepPlan(decode, (model.weights, state, pool, rows, new_pages), donate=(1, 2))
+    decode_plan = np.stack([rows, np.zeros_like(rows), np.asarray(page_table)[:, 0]], axis=1)  # no page is opened
+    decode = functools.partial(Steps(model.graph, backend).decode, variant="greedy")
+    plan = StepPlan(decode, (model.weights, state, pool, decode_plan), donate=(1, 2))
     start = time.perf_counter()
     compiled = compile_steps({workload.name: plan})
-    return Setup(compiled, time.perf_counter() - start, state, pool, rows, new_pages)
+    return Setup(compiled, time.perf_counter() - start, state, pool, decode_plan)
 
 
 class Loop:
@@ -124,7 +123,7 @@ class Loop:
         self._step = setup.steps[workload.name]
         self._weights = model.weights
         self._state, self._pool = setup.state, setup.pool
-        self._arguments = (setup.rows, setup.new_pages)
+        self._plan = setup.plan
         self._ctx = workload.ctx
 
     def rewind(self, steps: int) -> int:
@@ -138,7 +137,7 @@ class Loop:
         """Takes `steps` steps and waits for the last."""
         before = None
         for _ in range(steps):
-            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, *self._arguments)
+            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, self._plan)
             output.tokens.copy_to_host_async()
             if before is not None:
                 np.asarray(before)

@@ -5,6 +5,8 @@ from importlib import import_module
 _LAZY = {
     "LLM": "jattn.serving.llm",
     "SamplingParams": "jattn.serving.request",
+    "NgramDrafting": "jattn.serving.drafting",
+    "DraftModel": "jattn.serving.draft_model",
     "RequestOutput": "jattn.serving.outputs",
     "Completion": "jattn.serving.outputs",
     "Delta": "jattn.serving.outputs",

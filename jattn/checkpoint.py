@@ -1,6 +1,8 @@
 """Checkpoint: a Hugging Face model folder, read without running anything that it holds."""
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from jattn.safetensors_file import SafetensorsFile
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth")
 
 
@@ -64,6 +67,31 @@ class Checkpoint:
                 f"Tensor {name!r} of {self._files[name].path} must have shape {list(shape)}. Got {list(tensor.shape)}."
             )
         return tensor
+
+    def cut_down(self, num_layers: int) -> "Checkpoint":
+        """The checkpoint with its first layers alone, as a draft model for itself.
+
+        Raises:
+            ValueError: It has fewer layers, or does not say how many.
+        """
+        total = self.config.get("num_hidden_layers")
+        if not isinstance(total, int) or not 1 <= num_layers <= total:
+            raise ValueError(
+                f"`num_layers` must be at least 1 and at most the checkpoint's `num_hidden_layers`={total}. "
+                f"Got {num_layers}."
+            )
+        cut = copy.copy(self)
+        # A list of so many entries has one for each layer, such as `layer_types`.
+        by_layer = [name for name, value in self.config.items() if isinstance(value, list) and len(value) == total]
+        cut.config = self.config | {name: self.config[name][:num_layers] for name in by_layer}
+        cut.config["num_hidden_layers"] = num_layers
+        numbers = {name: _LAYER_NUMBER.search(name) for name in self._files}
+        cut._files = {
+            name: file
+            for name, file in self._files.items()
+            if not (number := numbers[name]) or int(number[1]) < num_layers
+        }
+        return cut
 
     def _architecture(self) -> str:
         architectures = self.config.get("architectures")

@@ -3,7 +3,6 @@
 import contextlib
 import enum
 import os
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import entry_points, version
@@ -13,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from jattn.interrupts import Interrupts
 
 # jax takes seconds to import, so the commands import the library when they run, and --help does not.
 
@@ -36,6 +37,11 @@ _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(12
 
 # Where neither a flag nor the checkpoint says how to sample.
 DEFAULT_SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class Speculative(enum.StrEnum):
+    NGRAM = "ngram"
+    DRAFT_MODEL = "draft-model"
 
 
 class DType(enum.StrEnum):
@@ -131,6 +137,23 @@ def generate(
     max_context_len: Annotated[
         int | None, typer.Option(help="Longest text in tokens, prompt included; the model's own by default.")
     ] = None,
+    speculative: Annotated[
+        Speculative | None,
+        typer.Option(
+            help="Let each step verify drafted tokens: the same text in fewer steps. `ngram` drafts what followed the "
+            "last tokens earlier on; `draft-model` asks a smaller model."
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[int, typer.Option(help="Tokens to draft in each step, with --speculative.")] = 4,
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", parser=_path, help="The draft model's checkpoint folder; the model's own by default."
+        ),
+    ] = None,
+    draft_layers: Annotated[
+        int | None, typer.Option(help="How many of its first layers the draft model has; all by default.")
+    ] = None,
 ) -> None:
     """Continue prompts with a model.
 
@@ -168,8 +191,9 @@ def generate(
         if system is not None and not chat:
             raise ValueError("`--system` needs `--chat`.")
         prompts = given_prompts or list(DEFAULT_PROMPTS)
+        drafter = _drafter(speculative, num_draft_tokens, draft_model, draft_layers)
 
-        with _Interrupts() as interrupts:
+        with Interrupts() as interrupts:
             from jattn.serving.llm import LLM
 
             llm = LLM(
@@ -180,6 +204,7 @@ def generate(
                 max_num_seqs=max_num_seqs,
                 max_context_len=max_context_len,
                 full_sampling=sampling_params.has_logit_rules,
+                speculative=drafter,
             )
             tokens = chats and [llm.tokenizer.encode(text, add_special_tokens=False) for text in chats]
             deltas = interrupts.deltas(llm.stream(tokens or prompts, sampling_params))
@@ -243,6 +268,24 @@ def _chats(path: Path, prompts: Sequence[str], system: str | None) -> list[str]:
     return [template.render([*before, {"role": "user", "content": prompt}]) for prompt in prompts]
 
 
+def _drafter(
+    speculative: Speculative | None, num_draft_tokens: int, draft_model: Path | None, layers: int | None
+) -> Any:
+    if speculative is not Speculative.DRAFT_MODEL and (draft_model is not None or layers is not None):
+        raise ValueError("`--draft-model` and `--draft-layers` need `--speculative draft-model`.")
+    if speculative is None:
+        return None
+    if speculative is Speculative.NGRAM:
+        from jattn.serving.drafting import NgramDrafting
+
+        return NgramDrafting(num_draft_tokens=num_draft_tokens)
+    from jattn.serving.draft_model import DraftModel
+
+    if draft_model is None and layers is None:
+        raise ValueError("`--speculative draft-model` needs `--draft-model`, `--draft-layers` or both.")
+    return DraftModel(checkpoint=draft_model, num_layers=layers, num_draft_tokens=num_draft_tokens)
+
+
 def _default_checkpoint() -> Path:
     for announced in entry_points(group="jattn.checkpoints", name="default"):
         return announced.load()()
@@ -259,49 +302,6 @@ def _default_sampling(path: Path) -> dict[str, Any]:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"{path / 'generation_config.json'} must give a number as `{name}`. Got {value!r}.")
     return DEFAULT_SAMPLING | {name: value for name, value in said.items() if value is not None}
-
-
-class _Interrupts:
-    """Ctrl-C, remembered, since what a signal raises inside JAX can get lost. It raises as usual but within `deltas`.
-
-    As a context it handles the signal, unless that is ignored, as in the background, or another's affair.
-    """
-
-    def __init__(self):
-        self._seen = self._between_deltas = False
-
-    def __enter__(self) -> "_Interrupts":
-        self._handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._handles:
-            signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._handles:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def deltas(self, deltas: Iterable[Any]) -> Iterator[Any]:
-        """The deltas; Ctrl-C ends them after one, and a second one raises.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, now or since the context began.
-        """
-        self._between_deltas = True
-        self._check()
-        for delta in deltas:
-            yield delta
-            self._check()
-        self._between_deltas = False
-
-    def _interrupt(self, *_: Any) -> None:
-        waits = self._between_deltas and not self._seen
-        self._seen = True
-        if not waits:
-            raise KeyboardInterrupt
-
-    def _check(self) -> None:
-        if self._seen:
-            raise KeyboardInterrupt
 
 
 def _print_text(deltas: Iterable[Any], prompts: Sequence[str], n: int = 1) -> dict[int, str]:
@@ -390,6 +390,9 @@ def _print_summary(stats: Any) -> None:
     table.add_row("tokens/s", f"{rate:,.1f}")
     table.add_row("time to first token", f"{stats.time_to_first_token:.3f} s")
     table.add_row("pages used at peak", f"{stats.peak_pages:,} of {stats.num_pages:,}")
+    if stats.drafts.steps:
+        table.add_row("tokens a step", f"{stats.drafts.tokens_per_step:.2f}")
+        table.add_row("drafted tokens accepted", f"{stats.drafts.accepted:,} of {stats.drafts.drafted:,}")
     console = Console(stderr=True, highlight=False)
     console.print()
     console.print(table)

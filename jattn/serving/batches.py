@@ -11,17 +11,21 @@ from jattn.serving.scheduler import Chunk
 from jattn.serving.steps import PrefillBatch, Variant
 
 
-def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The requests' rows, and the page that each one's new token opens (-1: none), padded to `bucket`."""
-    rows = np.full(bucket, config.max_num_seqs, np.int32)
-    new_pages = np.full(bucket, -1, np.int32)
+def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> np.ndarray:
+    """What a decode launch takes (`LoopState.with_pages`): rows and their last pages, padded to `bucket`.
+
+    The last pages include those that this launch's tokens open. Where they go in the row's table only the host knows.
+    """
+    width = config.pages_a_step
+    plan = np.zeros((bucket, 2 + width), np.int32)
+    plan[:, 0] = config.max_num_seqs
     for i, request in enumerate(requests):
         assert request.row is not None
-        rows[i] = request.row
-        page, offset = divmod(request.num_computed - 1, config.page_size)
-        if offset == 0:
-            new_pages[i] = request.pages[page]
-    return rows, new_pages
+        column = max(0, len(request.pages) - width)
+        last_pages = request.pages[column:]
+        plan[i, :2] = request.row, column
+        plan[i, 2 : 2 + len(last_pages)] = last_pages
+    return plan
 
 
 def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, variant: Variant) -> PrefillBatch:
@@ -38,6 +42,7 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, varian
             max_pages=config.max_pages,
             max_stop_ids=config.max_stop_ids,
             max_logit_bias=config.max_logit_bias if is_full else None,
+            with_limits=config.speculative is not None,
             numpy=np,
         ),
         next_ids=_host_array(bucket, 0, np.int32) if is_full else None,
@@ -73,6 +78,8 @@ def _fill_row(rows: LoopState, i: int, request: Request) -> None:
     rows.page_table[i, : len(request.pages)] = request.pages
     stop_ids = sorted(request.stop_ids)
     rows.stop_ids[i, : len(stop_ids)] = stop_ids
+    if rows.tokens:
+        rows.tokens.limits[i] = request.limit
     params = request.params
     rows.sampling.temperature[i] = params.temperature
     rows.sampling.top_k[i] = params.top_k

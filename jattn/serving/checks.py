@@ -8,22 +8,22 @@ from jattn.serving.steps import PrefillBatch
 from jattn_kernels.validate import validate
 
 
-def check_decode(state: LoopState, rows: np.ndarray, new_pages: np.ndarray, config: EngineConfig) -> None:
+def check_decode(state: LoopState, plan: np.ndarray, config: EngineConfig) -> None:
     """Checks what a decode launch will use; waits for the launches that make `state`.
 
     Raises:
         ValueError: A length is longer than its page table, a page is not in the pool, or a slot is of the reserved page
             or written twice.
     """
-    real = rows < config.max_num_seqs
-    rows, new_pages = rows[real], new_pages[real]
+    plan = plan[plan[:, 0] < config.max_num_seqs]
+    rows, columns, pages = plan[:, 0], plan[:, 1], plan[:, 2:]
+    q_len = 1 + config.num_draft_tokens
     live = ~np.asarray(state.finished)[rows]
-    seq_lens = np.where(live, np.asarray(state.seq_lens)[rows] + 1, 0)
+    seq_lens = np.where(live, np.asarray(state.seq_lens)[rows] + q_len, 0)
     page_table = np.asarray(state.page_table)[rows]
-    column = (seq_lens - 1) // config.page_size
-    opens = live & (new_pages >= 0) & (column < config.max_pages)
-    page_table[opens, column[opens]] = new_pages[opens]
-    _check(page_table, seq_lens, np.cumsum([0, *live]), len(rows), config)
+    for i, column in enumerate(columns):
+        page_table[i, column : column + pages.shape[1]] = pages[i, : config.max_pages - column]
+    _check(page_table, seq_lens, np.cumsum([0, *(live * q_len)]), len(rows) * q_len, config)
 
 
 def check_prefill(batch: PrefillBatch, config: EngineConfig) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jattn.compiled_steps import power_of_two_buckets
+from jattn.serving.drafting import Drafter, check_drafter
 from jattn.serving.request import whole_number
 
 
@@ -28,6 +29,8 @@ class EngineConfig:
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
         implementation: Which kernels to use; None lets dispatch choose.
+        speculative: Who drafts tokens that each decode step verifies beside a row's own, so that it gives several; None
+            is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool.
         debug_checks: Whether each launch waits for those before it, and the page tables, lengths and slots that it
             will use are checked first. Slow.
     """
@@ -46,6 +49,7 @@ class EngineConfig:
     smallest_decode_bucket: int = 8
     smallest_prefill_bucket: int = 64
     implementation: str | None = None
+    speculative: Drafter | None = None
     debug_checks: bool = False
 
     def __post_init__(self):
@@ -57,11 +61,27 @@ class EngineConfig:
             if value is not None or field.type is int:
                 rule = f"`{field.name}` must be a whole number of at least {least}."
                 object.__setattr__(self, field.name, whole_number(value, rule, least))
+        check_drafter(self.speculative)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that a decode step verifies beside each row's own."""
+        return self.speculative.num_draft_tokens if self.speculative else 0
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of the longest request, those of drafted tokens past its end included."""
+        return self.max_context_len + self.num_draft_tokens
 
     @property
     def max_pages(self) -> int:
         """Width of a page table."""
-        return -(-self.max_context_len // self.page_size)
+        return -(-self.most_keys // self.page_size)
+
+    @property
+    def pages_a_step(self) -> int:
+        """Pages that a decode step may open for a row."""
+        return -(-(1 + self.num_draft_tokens) // self.page_size)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:

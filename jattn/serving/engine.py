@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,18 +15,20 @@ from flax import nnx
 from jattn.backend import backend_class
 from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
 from jattn.flash_attention import FlashAttentionConfig
-from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
 from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
+from jattn.serving.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.logprobs import Logprob, TokenLogprobs
-from jattn.serving.loop_state import LoopState, empty_rows
+from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
+from jattn.serving.pool_memory import fitting_pool
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
-from jattn.serving.steps import NO_TOKEN, VARIANTS, StepOutput, Steps, Variant
+from jattn.serving.steps import NO_TOKEN, UNUSED, VARIANTS, StepOutput, Steps, Variant
+from jattn.serving.verification import SpeculativeSteps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Engine:
     Args:
         model: The model; its weights stay on the device.
         config: Sizes.
+        draft_model: The one that a `DraftModel` drafts with; else None.
         eos_token_ids: Tokens that end any request that does not ignore them.
         dtype: Of the keys and values in the pool.
         progress: Whether to show a bar while the steps compile.
@@ -78,6 +80,7 @@ class Engine:
         model: CausalLM,
         config: EngineConfig,
         *,
+        draft_model: CausalLM | None = None,
         eos_token_ids: tuple[int, ...] = (),
         dtype: Any = jnp.float32,
         progress: bool = False,
@@ -86,8 +89,16 @@ class Engine:
             raise ValueError(
                 f"`max_context_len` must not exceed the model's {model.context_len}. Got {config.max_context_len}."
             )
+        if (draft_model is not None) != isinstance(config.speculative, DraftModel):
+            raise ValueError(
+                "`draft_model` must be given if `speculative` is a DraftModel, and only then. "
+                f"Got draft_model={type(draft_model).__name__}, speculative={config.speculative!r}."
+            )
         self.config = config
-        self._make_pool = functools.partial(_make_pool, model, config, dtype)
+        served = model
+        if draft_model is not None:
+            served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
+        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config, dtype)
         self._pool = self._make_pool()
         self.allocator = PageAllocator(config.num_pages)
         self.scheduler = Scheduler(
@@ -97,22 +108,25 @@ class Engine:
             prefill_tokens=config.prefill_tokens,
             prefill_seqs=config.prefill_seqs,
             max_chunk_tokens=config.max_chunk_tokens,
+            num_draft_tokens=config.num_draft_tokens,
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = model.vocab_size
         backend = backend_class("flash_attention")(
             FlashAttentionConfig(
-                max_context_len=config.max_context_len,
+                max_context_len=config.most_keys,
                 page_size=config.page_size,
-                layers=model.attention_layers,
+                layers=served.attention_layers,
                 dtype=jnp.dtype(dtype).name,
                 implementation=config.implementation,
+                speculative_num_draft_tokens=1 + config.num_draft_tokens,
             )
         )
-        graph, self._weights = nnx.split(model)
+        graph, self._weights = nnx.split(served)
         self._state = self._empty_state()
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)
-        steps = Steps(graph, backend, config.page_size, self._max_logprobs)
+        parts = (graph, backend, self._max_logprobs)
+        steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
         self.compiled_steps = compile_steps(self._plans(steps), progress=progress)
         self._in_flight: deque[_Launch] = deque()
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
@@ -237,7 +251,11 @@ class Engine:
             max_pages=config.max_pages,
             max_stop_ids=config.max_stop_ids,
             max_logit_bias=config.max_logit_bias if config.full_sampling else None,
+            with_limits=config.speculative is not None,
         )
+        if state.tokens:
+            ids = jnp.zeros((config.max_num_seqs, config.max_context_len), jnp.int32)
+            state = dataclasses.replace(state, tokens=TokenRecord(limits=state.tokens.limits, ids=ids))
         if not config.full_sampling:
             return state
         history = empty_history(config.max_num_seqs, self._vocab_size, config.max_context_len)
@@ -262,22 +280,36 @@ class Engine:
             launch = self._in_flight.popleft()
             output = jax.device_get(launch.output)
             self._read_prompt_logprobs(launch.chunks, output.prompt_logprobs)
-            for i, (request, token) in enumerate(zip(launch.requests, output.tokens.tolist(), strict=False)):
+            tokens = output.tokens.reshape(len(output.tokens), -1).tolist()
+            for row, (request, of_row) in enumerate(zip(launch.requests, tokens, strict=False)):
                 if request is None or request.finished:
                     continue
-                logprobs = None
-                if token == NO_TOKEN:
-                    token = None
-                    self.scheduler.finish(request, "error")
-                else:
-                    if output.logprobs is not None and request.params.logprobs is not None:
-                        # In its place before the token is: a call cut short between the two loses neither.
-                        logprobs = output.logprobs.at(i, token, request.params.logprobs)
-                        request.logprobs[len(request.generated) :] = [logprobs]
-                    request.generated.append(token)
-                    self._finish_if_complete(request)
-                events.append(TokenEvent(request, token, request.finish_reason, logprobs))
+                if output.drafts is not None:
+                    self._note_drafts(request, of_row, *output.drafts[row].tolist())
+                for place, token in enumerate(of_row, row * len(of_row)):
+                    if token == UNUSED or request.finished:
+                        break
+                    events.append(self._read_token(request, token, place, output.logprobs))
         return events
+
+    def _read_token(self, request: Request, token: int, place: int, of_launch: TokenLogprobs | None) -> TokenEvent:
+        """A token of a launch; its log-probabilities are in `place`."""
+        if token == NO_TOKEN:
+            self.scheduler.finish(request, "error")
+            return TokenEvent(request, None, request.finish_reason)
+        logprobs = None
+        if of_launch is not None and request.params.logprobs is not None:
+            # In its place before the token is: a call cut short between the two loses neither.
+            logprobs = of_launch.at(place, token, request.params.logprobs)
+            request.logprobs[len(request.generated) :] = [logprobs]
+        request.generated.append(token)
+        self._finish_if_complete(request)
+        return TokenEvent(request, token, request.finish_reason, logprobs)
+
+    def _note_drafts(self, request: Request, tokens: list[int], drafted: int, accepted: int) -> None:
+        num_tokens = sum(token >= 0 for token in tokens)
+        self.scheduler.note_accepted(request, max(0, num_tokens - 1))
+        request.drafts.note_step(num_tokens, drafted, accepted)
 
     def _read_prompt_logprobs(self, chunks: Sequence[Chunk], logprobs: TokenLogprobs | None) -> None:
         begin = 0
@@ -291,11 +323,11 @@ class Engine:
 
     def _launch_decode(self, requests: list[Request]) -> None:
         bucket = smallest_bucket(self.config.decode_buckets, len(requests))
-        rows, new_pages = decode_batch(requests, bucket, self.config)
+        plan = decode_batch(requests, bucket, self.config)
         if self.config.debug_checks:
             assert self._state is not None
-            check_decode(self._state, rows, new_pages, self.config)
-        self._launch(("decode", bucket, _variant(requests)), list(requests), rows, new_pages)
+            check_decode(self._state, plan, self.config)
+        self._launch(("decode", bucket, _variant(requests)), list(requests), plan)
 
     def _launch_prefill(self, chunks: list[Chunk]) -> None:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -326,7 +358,7 @@ class Engine:
             decode = functools.partial(steps.decode, variant=variant)
             prefill = functools.partial(steps.prefill, variant=variant)
             for size in self.config.decode_buckets:
-                arguments = (*held, *decode_batch([], size, self.config))
+                arguments = (*held, decode_batch([], size, self.config))
                 plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2))
             for size in self.config.prefill_buckets:
                 arguments = (*held, prefill_batch([], size, self.config, variant))
@@ -350,26 +382,3 @@ def _variant(requests: list[Request]) -> Variant:
     if any(_needs_full(request.params) for request in requests):
         return "full"
     return "greedy" if all(request.params.temperature == 0 for request in requests) else "plain"
-
-
-def _make_pool(model: CausalLM, config: EngineConfig, dtype: Any) -> KVPool:
-    size = config.num_pages * sum(group.page_bytes(config.page_size, dtype) for group in model.kv_groups)
-    too_large = (
-        f"`num_pages` must be lower or `page_size` smaller: the pool needs {size} bytes, more than there are. "
-        f"Got num_pages={config.num_pages}, page_size={config.page_size}."
-    )
-    if size > _memory_bytes():
-        raise ValueError(too_large)
-    try:
-        pool = make_pool(model.kv_groups, num_pages=config.num_pages, page_size=config.page_size, dtype=dtype)
-        return jax.block_until_ready(pool)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise ValueError(too_large) from error
-
-
-def _memory_bytes() -> int:
-    """The memory of the device, or of the host where that is the device."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,9 +18,11 @@ from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.chat import ChatTemplate
 from jattn.serving.config import EngineConfig
+from jattn.serving.draft_model import DraftModel
+from jattn.serving.drafting import Drafter, check_drafter
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
-from jattn.serving.request import Request, SamplingParams, token_ids, whole_number
+from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids, whole_number
 from jattn.serving.text import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex] | np.ndarray
@@ -37,6 +39,7 @@ class RunStats:
     Attributes:
         peak_pages: In use at once while the call ran, by whichever requests.
         preemptions: Of the call's own requests.
+        drafts: What became of the tokens drafted for them; counts nothing where none are.
     """
 
     requests: int
@@ -47,6 +50,7 @@ class RunStats:
     time_to_first_token: float = 0.0
     peak_pages: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
 
 class _Latest(threading.local):
@@ -72,6 +76,8 @@ class LLM:
             it, start-up is a third shorter.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
         implementation: Which attention kernels; None lets dispatch choose.
+        speculative: Who drafts tokens for each decode step to verify, so that it gives several; None is plain decode.
+            The text is the same.
         debug_checks: Whether to check what each launch will use; slow.
         progress: Whether to show a bar on standard error while the steps compile.
 
@@ -93,9 +99,11 @@ class LLM:
         full_sampling: bool = True,
         max_logprobs: int = 20,
         implementation: str | None = None,
+        speculative: Drafter | None = None,
         debug_checks: bool = False,
         progress: bool = True,
     ):
+        check_drafter(speculative)
         use_persistent_cache()
         checkpoint = Checkpoint(path)
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -103,11 +111,14 @@ class LLM:
         eos_token_ids = _eos_token_ids(checkpoint)
         weights_dtype = _dtype(dtype)
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
+        draft_model = speculative.load(checkpoint, dtype=weights_dtype) if isinstance(speculative, DraftModel) else None
         context = model.context_len if max_context_len is None else max_context_len
         for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
             whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
         if num_pages is None:
-            num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, max_num_seqs * context)
+            pages_each = -(-(context + (speculative.num_draft_tokens if speculative else 0)) // page_size)
+            groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
+            num_pages = _default_pages(groups, page_size, weights_dtype, max_num_seqs * pages_each)
         self.engine = Engine(
             model,
             EngineConfig(
@@ -122,8 +133,10 @@ class LLM:
                 full_sampling=full_sampling,
                 max_logprobs=max_logprobs,
                 implementation=implementation,
+                speculative=speculative,
                 debug_checks=debug_checks,
             ),
+            draft_model=draft_model,
             eos_token_ids=eos_token_ids,
             dtype=weights_dtype,
             progress=progress,
@@ -238,6 +251,7 @@ class LLM:
             with self._lock:
                 self._running.append(stats)
                 for reader in readers:
+                    reader.request.drafts = stats.drafts
                     self.engine.add(reader.request)
             for delta in self._deltas(readers):
                 stats.generated_tokens += len(delta.token_ids)
@@ -288,8 +302,8 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return ()
 
 
-def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_tokens: int) -> int:
-    """Pages for `most_tokens` in full pages, or as many as the device holds beside the weights."""
+def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_pages: int) -> int:
+    """`most_pages` beside the reserved one, or as many as the device holds beside the weights."""
     if page_size < 1:
         raise ValueError(f"`page_size` must be at least 1. Got {page_size}.")
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -302,4 +316,4 @@ def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_
             f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
             f"Got {page_size}."
         )
-    return min(-(-most_tokens // page_size) + 1, fitting)
+    return min(most_pages + 1, fitting)

@@ -82,6 +82,23 @@ class TokenHistory:
         """The history after each row chose a token; a row out of range writes nowhere."""
         return dataclasses.replace(self, output_counts=self.output_counts.at[rows, tokens].add(1, mode="drop"))
 
+    def along(self, drafts: Int[Array, "B drafts"]) -> "TokenHistory":
+        """The rows' histories at each place of a drafted run, row by row: before it, after its first token, and so on.
+
+        Args:
+            drafts: The runs; a negative number is no token.
+        """
+        num_rows, length = drafts.shape[0], drafts.shape[1] + 1
+        place = jnp.arange(num_rows * length, dtype=jnp.int32)[:, None]
+        nowhere = self.in_prompt.shape[1]
+        is_before = jnp.arange(length - 1, dtype=jnp.int32)[None] < place % length
+        before = jnp.where(is_before & (drafts >= 0)[place[:, 0] // length], drafts[place[:, 0] // length], nowhere)
+        counts = jnp.repeat(self.output_counts, length, axis=0)
+        return TokenHistory(
+            in_prompt=jnp.repeat(self.in_prompt, length, axis=0),
+            output_counts=counts.at[place, before].add(1, mode="drop"),
+        )
+
 
 def empty_history(num_rows: int, vocab_size: int, max_context_len: int) -> TokenHistory:
     """The history of rows that no request uses yet; counts are as wide as a context needs."""

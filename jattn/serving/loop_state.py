@@ -16,6 +16,21 @@ from jattn.serving.sampler import SamplingState
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenRecord:
+    """What drafting must know of each row's text.
+
+    Attributes:
+        limits: Tokens that the row may have at most, prompt included.
+        ids: The row's tokens so far, by position; past them those of a former request. None in what the host sends.
+    """
+
+    limits: Int[Array, " R"]
+    ids: Int[Array, "R max_context_len"] | None = None
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopState:
     """Rows of requests; donated to every launch.
 
@@ -28,10 +43,11 @@ class LoopState:
         page_table: Each row's pages; 0 past its last page.
         sampling: How each row's tokens are chosen.
         stop_ids: Tokens that end a row; padded with -1.
-        finished: Rows that met a stop token, or logits that are not finite. They stay inert until a prefill takes the
-            row over.
+        finished: Rows that met a stop token, or logits that are not finite, or their limit amid drafted tokens. They
+            stay inert until a prefill takes the row over.
         rules: What rows ask of their logits beyond `sampling`; None where the engine serves no such request.
         history: The tokens that the rows with rules have seen; likewise.
+        tokens: What drafting must know; None where nothing is drafted.
     """
 
     last_tokens: Int[Array, " R"]
@@ -42,6 +58,7 @@ class LoopState:
     finished: Bool[Array, " R"]
     rules: LogitRules | None = None
     history: TokenHistory | None = None
+    tokens: TokenRecord | None = None
 
     def take(self, rows: Int[Array, " B"]) -> "LoopState":
         """The named rows, zeros for padding."""
@@ -63,14 +80,41 @@ class LoopState:
         in_force = self.rules.in_force.at[rows].set(False, mode="drop")
         return dataclasses.replace(self, rules=dataclasses.replace(self.rules, in_force=in_force))
 
+    def with_tokens(
+        self, rows: Int[Array, "..."], positions: Int[Array, "..."], token_ids: Int[Array, "..."]
+    ) -> "LoopState":
+        """The state with tokens on record, if there is one; a row out of range writes nowhere."""
+        if self.tokens is None:
+            return self
+        assert self.tokens.ids is not None
+        ids = self.tokens.ids.at[rows, positions].set(token_ids, mode="drop")
+        return dataclasses.replace(self, tokens=dataclasses.replace(self.tokens, ids=ids))
+
+    def with_pages(self, plan: Int[Array, "B plan"]) -> "LoopState":
+        """The state with pages in the rows' tables.
+
+        Args:
+            plan: Of each row its index, a column of its table, and the pages that stand from there on.
+        """
+        rows, columns, pages = plan[:, :1], plan[:, 1:2], plan[:, 2:]
+        columns += jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
+        return dataclasses.replace(self, page_table=self.page_table.at[rows, columns].set(pages, mode="drop"))
+
 
 def empty_rows(
-    num_rows: int, *, max_pages: int, max_stop_ids: int, max_logit_bias: int | None = None, numpy: Any = jnp
+    num_rows: int,
+    *,
+    max_pages: int,
+    max_stop_ids: int,
+    max_logit_bias: int | None = None,
+    with_limits: bool = False,
+    numpy: Any = jnp,
 ) -> LoopState:
     """Rows that no request uses yet, made by `numpy`: jax.numpy for the device, NumPy for the host.
 
     Args:
         max_logit_bias: Tokens with a bias that a row may have; None is rows without rules.
+        with_limits: Whether rows have a record of their tokens, still without ids.
     """
     zeros = functools.partial(numpy.zeros, num_rows)
     return LoopState(
@@ -87,4 +131,5 @@ def empty_rows(
         stop_ids=numpy.full((num_rows, max_stop_ids), -1, jnp.int32),
         finished=zeros(jnp.bool_),
         rules=None if max_logit_bias is None else empty_rules(num_rows, max_logit_bias, numpy),
+        tokens=TokenRecord(limits=zeros(jnp.int32)) if with_limits else None,
     )

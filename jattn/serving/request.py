@@ -204,6 +204,40 @@ class RequestStatus(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclasses.dataclass(kw_only=True)
+class DraftCounts:
+    """What became of drafted tokens, of one request or of several.
+
+    Attributes:
+        steps: Decode steps, one for each request that took part.
+        tokens: Tokens that came of them.
+        drafted: Tokens that were drafted for them.
+        accepted: Drafted tokens that are among those that came.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def note_step(self, tokens: int, drafted: int, accepted: int) -> None:
+        """Counts a step of one request."""
+        self.steps += 1
+        self.tokens += tokens
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the drafted tokens that were accepted; None if none was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that a decode step gives a request, in the mean; None if there was no step."""
+        return self.tokens / self.steps if self.steps else None
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
     """The host's record of one request; the scheduler moves it from status to status.
@@ -220,8 +254,10 @@ class Request:
         finish_reason: Why it ended; None before.
         row: Its row of the device's loop state while it has one.
         pages: Its pages of the pool, in order.
-        num_computed: Tokens whose keys are in the pool once all launches so far have run.
+        num_computed: Tokens whose keys are in the pool once all launches so far have run; at least.
+        num_unsure: Drafted tokens of launches not read yet: so many more keys there may be.
         num_preemptions: How often it lost its pages to earlier requests.
+        drafts: What became of the tokens drafted for it; requests may share their counts.
     """
 
     number: int
@@ -237,7 +273,9 @@ class Request:
     row: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     num_computed: int = 0
+    num_unsure: int = 0
     num_preemptions: int = 0
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
     @property
     def tokens(self) -> list[int]:

@@ -1,7 +1,8 @@
 """The scheduler: which requests get pages and go into the next launches; host only, no arrays.
 
 It plans with lengths that no stop token has shortened yet: a row that has ended on the device stays planned until the
-host has read its last token, and writes nowhere meanwhile.
+host has read its last token, and writes nowhere meanwhile. Where tokens are drafted it plans with the greatest lengths
+that the launches under way may give, until the host has read how many tokens they gave.
 """
 
 import dataclasses
@@ -29,9 +30,10 @@ class Chunk:
 class Scheduler:
     """First come, first served: admission by free pages, preemption of the latest arrival by recompute.
 
-    A step plans one token for every running request, and beside them chunks of prompts under a budget of tokens:
-    however long a prompt is, a decode waits for one prefill launch at most. The budget goes to the earliest arrivals
-    first, as in vLLM and SGLang; with `max_chunk_tokens` below it, what a long prompt leaves goes to those behind it.
+    A step plans one token for every running request, and what is drafted after it; beside them chunks of prompts under
+    a budget of tokens: however long a prompt is, a decode waits for one prefill launch at most. The budget goes to the
+    earliest arrivals first, as in vLLM and SGLang; with `max_chunk_tokens` below it, what a long prompt leaves goes to
+    those behind it.
 
     Args:
         allocator: The pool's pages; the scheduler alone takes and returns them.
@@ -39,6 +41,8 @@ class Scheduler:
         max_num_seqs: Requests that hold a row at the same time.
         prefill_tokens, prefill_seqs: Bounds of one prefill launch.
         max_chunk_tokens: Bound of one request's part of it; None is `prefill_tokens`.
+        num_draft_tokens: Tokens that each request's decode verifies beside its own. Their keys are written whether or
+            not they are accepted, so that a request needs room for so many more.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Scheduler:
         prefill_tokens: int,
         prefill_seqs: int,
         max_chunk_tokens: int | None = None,
+        num_draft_tokens: int = 0,
     ):
         self._allocator = allocator
         self._page_size = page_size
@@ -57,6 +62,7 @@ class Scheduler:
         self._prefill_seqs = prefill_seqs
         self._max_chunk_tokens = max_chunk_tokens or prefill_tokens
         self._max_num_seqs = max_num_seqs
+        self._num_draft_tokens = num_draft_tokens
         self._free_rows = list(reversed(range(max_num_seqs)))
         self._waiting: deque[Request] = deque()
         self._admitted: list[Request] = []  # in order of arrival
@@ -75,10 +81,12 @@ class Scheduler:
         Raises:
             ValueError: The pool could not hold the request even if it were alone.
         """
-        needed = self.pages_for(request.limit)
+        most = request.limit + self._num_draft_tokens
+        needed = self.pages_for(most)
         if needed > self._allocator.num_pages:
+            drafted = f", {self._num_draft_tokens} of them drafted," if self._num_draft_tokens else ""
             raise ValueError(
-                f"The request may grow to {request.limit} tokens and needs {needed} pages of {self._page_size}; "
+                f"The request may grow to {most} tokens{drafted} and needs {needed} pages of {self._page_size}; "
                 f"the pool has {self._allocator.num_pages}. Lower `max_tokens` or make the pool larger."
             )
 
@@ -95,10 +103,10 @@ class Scheduler:
 
     def must_preempt(self) -> bool:
         """Whether the next decode launch needs more pages than are free."""
-        return sum(self._needs_page(request) for request in self._decodable()) > self._allocator.num_free
+        return sum(self._lacking_pages(request) for request in self._decodable()) > self._allocator.num_free
 
     def plan_decode(self) -> list[Request]:
-        """The requests of the next decode launch, each with a page for its next token.
+        """The requests of the next decode launch, each with pages for its next tokens.
 
         A preempted request starts over with what `Request.generated` holds, so every launch must have been read
         when `must_preempt` says so.
@@ -106,17 +114,23 @@ class Scheduler:
         self.peak_pages = 0
         planned = []
         for request in self._decodable():
-            while request.status is RequestStatus.RUNNING and self._needs_page(request):
-                if self._allocator.num_free:
-                    request.pages += self._allocator.allocate(1)
+            while request.status is RequestStatus.RUNNING and (lacking := self._lacking_pages(request)):
+                if lacking <= self._allocator.num_free:
+                    request.pages += self._allocator.allocate(lacking)
                 else:
                     self._preempt(self._admitted[-1])
             if request.status is RequestStatus.RUNNING:
                 planned.append(request)
         for request in planned:
             request.num_computed += 1
+            request.num_unsure += self._num_draft_tokens
         self._note_peak()
         return planned
+
+    def note_accepted(self, request: Request, num_accepted: int) -> None:
+        """Tells how many of a decode launch's drafted tokens were accepted, once the launch is read."""
+        request.num_computed += num_accepted
+        request.num_unsure -= self._num_draft_tokens
 
     def plan_prefill(self) -> list[Chunk]:
         """The parts of prompts that go into the next prefill launch, earliest arrivals first."""
@@ -159,7 +173,8 @@ class Scheduler:
         """
         requests = [r for r in dict.fromkeys([*self._admitted, *self._waiting]) if not r.finished]
         for request in requests:
-            request.status, request.row, request.pages, request.num_computed = RequestStatus.WAITING, None, [], 0
+            request.status, request.row, request.pages = RequestStatus.WAITING, None, []
+            request.num_computed = request.num_unsure = 0
         self._allocator = allocator
         self._free_rows = list(reversed(range(self._max_num_seqs)))
         self._waiting = deque(requests)  # before `_admitted` is emptied: this call may be cut short too
@@ -169,14 +184,15 @@ class Scheduler:
     def _decodable(self) -> list[Request]:
         return [r for r in self._admitted if r.status is RequestStatus.RUNNING and not r.at_limit]
 
-    def _needs_page(self, request: Request) -> bool:
-        return self.pages_for(request.num_computed + 1) > len(request.pages)
+    def _lacking_pages(self, request: Request) -> int:
+        longest = min(request.num_computed + request.num_unsure + 1, request.limit)
+        return max(0, self.pages_for(longest + self._num_draft_tokens) - len(request.pages))
 
     def _admit(self) -> None:
         while self._waiting and self._free_rows:
             request = self._waiting[0]
             # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
-            needed = self.pages_for(min(request.num_tokens + 1, request.limit))
+            needed = self.pages_for(min(request.num_tokens + 1, request.limit) + self._num_draft_tokens)
             if needed > self._allocator.num_free:
                 return
             request.pages = self._allocator.allocate(needed)
@@ -188,7 +204,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self._waiting.appendleft(request)
         self._release(request)
-        request.num_computed = 0
+        request.num_computed = request.num_unsure = 0
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
 

@@ -16,6 +16,7 @@ from jattn.kv_pool import KVPool
 from jattn.serving.logit_rules import apply_rules
 from jattn.serving.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
 from jattn.serving.loop_state import LoopState
+from jattn.serving.passes import decode_pass, slots
 from jattn.serving.sampler import sample
 
 # What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
@@ -23,6 +24,7 @@ Variant = Literal["greedy", "plain", "full"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 NO_TOKEN = -1  # in a token's place: the row's logits were not finite
+UNUSED = -2  # in a token's place: the row has no more of them from this step
 
 
 @typing.no_type_check
@@ -58,14 +60,33 @@ class StepOutput:
     """What the host reads of a launch.
 
     Attributes:
-        tokens: Each row's next token.
-        logprobs: Its log-probabilities, in the full variant.
+        tokens: Each row's next token; of a step that verifies, those that it accepts, and UNUSED past the last.
+        logprobs: Its log-probabilities, in the full variant; of a step that verifies, place by place of each row.
         prompt_logprobs: Those of `PrefillBatch.next_ids`, in the full variant of a prefill.
+        drafts: Of a step that verifies, how many tokens were drafted for each row, and how many of them accepted.
     """
 
-    tokens: Int[Array, " B"]
+    tokens: Int[Array, " B"] | Int[Array, "B D"]
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    drafts: Int[Array, "B 2"] | None = None
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The token chosen at each of N places.
+
+    Attributes:
+        tokens: Whatever, where the logits are not finite.
+        broken: Whether the logits are not finite.
+        stopped: Whether the token is a stop token of its row.
+    """
+
+    tokens: Int[Array, " N"]
+    broken: Bool[Array, " N"]
+    stopped: Bool[Array, " N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +96,11 @@ class Steps:
     Attributes:
         graph: The model without its arrays (`nnx.split`).
         backend: Attention for every layer.
-        page_size: Tokens a page.
         max_logprobs: Likeliest tokens whose log-probabilities the full variant gives.
     """
 
     graph: nnx.GraphDef
     backend: AttentionBackend
-    page_size: int
     max_logprobs: int = 0
 
     def prefill(
@@ -105,12 +124,14 @@ class Steps:
                 positions=positions,
                 seq_lens=seq_lens,
                 cu_q_lens=batch.cu_q_lens,
-                out_cache_loc=(self._slots(pool, batch.values.page_table, owner, positions, real),),
+                out_cache_loc=(slots(pool, batch.values.page_table, owner, positions, real),),
                 page_tables=(batch.values.page_table,),
             ),
         )
         last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
         state = state.put(batch.rows, batch.values)
+        row_of_token = jnp.where(real, batch.rows[owner], state.finished.shape[0])
+        state = state.with_tokens(row_of_token, positions, batch.input_ids)
         prompt = None
         if variant == "full":
             assert state.history
@@ -139,54 +160,33 @@ class Steps:
         weights: Any,
         state: LoopState,
         pool: KVPool,
-        rows: Int[Array, " B"],
-        new_pages: Int[Array, " B"],
+        plan: Int[Array, "B plan"],
         *,
         variant: Variant,
     ) -> tuple[StepOutput, LoopState, KVPool]:
-        """One more token for each of `rows`; finished and padded rows write nowhere. State and pool are donated.
+        """One more token for each row; finished and padded rows write nowhere. State and pool are donated.
 
         Args:
-            new_pages: The page that each row's new token opens; -1 where its page is open already.
+            plan: The rows and their last pages, as `LoopState.with_pages` takes them.
         """
-        opens_page = jnp.where(new_pages >= 0, rows, state.finished.shape[0])
-        column = state.seq_lens.at[rows].get(mode="fill", fill_value=0) // self.page_size
-        page_table = state.page_table.at[opens_page, column].set(new_pages, mode="drop")
-        state = dataclasses.replace(state, page_table=page_table)
+        rows, state = plan[:, 0], state.with_pages(plan)
         values = state.take(rows)
         live = (rows < state.finished.shape[0]) & ~values.finished
-        positions = jnp.where(live, values.seq_lens, 0)
-        seq_lens = positions + live.astype(jnp.int32)
-        index = jnp.arange(rows.shape[0], dtype=jnp.int32)
-        hidden, pool = self._forward(
-            weights,
-            pool,
-            ForwardBatch(
-                forward_mode=ForwardMode.DECODE,
-                input_ids=values.last_tokens,
-                positions=positions,
-                seq_lens=seq_lens,
-                cu_q_lens=jnp.arange(rows.shape[0] + 1, dtype=jnp.int32),
-                out_cache_loc=(self._slots(pool, values.page_table, index, positions, live),),
-                page_tables=(values.page_table,),
-            ),
-        )
-        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(seq_lens, mode="drop"))
+        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live)
+        hidden, pool = self._forward(weights, pool, batch)
+        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
         output, state = self._sampled(weights, hidden, state, rows, live=live, variant=variant)
         return output, state, pool
 
-    def _forward(self, weights, pool, forward_batch):
-        model = nnx.merge(self.graph, weights)
-        metadata = self.backend.init_forward_metadata(forward_batch)
-        return model(forward_batch, metadata, self.backend, pool)
+    def _model(self, weights):
+        return nnx.merge(self.graph, weights)
 
-    def _slots(self, pool, page_table, owner, positions, written):
-        """Where each token's key goes: a slot of its owner's pages, or out of range."""
-        page = page_table[owner, positions // self.page_size]
-        return jnp.where(written, page * self.page_size + positions % self.page_size, pool.groups[0].num_slots)
+    def _forward(self, weights, pool, forward_batch):
+        metadata = self.backend.init_forward_metadata(forward_batch)
+        return self._model(weights)(forward_batch, metadata, self.backend, pool)
 
     def _logits(self, weights, hidden):
-        return nnx.merge(self.graph, weights).compute_logits(hidden)
+        return self._model(weights).compute_logits(hidden)
 
     def _sampled(self, weights, hidden, state, rows, *, live, variant):
         """The live rows' next tokens, drawn with each row's key for the position they will have.
@@ -194,25 +194,39 @@ class Steps:
         A row whose logits are not finite has finished, and yields NO_TOKEN.
         """
         values = state.take(rows)
-        logits = ruled = self._logits(weights, hidden)
-        if variant == "full":
-            ruled = apply_rules(logits, values.rules, values.history, values.stop_ids, values.seq_lens)
-        tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
-        broken = not_finite(logits)
-        stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
+        logits = self._logits(weights, hidden)
+        choice = choose(logits, values, variant)
+        tokens = choice.tokens
         rows = jnp.where(live, rows, state.finished.shape[0])
         state = dataclasses.replace(
             state,
             last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
-            finished=state.finished.at[rows].set(stopped | broken, mode="drop"),
+            finished=state.finished.at[rows].set(choice.stopped | choice.broken, mode="drop"),
         )
-        output = StepOutput(tokens=jnp.where(broken, NO_TOKEN, tokens))
+        state = state.with_tokens(rows, values.seq_lens, tokens)
+        output = StepOutput(tokens=jnp.where(choice.broken, NO_TOKEN, tokens))
         if variant != "full":
             return output, state
         state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
         wanted = live & values.rules.in_force & values.rules.wants_logprobs
         logprobs = token_logprobs(logits, tokens, wanted, top=self.max_logprobs)
         return dataclasses.replace(output, logprobs=logprobs), state
+
+
+def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant) -> Choice:
+    """Chooses a token at each place as its row asks.
+
+    Args:
+        values: The row of each place; `seq_lens` is the position of the token to be chosen.
+    """
+    ruled = logits
+    if variant == "full":
+        assert values.rules
+        assert values.history
+        ruled = apply_rules(logits, values.rules, values.history, values.stop_ids, values.seq_lens)
+    tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
+    stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
+    return Choice(tokens=tokens, broken=not_finite(logits), stopped=stopped)
 
 
 def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:

@@ -66,7 +66,7 @@ def test_loop_writes_pool_pages_that_the_rows_own(model):
 
 def test_loop_notices_rows_that_stand_still(model):
     loop = Loop(model, WORKLOAD, set_up(model, WORKLOAD, steps=4))
-    loop._arguments = (np.full(3, 99, np.int32), loop._arguments[1])
+    loop._plan = np.full_like(loop._plan, 99)
     with pytest.raises(RuntimeError, match="Rows must grow by a token a step"):
         loop.timed(4)
 

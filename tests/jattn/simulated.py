@@ -41,7 +41,8 @@ class SimulatedDevice:
 
     def __call__(self, key, weights, state, pool, *arguments):
         if key[0] == "decode":
-            rows, _ = arguments
+            (plan,) = arguments
+            rows = plan[:, 0]
             num_tokens = int(np.sum(rows < self._num_rows))
         else:
             (batch,) = arguments

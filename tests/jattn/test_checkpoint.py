@@ -203,3 +203,27 @@ def test_wrong_index_is_refused(sharded, index, message):
     write(sharded / "model.safetensors.index.json", index)
     with pytest.raises(ValueError, match=message):
         Checkpoint(sharded)
+
+
+def test_cut_down_checkpoint_has_the_first_layers_alone(folder):
+    names = ["embed", "norm", *(f"model.layers.{i}.weight" for i in range(12))]
+    save_file({name: np.zeros(1, np.float32) for name in names}, folder / "model.safetensors")
+    layer_types = [str(i) for i in range(12)]
+    write(folder / "config.json", CONFIG | {"num_hidden_layers": 12, "layer_types": layer_types, "other": [1, 2]})
+    checkpoint = Checkpoint(folder)
+    cut = checkpoint.cut_down(2)
+    assert set(cut.tensor_names) == {"embed", "norm", "model.layers.0.weight", "model.layers.1.weight"}
+    assert cut.config == CONFIG | {"num_hidden_layers": 2, "layer_types": ["0", "1"], "other": [1, 2]}
+    assert len(checkpoint.tensor_names) == 14
+    assert checkpoint.config["num_hidden_layers"] == 12
+    assert cut.read("model.layers.1.weight").shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_layers"), [({"num_hidden_layers": 2}, 3), ({"num_hidden_layers": 2}, 0), ({}, 1)]
+)
+def test_checkpoint_is_cut_to_layers_that_it_has(folder, layers, num_layers):
+    write(folder / "config.json", CONFIG | layers)
+    total = layers.get("num_hidden_layers")
+    with pytest.raises(ValueError, match=rf"at most the checkpoint's `num_hidden_layers`={total}. Got {num_layers}"):
+        Checkpoint(folder).cut_down(num_layers)

@@ -14,18 +14,17 @@ from jattn.serving.scheduler import Chunk
 from tests.jattn.tiny import run, sampled, tiny_engine
 
 CONFIG = EngineConfig(num_pages=8, page_size=4, max_num_seqs=3, max_context_len=16, prefill_tokens=16, prefill_seqs=2)
-NONE = -1
 
 
-def decode_arguments(**changes):
-    """Rows of 6, 8 and no tokens; the second one's next token opens page 5. `changes` go into the state's arrays."""
+def decode_arguments(new_page=5, **changes):
+    """Rows of 6, 8 and no tokens; the second one's next token opens a page. `changes` go into the state's arrays."""
     state = empty_rows(3, max_pages=4, max_stop_ids=1, numpy=np)
     state.seq_lens[:] = 6, 8, 0
     state.page_table[:2, :2] = [[1, 2], [3, 4]]
     state.finished[2] = True
     for name, (index, value) in changes.items():
         getattr(state, name)[index] = value
-    return state, np.array([0, 1, 2, 3], np.int32), np.array([NONE, 5, NONE, NONE], np.int32)
+    return state, np.array([[0, 0, 1], [1, 2, new_page], [2, 0, 6], [3, 0, 0]], np.int32)
 
 
 def test_decode_within_its_pages_passes():
@@ -33,25 +32,23 @@ def test_decode_within_its_pages_passes():
 
 
 def test_finished_row_is_not_looked_at():
-    check_decode(*decode_arguments(page_table=((2, 0), 99), seq_lens=(2, 77)), CONFIG)
+    check_decode(*decode_arguments(page_table=((2, 1), 99), seq_lens=(2, 77)), CONFIG)
 
 
 @pytest.mark.parametrize(
     ("changes", "new_page", "sentence"),
     [
         ({"page_table": ((0, 1), 99)}, 5, r"`page_table` must hold pages in 0 \.\. 7\. Got page_table\[0, 1\]=99"),
-        ({"page_table": ((0, 0), -1)}, 5, r"Got page_table\[0, 0\]=-1"),
+        ({"page_table": ((1, 0), -1)}, 5, r"Got page_table\[1, 0\]=-1"),
         ({"seq_lens": (0, 16)}, 5, r"`seq_lens` must be in 0 \.\. 16, .* Got seq_lens\[0\]=17"),
         ({}, 8, r"Got page_table\[1, 2\]=8"),
-        ({}, NONE, r"each slot once and none of page 0, .* Got slot 0 of page 0 1 times"),
+        ({}, 0, r"each slot once and none of page 0, .* Got slot 0 of page 0 1 times"),
         ({"seq_lens": (0, 8), "page_table": ((0, 2), 5)}, 5, r"Got slot 20 of page 5 2 times"),
     ],
 )
 def test_decode_out_of_its_pages_is_refused(changes, new_page, sentence):
-    state, rows, new_pages = decode_arguments(**changes)
-    new_pages[1] = new_page
     with pytest.raises(ValueError, match=sentence):
-        check_decode(state, rows, new_pages, CONFIG)
+        check_decode(*decode_arguments(new_page, **changes), CONFIG)
 
 
 def prefill_arguments(pages=((1, 2), (3,))):

@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 import jattn.checkpoint
 from jattn import cli
-from jattn.serving.request import SamplingParams
+from jattn.serving.draft_model import DraftModel
+from jattn.serving.drafting import NgramDrafting
+from jattn.serving.request import DraftCounts, SamplingParams
 
 
 @dataclasses.dataclass
@@ -37,6 +39,7 @@ class Stats:
     time_to_first_token: float = 0.25
     peak_pages: int = 7
     num_pages: int = 99
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
 
 class FakeLLM:
@@ -108,8 +111,46 @@ def test_generate_hands_on_the_defaults(llm):
     assert llm.path == Path("folder")
     assert llm.prompts == ["x"]
     sizes = {"page_size": 16, "num_pages": None, "max_num_seqs": 8, "max_context_len": None}
-    assert llm.options == {"dtype": "auto", "full_sampling": False} | sizes
+    assert llm.options == {"dtype": "auto", "full_sampling": False, "speculative": None} | sizes
     assert llm.sampling_params == SamplingParams(temperature=0.8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--speculative ngram", NgramDrafting(num_draft_tokens=4)),
+        ("--speculative ngram --num-draft-tokens 7", NgramDrafting(num_draft_tokens=7)),
+        ("--speculative draft-model --draft-layers 2", DraftModel(num_layers=2, num_draft_tokens=4)),
+        ("--speculative draft-model --draft-model small", DraftModel(checkpoint=Path("small"), num_draft_tokens=4)),
+    ],
+)
+def test_speculative_flags_make_the_drafter(llm, flags, expected):
+    assert generate("--prompt", "x", *flags.split()).exit_code == 0
+    assert llm.options["speculative"] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--draft-layers 2", "`--draft-model` and `--draft-layers` need `--speculative draft-model`."),
+        ("--speculative ngram --draft-model x", "`--draft-layers` need `--speculative draft-model`."),
+        ("--speculative draft-model", "needs `--draft-model`, `--draft-layers` or both."),
+        ("--speculative ngram --num-draft-tokens 0", "`num_draft_tokens` must be a whole number of at least 1. Got 0."),
+    ],
+)
+def test_speculative_flags_that_do_not_go_together_are_refused(llm, flags, sentence):
+    result = generate("--prompt", "x", *flags.split())
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+
+
+def test_summary_tells_what_drafting_gave(llm):
+    llm.stats = Stats(drafts=DraftCounts(steps=1000, tokens=2340, drafted=4000, accepted=1340))
+    lines = [" ".join(line.split()) for line in generate("--prompt", "x").stderr.splitlines()]
+    assert "tokens a step 2.34" in lines
+    assert "drafted tokens accepted 1,340 of 4,000" in lines
+    llm.stats = Stats()
+    assert "tokens a step" not in generate("--prompt", "x").stderr
 
 
 def test_generate_hands_on_every_flag(llm):
@@ -119,7 +160,7 @@ def test_generate_hands_on_every_flag(llm):
     sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64"
     assert generate("--prompt", "x", *flags.split(), *sizes.split()).exit_code == 0
     sizes = {"page_size": 8, "num_pages": 20, "max_num_seqs": 2, "max_context_len": 64}
-    assert llm.options == {"dtype": "bfloat16", "full_sampling": True} | sizes
+    assert llm.options == {"dtype": "bfloat16", "full_sampling": True, "speculative": None} | sizes
     assert llm.sampling_params == SamplingParams(
         n=3,
         max_tokens=5,
@@ -399,7 +440,7 @@ def test_generate_interrupt_that_got_lost_while_loading_still_counts(llm):
 def test_generate_leaves_an_ignored_interrupt_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with cli._Interrupts() as interrupts:
+        with cli.Interrupts() as interrupts:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             assert list(interrupts.deltas([1, 2])) == [1, 2]
     finally:

@@ -16,6 +16,7 @@ from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
 from jattn.model import model_class
 from jattn.serving import engine as engine_module
+from jattn.serving import pool_memory
 from jattn.serving import scheduler as scheduler_module
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
@@ -224,7 +225,7 @@ def test_pool_that_the_allocator_refuses_is_refused(model, monkeypatch):
     def exhausted(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(engine_module, "make_pool", exhausted)
+    monkeypatch.setattr(pool_memory, "make_pool", exhausted)
     with pytest.raises(ValueError, match=r"pool needs \d+ bytes, .* Got num_pages=24"):
         Engine(model, SMALL)
 

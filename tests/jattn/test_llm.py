@@ -159,18 +159,18 @@ PAGE_BYTES = 2 * 16 * 4 * (8 + 8) * 4
 
 
 @pytest.mark.parametrize(
-    ("stats", "most_tokens", "pages"),
+    ("stats", "most_pages", "pages"),
     [
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
-        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 33, 4),
+        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 3, 4),
         (None, 10**9, 2**30 // PAGE_BYTES),
     ],
     ids=["share_of_the_free_memory", "what_requests_can_use", "no_stats"],
 )
-def test_default_pages_fit_the_device(monkeypatch, stats, most_tokens, pages):
+def test_default_pages_fit_the_device(monkeypatch, stats, most_pages, pages):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert llm_module._default_pages(GROUPS, 16, np.dtype(np.float32), most_tokens) == pages
+    assert llm_module._default_pages(GROUPS, 16, np.dtype(np.float32), most_pages) == pages
 
 
 def test_page_size_of_which_no_two_fit_is_refused():

@@ -10,7 +10,15 @@ from jattn.serving.request import Request, RequestStatus, SamplingParams
 from jattn.serving.scheduler import Scheduler
 
 
-def make_scheduler(num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, prefill_seqs=2, max_chunk_tokens=None):
+def make_scheduler(
+    num_pages=9,
+    page_size=4,
+    max_num_seqs=4,
+    prefill_tokens=8,
+    prefill_seqs=2,
+    max_chunk_tokens=None,
+    num_draft_tokens=0,
+):
     allocator = PageAllocator(num_pages)
     scheduler = Scheduler(
         allocator,
@@ -19,6 +27,7 @@ def make_scheduler(num_pages=9, page_size=4, max_num_seqs=4, prefill_tokens=8, p
         prefill_tokens=prefill_tokens,
         prefill_seqs=prefill_seqs,
         max_chunk_tokens=max_chunk_tokens,
+        num_draft_tokens=num_draft_tokens,
     )
     return scheduler, allocator
 
@@ -67,6 +76,34 @@ def test_check_refuses_what_the_pool_can_never_hold():
     with pytest.raises(ValueError, match=r"needs 5 pages of 4; the pool has 4"):
         scheduler.check(make_request(0, prompt_len=10, max_tokens=7))
     scheduler.check(make_request(0, prompt_len=10, max_tokens=6))
+
+
+def test_check_counts_the_drafted_tokens_past_the_limit():
+    scheduler, _ = make_scheduler(num_pages=5, num_draft_tokens=3)
+    with pytest.raises(
+        ValueError, match=r"grow to 17 tokens, 3 of them drafted, and needs 5 pages of 4; the pool has 4"
+    ):
+        scheduler.check(make_request(0, prompt_len=10, max_tokens=4))
+    scheduler.check(make_request(0, prompt_len=10, max_tokens=3))
+
+
+def test_pages_are_reserved_for_all_that_launches_under_way_may_write():
+    scheduler, _ = make_scheduler(num_pages=30, prefill_tokens=64, num_draft_tokens=3)
+    request = make_request(0, prompt_len=6, max_tokens=40)
+    scheduler.add(request)
+    scheduler.plan_prefill()
+    pages = []
+    for _ in range(3):  # 6 keys, and each launch may give 4 tokens more
+        scheduler.plan_decode()
+        pages.append(len(request.pages))
+    assert pages == [3, 4, 5]
+    request.generated += [1, 1]  # by the prefill, and by a launch that accepts nothing
+    scheduler.note_accepted(request, 0)
+    scheduler.plan_decode()
+    assert len(request.pages) == 5  # where all accepted, it would be 6
+    for _ in range(100):
+        scheduler.plan_decode()
+    assert len(request.pages) == scheduler.pages_for(request.limit + 3)
 
 
 def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens():
@@ -146,9 +183,10 @@ class Traffic:
 
     Args:
         seed: Of the sizes and of all that happens.
+        num_draft_tokens: That each decode verifies.
     """
 
-    def __init__(self, seed):
+    def __init__(self, seed, num_draft_tokens):
         self.rng = rng = random.Random(seed)
         self.num_rows, self.page_size = rng.randint(1, 5), rng.choice([1, 2, 4])
         self.scheduler, self.allocator = make_scheduler(
@@ -158,7 +196,9 @@ class Traffic:
             prefill_tokens=rng.randint(1, 12),
             prefill_seqs=rng.randint(1, 3),
             max_chunk_tokens=rng.choice([None, 2]),
+            num_draft_tokens=num_draft_tokens,
         )
+        self.num_draft_tokens = num_draft_tokens
         self.requests, self.live, self.started = [], [], []
         self.in_flight = deque()
         self.aborted = Counter()
@@ -189,18 +229,24 @@ class Traffic:
             self.read(0)
         before = len(self.in_flight)
         if planned := self.scheduler.plan_decode():
-            self.in_flight.append(planned)
+            rooms = [len(request.pages) * self.page_size for request in planned]
+            self.in_flight.append(list(zip(planned, rooms, strict=True)))
         if chunks := self.scheduler.plan_prefill():
             self.started += [chunk.request.number for chunk in chunks if chunk.request.number not in self.started]
-            self.in_flight.append([chunk.request for chunk in chunks if chunk.is_last])
+            self.in_flight.append([(chunk.request, None) for chunk in chunks if chunk.is_last])
         self.read(len(self.in_flight) - before)
 
     def read(self, keep):
         while len(self.in_flight) > keep:
-            for request in self.in_flight.popleft():
+            for request, room in self.in_flight.popleft():
                 if request.finished:
                     continue
-                request.generated.append(0)
+                given = 1
+                if room is not None:  # a decode: it wrote the keys of the newest token and of all that were drafted
+                    assert request.num_tokens + self.num_draft_tokens <= room
+                    given = self.rng.randint(1, min(1 + self.num_draft_tokens, request.limit - request.num_tokens))
+                    self.scheduler.note_accepted(request, given - 1)
+                request.generated += [0] * given
                 if request.num_tokens == request.limit:
                     self.finish(request, "length")
                 elif self.rng.random() < 0.05:
@@ -225,10 +271,11 @@ class Traffic:
         assert waits == sorted(waits)
 
 
-def test_random_traffic_of_10000_steps_keeps_the_invariants():
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_random_traffic_of_10000_steps_keeps_the_invariants(num_draft_tokens):
     aborted = Counter()
     for seed in range(25):
-        traffic = Traffic(seed)
+        traffic = Traffic(seed, num_draft_tokens)
         for _ in range(400):
             if traffic.rng.random() < 0.3 and len(traffic.live) < 20:
                 traffic.arrive()
@@ -245,4 +292,4 @@ def test_random_traffic_of_10000_steps_keeps_the_invariants():
         assert traffic.allocator.num_free == traffic.allocator.num_pages
         assert all(request.finished for request in traffic.requests)
         aborted += traffic.aborted
-    assert min(aborted[stage] for stage in ("WAITING", "PREFILL", "RUNNING", "PREEMPTED")) > 20
+    assert min(aborted[stage] for stage in ("WAITING", "PREFILL", "RUNNING", "PREEMPTED")) > 10

@@ -1,0 +1,126 @@
+"""The decode step that drafts tokens and verifies them: several tokens a row, the same ones that plain decode gives.
+
+The model runs over each row's newest token and the drafted ones after it, and at each place the row's token is chosen
+as plain decode would choose it there, with the key of that position. As long as the drafted tokens are the chosen ones,
+the places after them are right too (Leviathan et al., 2023; a draw whose noise is fixed makes their test an equality).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jattn.kv_pool import KVPool
+from jattn.serving.drafting import Drafter
+from jattn.serving.logprobs import token_logprobs
+from jattn.serving.loop_state import LoopState
+from jattn.serving.passes import verify_pass
+from jattn.serving.steps import NO_TOKEN, UNUSED, StepOutput, Steps, Variant, choose
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculativeSteps(Steps):
+    """Steps whose decode verifies drafted tokens.
+
+    Attributes:
+        drafter: Proposes them.
+    """
+
+    drafter: Drafter
+
+    def decode(
+        self,
+        weights: Any,
+        state: LoopState,
+        pool: KVPool,
+        plan: Int[Array, "B plan"],
+        *,
+        variant: Variant,
+    ) -> tuple[StepOutput, LoopState, KVPool]:
+        """One token or more for each row, and else as `Steps.decode`.
+
+        Keys are written for all drafted tokens; those that are not accepted lie past the row's length, where the next
+        step's go.
+        """
+        rows, state = plan[:, 0], state.with_pages(plan)
+        values = state.take(rows)
+        live = (rows < state.finished.shape[0]) & ~values.finished
+        drafts, pool = self.drafter.propose(
+            self._model(weights), self.backend, pool, values, live, greedy_only=variant == "greedy"
+        )
+        last = values.last_tokens[:, None]
+        # In place of a token that is not drafted any one will do; the newest harms no row that it is in already.
+        tokens = jnp.concatenate([last, jnp.where(drafts >= 0, drafts, last)], axis=1)
+        hidden, pool = self._forward(weights, pool, verify_pass(pool, values.page_table, tokens, values.seq_lens, live))
+        output, state = self._verified(weights, hidden, state, rows, drafts, live=live, variant=variant)
+        return output, state, pool
+
+    def _verified(self, weights, hidden, state, rows, drafts, *, live, variant):
+        """The tokens that the live rows are given, chosen as `Steps._sampled` would one by one."""
+        values = state.take(rows)
+        at_places = _at_places(values, drafts, variant)
+        logits = self._logits(weights, hidden)
+        choice = choose(logits, at_places, variant)
+        by_row = (drafts.shape[0], drafts.shape[1] + 1)
+        positions = at_places.seq_lens.reshape(by_row)
+        chosen = jnp.where(choice.broken, NO_TOKEN, choice.tokens).reshape(by_row)
+        ends = (choice.broken | choice.stopped).reshape(by_row) | (positions + 1 >= values.tokens.limits[:, None])
+        num_accepted, count = accepted(drafts, chosen, ends)
+        is_given = live[:, None] & (jnp.arange(by_row[1], dtype=jnp.int32)[None] < count[:, None])
+
+        nowhere = state.finished.shape[0]
+        given_rows, rows = jnp.where(is_given, rows[:, None], nowhere), jnp.where(live, rows, nowhere)
+        newest = jnp.take_along_axis(chosen, count[:, None] - 1, axis=1)[:, 0]
+        state = dataclasses.replace(
+            state,
+            last_tokens=state.last_tokens.at[rows].set(newest, mode="drop"),
+            seq_lens=state.seq_lens.at[rows].add(count, mode="drop"),
+            finished=state.finished.at[rows].set(jnp.any(is_given & ends, axis=1), mode="drop"),
+        )
+        state = state.with_tokens(given_rows, positions, chosen)
+        num_drafted = jnp.sum(drafts >= 0, axis=1, dtype=jnp.int32)
+        output = StepOutput(
+            tokens=jnp.where(is_given, chosen, UNUSED), drafts=jnp.stack([num_drafted, num_accepted], axis=1)
+        )
+        if variant != "full":
+            return output, state
+        assert at_places.rules
+        state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), choice.tokens))
+        wanted = is_given.reshape(-1) & at_places.rules.in_force & at_places.rules.wants_logprobs
+        logprobs = token_logprobs(logits, choice.tokens, wanted, top=self.max_logprobs)
+        return dataclasses.replace(output, logprobs=logprobs), state
+
+
+def _at_places(values: LoopState, drafts: Int[Array, "B drafts"], variant: Variant) -> LoopState:
+    """The rows as they are at each place of their runs, row by row, if all drafted tokens before it are right.
+
+    `seq_lens` is the position of the token to be chosen there.
+    """
+    length = drafts.shape[1] + 1
+    history = values.history.along(drafts) if variant == "full" and values.history else None
+    values = jax.tree.map(lambda leaf: jnp.repeat(leaf, length, axis=0), dataclasses.replace(values, history=None))
+    place = jnp.tile(jnp.arange(length, dtype=jnp.int32), drafts.shape[0])
+    return dataclasses.replace(values, seq_lens=values.seq_lens + 1 + place, history=history)
+
+
+def accepted(
+    drafts: Int[Array, "B drafts"], chosen: Int[Array, "B D"], ends: Bool[Array, "B D"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """How many drafted tokens each row accepts, and how many tokens it is given in all, one at least.
+
+    Args:
+        drafts: At place i the token that is proposed for place i; negative for none.
+        chosen: The token that the model's logits give at each place, if the drafted ones before it are right; negative
+            where they are not finite.
+        ends: Whether the row ends with that token.
+    """
+    num_right = _leading((drafts >= 0) & (drafts == chosen[:, :-1]))
+    count = jnp.minimum(num_right, _leading(~ends)) + 1
+    return jnp.minimum(num_right, count), count
+
+
+def _leading(holds: Bool[Array, "B N"]) -> Int[Array, " B"]:
+    """At how many places in a row, from the first on, it holds."""
+    return jnp.sum(jnp.cumprod(holds.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
