@@ -68,17 +68,29 @@ class Surface:
         """Queries, keys and values of the bucket, NaN where padded."""
         return tuple(jnp.asarray(batch.padded(x)) for x in (batch.q, batch.k, batch.v))
 
-    def check(self, batch: Batch) -> np.ndarray:
-        """Runs a batch, asserts what it wrote and what padded tokens say, and returns what the real ones say."""
+    def memory(self, batch: Batch, num_pages: int) -> tuple[int, Any]:
+        """Bytes of a pool of `num_pages`, and what the compiled step says of its memory."""
+        shape = batch.pages(batch.k_before).shape[1:]
+        pages = jax.ShapeDtypeStruct((num_pages, *shape), batch.case.stored_dtype)
+        pool = jax.eval_shape(self.pool, pages, pages)
+        compiled = self.step.lower(pool, *self.arguments(batch)).compile()
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool)), compiled.memory_analysis()
+
+    def run(self, batch: Batch) -> tuple[np.ndarray, Any]:
+        """What the step says of the bucket's tokens, and its pool."""
         before = (jnp.asarray(batch.pages(rows)) for rows in (batch.k_before, batch.v_before))
         out, pool = self.step(self.pool(*before), *self.arguments(batch))
+        return np.asarray(out), pool
+
+    def check(self, batch: Batch) -> np.ndarray:
+        """Runs a batch, asserts what it wrote and what padded tokens say, and returns what the real ones say."""
+        out, pool = self.run(batch)
         for pages, rows in zip(self.pages(pool), (batch.k_after, batch.v_after), strict=True):
             np.testing.assert_array_equal(
                 np.asarray(pages).astype(np.float32), batch.pages(rows).astype(np.float32), type(self).__name__
             )
-        out, real = np.asarray(out), self.places(batch)
-        np.testing.assert_array_equal(np.delete(out, real, axis=0), 0)
-        return out[real]
+        np.testing.assert_array_equal(np.delete(out, self.places(batch), axis=0), 0)
+        return out[self.places(batch)]
 
 
 def layer_of(case: Case) -> AttentionLayer:

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.jattn.listening import compilations
 from tests.jattn.surface_batches import Case, make_batch
-from tests.jattn.surfaces import surfaces_of
+from tests.jattn.surfaces import SURFACES, surfaces_of
 
 # Float32 sums of up to 160 terms in another order, of numbers of size about 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -38,3 +39,25 @@ def test_surfaces_agree_with_the_oracle_and_with_each_other(case, monkeypatch):
         for one, other in itertools.combinations(said, 2):
             np.testing.assert_allclose(said[one], said[other], **CLOSE, err_msg=f"{one} and {other}")
     assert {surface.step._cache_size() for surface in surfaces.values()} == {1}
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_whole_step_of_a_surface_does_not_copy_the_donated_pool(name, monkeypatch):
+    case = Case(mode="mixed", page_size=16)
+    pool_bytes, memory = surfaces_of(case, monkeypatch)[name].memory(make_batch(case, 0), num_pages=8192)
+    assert memory.alias_size_in_bytes == pool_bytes
+    assert memory.temp_size_in_bytes < pool_bytes / 8
+
+
+def test_vllm_replays_500_random_batches_without_compiling(monkeypatch):
+    case = Case(mode="mixed", page_size=16, window_left=40)
+    surfaces = [surfaces_of(case, monkeypatch)[name] for name in ("vllm_v0", "vllm_v1")]
+    batches = [make_batch(case, seed) for seed in range(500)]
+    for surface in surfaces:
+        surface.check(batches[0])
+    with compilations() as compiled:
+        answers = [[surface.run(batch)[0] for surface in surfaces] for batch in batches]
+    assert not compiled
+    for batch, answer in zip(batches, answers, strict=True):
+        for surface, out in zip(surfaces, answer, strict=True):
+            np.testing.assert_allclose(out[surface.places(batch)], batch.out, **CLOSE)
