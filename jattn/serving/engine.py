@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.backend import backend_class
+from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
-from jattn.flash_attention import FlashAttentionConfig
+from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVPool, make_pool
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
@@ -66,7 +66,7 @@ class Engine:
         model: The model; its weights stay on the device.
         config: Sizes.
         eos_token_ids: Tokens that end any request that does not ignore them.
-        dtype: Of the keys and values in the pool.
+        dtype: What the model computes in; of the keys and values in the pool too, if `kv_cache_dtype` is "auto".
         progress: Whether to show a bar while the steps compile.
 
     Raises:
@@ -87,7 +87,7 @@ class Engine:
                 f"`max_context_len` must not exceed the model's {model.context_len}. Got {config.max_context_len}."
             )
         self.config = config
-        self._make_pool = functools.partial(_make_pool, model, config, dtype)
+        self._make_pool = functools.partial(_make_pool, model, config, stored_dtype(config.kv_cache_dtype, dtype))
         self._pool = self._make_pool()
         self.allocator = PageAllocator(config.num_pages)
         self.scheduler = Scheduler(
@@ -100,15 +100,15 @@ class Engine:
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = model.vocab_size
-        backend = backend_class("flash_attention")(
-            FlashAttentionConfig(
-                max_context_len=config.max_context_len,
-                page_size=config.page_size,
-                layers=model.attention_layers,
-                dtype=jnp.dtype(dtype).name,
-                implementation=config.implementation,
-            )
+        options = BackendOptions(
+            max_context_len=config.max_context_len,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            dtype=jnp.dtype(dtype).name,
+            kv_cache_dtype=config.kv_cache_dtype,
+            implementation=config.implementation,
         )
+        backend = backend_class(config.backend).for_model(model.attention_layers, options)
         graph, self._weights = nnx.split(model)
         self._state = self._empty_state()
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)

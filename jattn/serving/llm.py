@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
+from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.chat import ChatTemplate
@@ -71,6 +73,8 @@ class LLM:
         full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities; without
             it, start-up is a third shorter.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
+        backend: Which attention surface, "flash_attention" or "flashinfer".
+        kv_cache_dtype: What the pool stores: "auto", which is `dtype`, "fp8_e4m3" or "fp8_e5m2".
         implementation: Which attention kernels; None lets dispatch choose.
         debug_checks: Whether to check what each launch will use; slow.
         progress: Whether to show a bar on standard error while the steps compile.
@@ -92,6 +96,8 @@ class LLM:
         max_chunk_tokens: int | None = None,
         full_sampling: bool = True,
         max_logprobs: int = 20,
+        backend: str = "flash_attention",
+        kv_cache_dtype: str = "auto",
         implementation: str | None = None,
         debug_checks: bool = False,
         progress: bool = True,
@@ -102,12 +108,14 @@ class LLM:
         self.chat_template = ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         weights_dtype = _dtype(dtype)
+        pool_dtype = stored_dtype(kv_cache_dtype, weights_dtype)
+        backend_class(backend)  # an unknown name is refused before the weights load
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
         context = model.context_len if max_context_len is None else max_context_len
         for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
             whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
         if num_pages is None:
-            num_pages = _default_pages(model.kv_groups, page_size, weights_dtype, max_num_seqs * context)
+            num_pages = _default_pages(model.kv_groups, page_size, pool_dtype, max_num_seqs * context)
         self.engine = Engine(
             model,
             EngineConfig(
@@ -121,6 +129,8 @@ class LLM:
                 max_stop_ids=len(eos_token_ids) + _STOP_IDS,
                 full_sampling=full_sampling,
                 max_logprobs=max_logprobs,
+                backend=backend,
+                kv_cache_dtype=kv_cache_dtype,
                 implementation=implementation,
                 debug_checks=debug_checks,
             ),

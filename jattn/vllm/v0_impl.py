@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn.kv_cache_dtype import KV_CACHE_DTYPES, check_kv_cache_dtype
 from jattn.vllm.v0_metadata import (
     AttentionType,
     FlashAttentionMetadata,
@@ -19,12 +20,6 @@ from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_exte
 from jattn_kernels.spec import PageLayout
 
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
-_CACHE_DTYPES = {
-    "auto": None,
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
 
 
 @typing.no_type_check
@@ -49,7 +44,7 @@ class FlashAttentionImpl:
         alibi_slopes: One a query head, or None.
         sliding_window: As given, keys with the own one; then vLLM's pair, keys to the left and to the right without the
             own one, -1 for all. To both sides in encoders.
-        kv_cache_dtype: "auto" for that of keys and values; "fp8", "fp8_e4m3" or "fp8_e5m2".
+        kv_cache_dtype: "auto" for that of keys and values, or another of KV_CACHE_DTYPES.
         blocksparse_params: Refused.
         logits_soft_cap: Soft cap; None or 0 is off.
         attn_type: An AttentionType.
@@ -82,9 +77,9 @@ class FlashAttentionImpl:
         if self.head_size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             raise ValueError(f"`head_size` must be one of {sizes}. Got head_size={self.head_size}.")
-        for name, choices in (("attn_type", tuple(AttentionType)), ("kv_cache_dtype", tuple(_CACHE_DTYPES))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}. Got {getattr(self, name)!r}.")
+        if self.attn_type not in tuple(AttentionType):
+            raise ValueError(f"`attn_type` must be one of {', '.join(AttentionType)}. Got {self.attn_type!r}.")
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.alibi_slopes is not None:
             if len(self.alibi_slopes) != self.num_heads:
                 raise ValueError(
@@ -212,7 +207,7 @@ class FlashAttentionImpl:
         Raises:
             ValueError: The cache's dtype is not the one that `kv_cache_dtype` says.
         """
-        expected = _CACHE_DTYPES[self.kv_cache_dtype]
+        expected = KV_CACHE_DTYPES[self.kv_cache_dtype]
         if expected is not None and kv_cache.dtype.name != expected:
             raise ValueError(
                 f"`kv_cache` must be {expected} for kv_cache_dtype={self.kv_cache_dtype!r}. "

@@ -39,6 +39,7 @@ def test_every_announced_architecture_has_a_golden_checkpoint():
     assert len(announced) == 9
 
 
+@pytest.mark.usefixtures("compiled_with_care")
 @pytest.mark.parametrize("case", OTHER_CASES)
 def test_paged_logits_match_transformers(case):
     assert_run_is_golden(case, page_size=8)
