@@ -16,9 +16,9 @@ from flax import nnx
 from bench.attention import Measured
 from bench.timing import profiled
 from bench.workloads import LLAMA_3_8B, StepWorkload, random_normal, random_page_table
-from jattn.backend import backend_class
+from jattn.backend import BackendOptions
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
-from jattn.flash_attention import FlashAttentionConfig
+from jattn.flash_attention import FlashAttentionBackend
 from jattn.kv_pool import KVPool, make_pool
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.steps import Steps
@@ -98,15 +98,14 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
             jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
         ),
     )
-    backend = backend_class("flash_attention")(
-        FlashAttentionConfig(
-            max_context_len=longest,
-            page_size=workload.page,
-            layers=model.attention_layers,
-            dtype="bfloat16",
-            implementation=implementation,
-        )
+    options = BackendOptions(
+        max_context_len=longest,
+        page_size=workload.page,
+        max_num_seqs=workload.batch,
+        dtype="bfloat16",
+        implementation=implementation,
     )
+    backend = FlashAttentionBackend.for_model(model.attention_layers, options)
     rows = np.arange(workload.batch, dtype=np.int32)
     decode_plan = np.stack([rows, np.zeros_like(rows), np.asarray(page_table)[:, 0]], axis=1)  # no page is opened
     decode = functools.partial(Steps(model.graph, backend).decode, variant="greedy")

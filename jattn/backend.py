@@ -132,10 +132,51 @@ def forward_rotary(
     return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
 
 
-BACKENDS = {"flash_attention": "jattn.flash_attention:FlashAttentionBackend"}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """What an engine says to the backend of its model's layers.
+
+    Attributes:
+        max_context_len: Longest request, in tokens.
+        page_size: Tokens a page.
+        max_num_seqs: Most sequences of a batch.
+        dtype: Name of the dtype of queries, keys and values.
+        kv_cache_dtype: What the pool stores; see KV_CACHE_DTYPES.
+        implementation: Which kernels to use; None lets dispatch choose.
+        speculative_num_draft_tokens: Tokens of a row that a step verifies; 1 is plain decode.
+    """
+
+    max_context_len: int
+    page_size: int
+    max_num_seqs: int
+    dtype: str
+    kv_cache_dtype: str = "auto"
+    implementation: str | None = None
+    speculative_num_draft_tokens: int = 1
 
 
-def backend_class(name: str) -> type:
+@typing.runtime_checkable
+class EngineBackend(AttentionBackend, Protocol):
+    """A backend that an engine can make for its model."""
+
+    @classmethod
+    def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "EngineBackend":
+        """The backend of a model's layers, one given of each kind.
+
+        Raises:
+            ValueError: A value contradicts its rule.
+            NotImplementedError: The backend does not serve such layers.
+        """
+        ...
+
+
+BACKENDS = {
+    "flash_attention": "jattn.flash_attention:FlashAttentionBackend",
+    "flashinfer": "jattn.flashinfer:FlashInferAttnBackend",
+}
+
+
+def backend_class(name: str) -> type[EngineBackend]:
     """The backend that goes by `name`.
 
     Raises:

@@ -129,6 +129,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the sampling; the text's number by default.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False,
     dtype: Annotated[DType, typer.Option(help="Of weights, keys and values.")] = DType.AUTO,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="Of the KV pool: auto, which is the weights', fp8_e4m3 or fp8_e5m2.")
+    ] = "auto",
     page_size: Annotated[int, typer.Option(help="Tokens in a page of the KV pool.")] = 16,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV pool, the reserved one included; by default what fits.")
@@ -199,6 +202,7 @@ def generate(
             llm = LLM(
                 path,
                 dtype=dtype.value,
+                kv_cache_dtype=kv_cache_dtype,
                 page_size=page_size,
                 num_pages=num_pages,
                 max_num_seqs=max_num_seqs,

@@ -1,11 +1,25 @@
-"""Settings that hold for every test: strict promotion of dtypes and ranks, and threads enough for the interpreter."""
+"""Settings that hold for every test: strict promotion of dtypes and ranks, threads enough, and compiling in haste."""
 
 import os
 
 # The interpreter of GPU kernels blocks a thread of XLA's CPU client for each warpgroup that waits: two hang on 2 cores.
 os.environ.setdefault("NPROC", "8")
+# XLA's newer emitters for the CPU take 8 ms a kernel to compile, the older ones 1, all in one module the least.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+)
 
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_configure(config):
+    """On the CPU most of a test's time is compiling what then runs for milliseconds; on a GPU kernels are as users'."""
+    if "not gpu" in config.getoption("markexpr"):
+        jax.config.update("jax_disable_most_optimizations", True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionLayer
+from jattn.backend import AttentionLayer, BackendOptions
 from jattn.flash_attention.building import (
     NOWHERE,
     Drafting,
@@ -44,6 +44,13 @@ class FlashAttentionBackend:
     speculative_step_id: int = 0
     topk: int = 0
     speculative_num_steps: int = 0
+
+    @classmethod
+    def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashAttentionBackend":
+        """The backend of a model's layers, one given of each kind; `max_num_seqs` bounds nothing here."""
+        facts = dataclasses.asdict(options)
+        del facts["max_num_seqs"]
+        return cls(FlashAttentionConfig(layers=layers, **facts))
 
     @property
     def max_context_len(self) -> int:

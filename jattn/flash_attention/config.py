@@ -3,12 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
 from jattn.backend import AttentionLayer
+from jattn.kv_cache_dtype import is_fp8, stored_dtype
 from jattn_kernels.spec import AttentionSpec, PageLayout
-
-_FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -27,8 +24,7 @@ class FlashAttentionConfig:
             layer of another kind makes its own.
         dtype: Name of the dtype of queries, keys and values; the work lists depend on it.
         implementation: Which kernels to use; None lets dispatch choose.
-        kv_cache_dtype: What the pool stores, "auto" (`dtype`), "fp8_e4m3" or "fp8_e5m2". With "auto" the layers'
-            scales are not used.
+        kv_cache_dtype: What the pool stores; see KV_CACHE_DTYPES. Where it is not fp8, the layers' scales are not used.
         quantize_queries: Cast queries to an fp8 pool's dtype too, in layers that have a `k_scale`, as SGLang does.
         attention_chunk_size: Tokens a chunk, for layers with `use_irope`; None is off.
         sliding_window_size: The model's window, own key not counted, told in the metadata; each layer has its own.
@@ -59,9 +55,9 @@ class FlashAttentionConfig:
         for name in ("max_context_len", "page_size", "attention_chunk_size", "speculative_num_draft_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
-        for name, choices in (("kv_cache_dtype", ("auto", *_FP8)), ("attention_arch", ("MHA", "MLA"))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {', '.join(choices)}. Got {getattr(self, name)!r}.")
+        if self.attention_arch not in ("MHA", "MLA"):
+            raise ValueError(f"`attention_arch` must be one of MHA, MLA. Got {self.attention_arch!r}.")
+        _ = self.stored_dtype  # an unknown name is refused here
         if self.is_encoder_decoder and self.sliding_window_size is not None:
             raise ValueError(
                 "`sliding_window_size` must be None in an encoder-decoder model: window and cross attention do not go "
@@ -86,12 +82,12 @@ class FlashAttentionConfig:
     @property
     def is_fp8(self) -> bool:
         """Whether the pool is stored in fp8, and scales are used."""
-        return self.kv_cache_dtype != "auto"
+        return is_fp8(self.kv_cache_dtype)
 
     @property
     def stored_dtype(self) -> Any:
         """The dtype of the pool."""
-        return jnp.dtype(_FP8.get(self.kv_cache_dtype, self.dtype))
+        return stored_dtype(self.kv_cache_dtype, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

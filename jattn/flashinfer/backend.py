@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionLayer
 from jattn.flash_attention import CudaGraphState
-from jattn.flashinfer.config import FlashInferConfig
+from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 from jattn.forward_batch import ForwardBatch, ForwardMode
@@ -311,6 +311,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         )
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
+        refuse_chunks(layer)
         index = 0
         match self.dispatch_reason:
             case WrapperDispatch.SLIDING_WINDOW:

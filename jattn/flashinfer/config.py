@@ -5,7 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jattn.backend import AttentionLayer, BackendOptions
 from jattn.flashinfer.metadata import WrapperDispatch, should_use_tensor_core
+from jattn.kv_cache_dtype import stored_dtype
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -72,6 +74,39 @@ class FlashInferConfig:
             raise ValueError("`kv_indptr_buf` and `kv_last_page_len_buf` must be None where there are two wrappers.")
         _ = self.spec()  # heads and head_dim contradict each other here or nowhere
 
+    @classmethod
+    def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashInferConfig":
+        """The backend of a model's layers, one given of each kind.
+
+        Raises:
+            NotImplementedError: Layers differ in their heads or windows, or attend within chunks.
+        """
+        shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in layers}
+        windows = {layer.sliding_window_size for layer in layers} - {-1}
+        if len(shapes) != 1 or len(windows) > 1:
+            raise NotImplementedError(
+                "The layers of a FlashInfer backend must have the same heads, and one window or none: use "
+                f"`flash_attention`. Got heads and widths {sorted(shapes)}, windows {sorted(windows)}."
+            )
+        for layer in layers:
+            refuse_chunks(layer)
+        ((num_heads, num_kv_heads, head_dim),) = shapes
+        return cls(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            kv_cache_dtype=stored_dtype(options.kv_cache_dtype, options.dtype),
+            q_dtype=options.dtype,
+            max_context_len=options.max_context_len,
+            req_to_token=(options.max_num_seqs, options.max_context_len),
+            device=None,
+            max_req_pool_size=options.max_num_seqs,
+            sliding_window_size=next(iter(windows), None),
+            page_size=options.page_size,
+            is_encoder_decoder=any(layer.is_cross_attention for layer in layers),
+            implementation=options.implementation,
+        )
+
     @property
     def dispatch_reason(self) -> WrapperDispatch | None:
         """Why there are two wrappers; None if there is one."""
@@ -120,3 +155,16 @@ class FlashInferConfig:
                 f"`{name}` must have a row a request of at least max_context_len={self.max_context_len} slots. "
                 f"Got {name}.shape={shape}."
             )
+
+
+def refuse_chunks(layer: AttentionLayer) -> None:
+    """Refuses a layer that attends within chunks.
+
+    Raises:
+        NotImplementedError: It does.
+    """
+    if layer.chunk_size is not None:
+        raise NotImplementedError(
+            "`chunk_size` must be None in layers of a FlashInfer backend: use `flash_attention`. "
+            f"Got layer.chunk_size={layer.chunk_size}."
+        )

@@ -28,6 +28,9 @@ class EngineConfig:
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
+        backend: Which surface serves attention; a name of `jattn.backend.BACKENDS`.
+        kv_cache_dtype: What the pool stores; a name of `jattn.kv_cache_dtype.KV_CACHE_DTYPES`. An fp8 pool holds twice
+            to four times the tokens, each key and value rounded to a few bits.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative: Who drafts tokens that each decode step verifies beside a row's own, so that it gives several; None
             is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool.
@@ -48,6 +51,8 @@ class EngineConfig:
     max_logprobs: int = 20
     smallest_decode_bucket: int = 8
     smallest_prefill_bucket: int = 64
+    backend: str = "flash_attention"
+    kv_cache_dtype: str = "auto"
     implementation: str | None = None
     speculative: Drafter | None = None
     debug_checks: bool = False

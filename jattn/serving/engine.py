@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.backend import backend_class
+from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
-from jattn.flash_attention import FlashAttentionConfig
+from jattn.kv_cache_dtype import stored_dtype
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
 from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
@@ -68,7 +68,7 @@ class Engine:
         config: Sizes.
         draft_model: The one that a `DraftModel` drafts with; else None.
         eos_token_ids: Tokens that end any request that does not ignore them.
-        dtype: Of the keys and values in the pool.
+        dtype: What the model computes in; of the keys and values in the pool too, if `kv_cache_dtype` is "auto".
         progress: Whether to show a bar while the steps compile.
 
     Raises:
@@ -98,7 +98,8 @@ class Engine:
         served = model
         if draft_model is not None:
             served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
-        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config, dtype)
+        pool_dtype = stored_dtype(config.kv_cache_dtype, dtype)
+        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config, pool_dtype)
         self._pool = self._make_pool()
         self.allocator = PageAllocator(config.num_pages)
         self.scheduler = Scheduler(
@@ -112,16 +113,16 @@ class Engine:
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = model.vocab_size
-        backend = backend_class("flash_attention")(
-            FlashAttentionConfig(
-                max_context_len=config.most_keys,
-                page_size=config.page_size,
-                layers=served.attention_layers,
-                dtype=jnp.dtype(dtype).name,
-                implementation=config.implementation,
-                speculative_num_draft_tokens=1 + config.num_draft_tokens,
-            )
+        options = BackendOptions(
+            max_context_len=config.most_keys,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            dtype=jnp.dtype(dtype).name,
+            kv_cache_dtype=config.kv_cache_dtype,
+            implementation=config.implementation,
+            speculative_num_draft_tokens=1 + config.num_draft_tokens,
         )
+        backend = backend_class(config.backend).for_model(served.attention_layers, options)
         graph, self._weights = nnx.split(served)
         self._state = self._empty_state()
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)

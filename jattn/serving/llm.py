@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
+from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.chat import ChatTemplate
@@ -75,6 +77,8 @@ class LLM:
         full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities; without
             it, start-up is a third shorter.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
+        backend: Which attention surface, "flash_attention" or "flashinfer".
+        kv_cache_dtype: What the pool stores: "auto", which is `dtype`, "fp8_e4m3" or "fp8_e5m2".
         implementation: Which attention kernels; None lets dispatch choose.
         speculative: Who drafts tokens for each decode step to verify, so that it gives several; None is plain decode.
             The text is the same.
@@ -98,6 +102,8 @@ class LLM:
         max_chunk_tokens: int | None = None,
         full_sampling: bool = True,
         max_logprobs: int = 20,
+        backend: str = "flash_attention",
+        kv_cache_dtype: str = "auto",
         implementation: str | None = None,
         speculative: Drafter | None = None,
         debug_checks: bool = False,
@@ -110,6 +116,8 @@ class LLM:
         self.chat_template = ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         weights_dtype = _dtype(dtype)
+        pool_dtype = stored_dtype(kv_cache_dtype, weights_dtype)
+        backend_class(backend)  # an unknown name is refused before the weights load
         model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
         draft_model = speculative.load(checkpoint, dtype=weights_dtype) if isinstance(speculative, DraftModel) else None
         context = model.context_len if max_context_len is None else max_context_len
@@ -118,7 +126,7 @@ class LLM:
         if num_pages is None:
             pages_each = -(-(context + (speculative.num_draft_tokens if speculative else 0)) // page_size)
             groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
-            num_pages = _default_pages(groups, page_size, weights_dtype, max_num_seqs * pages_each)
+            num_pages = _default_pages(groups, page_size, pool_dtype, max_num_seqs * pages_each)
         self.engine = Engine(
             model,
             EngineConfig(
@@ -132,6 +140,8 @@ class LLM:
                 max_stop_ids=len(eos_token_ids) + _STOP_IDS,
                 full_sampling=full_sampling,
                 max_logprobs=max_logprobs,
+                backend=backend,
+                kv_cache_dtype=kv_cache_dtype,
                 implementation=implementation,
                 speculative=speculative,
                 debug_checks=debug_checks,

@@ -9,7 +9,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jattn.local_attention import pad_local_attention_virtual_batches
-from jattn.vllm import v0
+from jattn.vllm import v0_impl
+from jattn.vllm.v0_metadata import AttentionType
 from jattn.vllm.v1 import AttentionMetadataBuilder, CommonAttentionMetadata, VllmConfig, get_kv_cache_layout
 
 
@@ -82,12 +83,12 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         )
 
 
-class FlashAttentionImpl(v0.FlashAttentionImpl):
+class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
     """Attention of one kind of layer; static and hashable. Its cache has the axes of `get_kv_cache_layout`."""
 
     def forward(
         self,
-        layer: v0.AttentionLayer,
+        layer: v0_impl.AttentionLayer,
         query: Float[Array, "T N H"],
         key: Float[Array, "T K H"] | None,
         value: Float[Array, "T K H"] | None,
@@ -111,8 +112,8 @@ class FlashAttentionImpl(v0.FlashAttentionImpl):
             NotImplementedError: `output_scale` is given, or the layer is no decoder's own.
         """
         metadata, layout = attn_metadata, get_kv_cache_layout()
-        v0.refuse_output_scale(output_scale)
-        if self.attn_type != v0.AttentionType.DECODER:
+        v0_impl.refuse_output_scale(output_scale)
+        if self.attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"v1 has decoders only: use `jattn.vllm.v0`. Got attn_type={self.attn_type!r}.")
         if (key is None) != (value is None):
             raise ValueError("`key` and `value` must be given together or both be None.")

@@ -111,7 +111,8 @@ def test_generate_hands_on_the_defaults(llm):
     assert llm.path == Path("folder")
     assert llm.prompts == ["x"]
     sizes = {"page_size": 16, "num_pages": None, "max_num_seqs": 8, "max_context_len": None}
-    assert llm.options == {"dtype": "auto", "full_sampling": False, "speculative": None} | sizes
+    kinds = {"dtype": "auto", "kv_cache_dtype": "auto", "full_sampling": False, "speculative": None}
+    assert llm.options == kinds | sizes
     assert llm.sampling_params == SamplingParams(temperature=0.8)
 
 
@@ -156,11 +157,12 @@ def test_summary_tells_what_drafting_gave(llm):
 def test_generate_hands_on_every_flag(llm):
     flags = "--max-tokens 5 --temperature 0.1 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
     flags += " --n 3 --min-tokens 2 --min-p 0.25 --repetition-penalty 1.5 --stop a --stop bc"
-    flags += " --presence-penalty -0.5 --frequency-penalty 0.75"
+    flags += " --presence-penalty -0.5 --frequency-penalty 0.75 --kv-cache-dtype fp8_e5m2"
     sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64"
     assert generate("--prompt", "x", *flags.split(), *sizes.split()).exit_code == 0
     sizes = {"page_size": 8, "num_pages": 20, "max_num_seqs": 2, "max_context_len": 64}
-    assert llm.options == {"dtype": "bfloat16", "full_sampling": True, "speculative": None} | sizes
+    kinds = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2", "full_sampling": True, "speculative": None}
+    assert llm.options == kinds | sizes
     assert llm.sampling_params == SamplingParams(
         n=3,
         max_tokens=5,

@@ -101,6 +101,15 @@ def test_crowd_with_preemption_gives_each_request_its_tokens_alone(model, engine
         assert_same_up_to_ties(model, prompt, tokens, alone)
 
 
+def test_flashinfers_surface_serves_the_same_text(model, engine):
+    other = Engine(model, dataclasses.replace(SMALL, backend="flashinfer", smallest_decode_bucket=8))
+    texts = []
+    for each in (engine, other):
+        prompts = random_prompts(5, each._vocab_size, 90, seed=3)
+        texts.append(run(each, [each.make_request(prompt, GREEDY) for prompt in prompts]))
+    assert texts[0] == texts[1]
+
+
 def test_crowd_in_one_bucket_gives_exactly_the_tokens_alone(model):
     one_bucket = dataclasses.replace(SMALL, num_pages=200, smallest_decode_bucket=8, prefill_seqs=1)
     engine = Engine(model, one_bucket)

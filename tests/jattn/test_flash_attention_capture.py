@@ -58,15 +58,10 @@ def test_replay_has_the_tree_and_avals_of_the_capture(name, bucket, encoder):
         spec_info = dataclasses.replace(spec_info, positions=jnp.zeros(bucket * NUM_DRAFT, jnp.int32))
     rng = np.random.default_rng(bucket)
     requests, lens, encoder_lens = random_rows(rng, bucket)
-    captured = backend.init_forward_metadata_capture_cuda_graph(
-        bucket,
-        bucket * q_len,
-        requests,
-        lens,
-        encoder_lens if encoder else None,
-        mode,
-        spec_info,
-        req_to_token=REQ_TO_TOKEN,
+    capture = functools.partial(backend.init_forward_metadata_capture_cuda_graph, bucket, bucket * q_len)
+    captured = jax.eval_shape(
+        lambda *rows: capture(*rows, mode, spec_info, req_to_token=REQ_TO_TOKEN),
+        *(requests, lens, encoder_lens if encoder else None),
     )
 
     @jax.jit
@@ -96,12 +91,16 @@ def test_replay_is_the_metadata_of_the_batch(name):
         slots.append(requests.slots(row, begin, begin + count) if length else np.full(count, NOWHERE))
     slots = np.concatenate(slots)
     batch = requests.batch(mode, [slots], len(slots), np.arange(5) * q_len, spec_info=spec_info)
-    expected = backend.init_forward_metadata(batch)
-    rows = (batch.req_pool_indices, batch.seq_lens, None, batch.encoder_lens, mode, spec_info, None)
-    table = jnp.asarray(requests.req_to_token)
+    expected = jax.jit(backend.init_forward_metadata)(batch)
+
+    @jax.jit
+    def replay(batch, out_cache_loc):
+        rows = (batch.req_pool_indices, batch.seq_lens, None, batch.encoder_lens, mode, spec_info, None)
+        table = batch.req_to_token_pool.req_to_token
+        return backend.init_forward_metadata_replay_cuda_graph(4, *rows, out_cache_loc, req_to_token=table)
+
     for out_cache_loc in (None, batch.out_cache_loc[0]):
-        replayed = backend.init_forward_metadata_replay_cuda_graph(4, *rows, out_cache_loc, req_to_token=table)
-        chex.assert_trees_all_equal(replayed, expected)
+        chex.assert_trees_all_equal(replay(batch, out_cache_loc), expected)
 
 
 def test_multi_step_replay_has_the_trees_and_avals_of_the_capture():
@@ -109,10 +108,10 @@ def test_multi_step_replay_has_the_trees_and_avals_of_the_capture():
     assert [state.max_num_tokens for state in backend.init_cuda_graph_state(4)] == [8] * STEPS
     requests = random_requests(2, 16, encoder=True)
     batch = requests.batch(ForwardMode.DECODE, [], 4 * 2 * STEPS, np.arange(5) * 2, spec_info=EagleDraftInput())
-    captured = backend.init_forward_metadata_capture_cuda_graph(batch)
+    captured = jax.eval_shape(backend.init_forward_metadata_capture_cuda_graph, batch)
     fewer = jax.tree.map(lambda leaf: leaf[:3] if leaf.shape[:1] == (4,) else leaf, batch)
     fewer = dataclasses.replace(fewer, out_cache_loc=(batch.out_cache_loc[0][: 3 * 2 * STEPS],))
-    replayed = backend.init_forward_metadata_replay_cuda_graph(fewer, 4)
+    replayed = jax.jit(backend.init_forward_metadata_replay_cuda_graph, static_argnums=1)(fewer, 4)
     assert len(replayed) == STEPS - 1
     chex.assert_trees_all_equal_structs(replayed, captured)
     chex.assert_trees_all_equal_shapes_and_dtypes(replayed, captured)

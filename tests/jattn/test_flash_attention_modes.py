@@ -1,4 +1,4 @@
-"""Every mode of SGLang's backend agrees with the oracle on random requests, in every kind of layer that it serves."""
+"""What SGLang's backend alone serves agrees with the oracle: latent rows, extends of drafts, values of other widths."""
 
 import dataclasses
 
@@ -24,12 +24,8 @@ MLA_SPEC = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 16}
 SCALES = {"k_scale": jnp.float32(0.05), "v_scale": jnp.array([0.02, 0.04], jnp.float32)}
 # What the layer, the oracle's spec and the configuration have.
 KINDS = {
-    "plain": ({}, {}, {}),
-    "window": ({"sliding_window_size": 5}, {"window_left": 5}, {"sliding_window_size": 5}),
-    "soft_cap": ({"logit_cap": 2.0}, {"logits_soft_cap": 2.0}, {}),
     "chunks": ({"use_irope": True}, {"chunk_size": CHUNK}, {"attention_chunk_size": CHUNK}),
     "no_chunks_beside_chunks": ({}, {}, {"attention_chunk_size": CHUNK}),
-    "fp8": (SCALES, {}, {"kv_cache_dtype": "fp8_e4m3"}),
     "mla": (MLA_SHAPE, MLA_SPEC, {"attention_arch": "MLA"}),
 }
 MODES = {
@@ -37,7 +33,6 @@ MODES = {
     "verify": (ForwardMode.TARGET_VERIFY, (NUM_DRAFT,) * 4),
     "extend": (ForwardMode.EXTEND, (40, 7, 0, 33)),
     "draft_extend": (ForwardMode.DRAFT_EXTEND, (2, 1, 0, 3)),
-    "mixed": (ForwardMode.MIXED, (31, 1, 0, 1)),
 }
 
 
@@ -83,22 +78,19 @@ def step(backend, q, k, v, layer, batch, pool: KVPool):
     return forward(backend, q, k, v, layer, batch, backend.init_forward_metadata(batch), pool)
 
 
-@pytest.mark.parametrize("mode", ["decode", "verify", "extend"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_mode_of_each_kind_of_layer_agrees_with_the_oracle(kind, mode):
-    page_size = (1, 16, 64)[(list(KINDS).index(kind) + list(MODES).index(mode)) % 3]
+@pytest.mark.parametrize(
+    ("kind", "mode", "page_size"),
+    [
+        ("mla", "decode", 1),
+        ("mla", "verify", 16),
+        ("mla", "extend", 64),
+        ("no_chunks_beside_chunks", "decode", 64),
+        ("no_chunks_beside_chunks", "extend", 1),
+        ("chunks", "draft_extend", 16),
+    ],
+)
+def test_mode_of_a_kind_of_layer_agrees_with_the_oracle(kind, mode, page_size):
     check(kind, mode, page_size)
-
-
-@pytest.mark.parametrize(("kind", "mode"), [("plain", "mixed"), ("chunks", "mixed"), ("chunks", "draft_extend")])
-def test_other_extends_agree_with_the_oracle(kind, mode):
-    check(kind, mode, 16)
-
-
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("mode", ["decode", "extend"])
-def test_pages_of_every_size_agree_with_the_oracle(mode, page_size):
-    check("window", mode, page_size, seed=7)
 
 
 def test_queries_cast_to_the_pools_dtype_are_what_the_oracle_reads():
@@ -111,7 +103,7 @@ def test_queries_cast_to_the_pools_dtype_are_what_the_oracle_reads():
     rows.fill([requests.slots(row, 0, length) for row, length in enumerate(requests.seq_lens)])
     q = normal(rng, 4, N, H).at[0, 0, 0].set(1e4)  # clipped, where a cast would give NaN
     batch = requests.batch(ForwardMode.DECODE, [], 4, np.arange(5))
-    out, _ = step(backend, q, None, None, layer, batch, rows.pool)
+    out, _ = jax.jit(step, static_argnums=0)(backend, q, None, None, layer, batch, rows.pool)
     assert out.dtype == q.dtype
     limit = float(jnp.finfo(jnp.float8_e4m3fn).max)
     cast = np.clip(np.asarray(q), -limit, limit).astype(jnp.float8_e4m3fn)
@@ -130,11 +122,12 @@ def test_rotated_rows_are_scaled_into_an_fp8_pool():
     rows = Rows(requests, rng, layer, backend.config.stored_dtype)
     slots = [requests.slots(row, n - 1, n) if n else np.array([NOWHERE]) for row, n in enumerate(requests.seq_lens)]
     batch = requests.batch(ForwardMode.DECODE, slots, 4, np.arange(5))
-    metadata = backend.init_forward_metadata(batch)
+    metadata = jax.jit(backend.init_forward_metadata)(batch)
     k, v = rows.made(np.asarray(batch.out_cache_loc[0]))
     q = normal(rng, 4, N, H)
     straight = (jnp.ones((4, H // 2)), jnp.zeros((4, H // 2)))
-    turned, pool = backend.save_rotated(jnp.concatenate([q, k, v], axis=1), straight, layer, metadata, rows.pool)
+    qkv = jnp.concatenate([q, k, v], axis=1)
+    turned, pool = jax.jit(backend.save_rotated)(qkv, straight, layer, metadata, rows.pool)
     np.testing.assert_array_equal(turned, q)
     keys, values = pool.get_kv_buffer(LAYER)
     own = np.concatenate(slots)[[0, 1, 3]]

@@ -42,14 +42,12 @@ def prefill_case(name, operation="paged_extend", *, q_lens=(5, 1, 12), kv_lens=(
 
 
 PAGED = [
-    prefill_case("causal_page_1", page_size=1, q_lens=(3, 2), kv_lens=(9, 2)),
-    prefill_case("causal"),
-    prefill_case("causal_page_64_hnd", page_size=64, page_layout="HND"),
-    prefill_case("all_keys", causal=False),
+    prefill_case("all_keys_page_1", causal=False, page_size=1),
     prefill_case("all_keys_windowed_one_array", causal=False, window_left=9, combined_pool="pages_first"),
     prefill_case("empty_rows", q_lens=(4, 0, 3), kv_lens=(0, 6, 8), padding_rows=1),
-    prefill_case("narrow_values_in_layers", v_head_dim=8, num_layers=2, layer_index=1),
-    prefill_case("soft_cap_window", logits_soft_cap=3.0, window_left=11),
+    prefill_case(
+        "narrow_values_in_layers", v_head_dim=8, num_layers=2, layer_index=1, logits_soft_cap=3.0, window_left=11
+    ),
     prefill_case("alibi", alibi=True),
     prefill_case("rope", rope_theta=1e4, rope_scale=2.0),
     prefill_case("mask", custom_mask=True),
@@ -57,10 +55,8 @@ PAGED = [
     prefill_case("fp8", dtype="bfloat16", kv_dtype=FP8, kv_scale="scalar"),
 ]
 RAGGED = [
-    prefill_case("causal", "ragged_extend"),
     prefill_case("all_keys", "ragged_extend", causal=False),
-    prefill_case("hnd", "ragged_extend", page_layout="HND"),
-    prefill_case("window_soft_cap", "ragged_extend", window_left=7, logits_soft_cap=2.0),
+    prefill_case("hnd_window_soft_cap", "ragged_extend", page_layout="HND", window_left=7, logits_soft_cap=2.0),
     prefill_case("mask", "ragged_extend", custom_mask=True),
     prefill_case("narrow_values_rope", "ragged_extend", v_head_dim=8, rope_theta=1e4),
 ]

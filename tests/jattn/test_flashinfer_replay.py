@@ -1,6 +1,7 @@
 """A replayed step of pymllm's backend is like the captured one, updates the pool in place, and never compiles."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -44,8 +45,8 @@ def test_replay_has_the_tree_and_avals_of_the_capture(mode, options):
     for bs in (1, 4):
         encoder = {"encoder_lens": jnp.zeros(bs, jnp.int32)} if options.get("is_encoder_decoder") else {}
         ones = jnp.ones(bs, jnp.int32)
-        arguments = (bs, bs * rows, 0 * ones, ones, mode, world.req_to_token)
-        captured = backend.init_forward_metadata_capture_cuda_graph(*arguments, **encoder)
+        capture = functools.partial(backend.init_forward_metadata_capture_cuda_graph, bs, bs * rows, forward_mode=mode)
+        captured = jax.eval_shape(capture, ones, ones, req_to_token=world.req_to_token, **encoder)
         for _ in range(4):
             requests, lens = random_rows(rng, bs)
             encoder = {name: jnp.zeros_like(lens) for name in encoder}

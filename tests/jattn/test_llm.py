@@ -128,11 +128,14 @@ def test_sizes_reach_the_engine(monkeypatch):
             max_chunk_tokens=32,
             full_sampling=False,
             max_logprobs=5,
+            backend="flashinfer",
+            kv_cache_dtype="fp8_e4m3",
             debug_checks=True,
         )
     (config,) = configs
     assert (config.prefill_tokens, config.max_chunk_tokens, config.debug_checks) == (128, 32, True)
     assert (config.full_sampling, config.max_logprobs) == (False, 5)
+    assert (config.backend, config.kv_cache_dtype) == ("flashinfer", "fp8_e4m3")
 
 
 @pytest.mark.parametrize("eos", [2**40, -1, 1.0, "2", [None], [1, "2"], True])
@@ -270,10 +273,19 @@ def test_prompts_that_are_none_are_refused(llm, prompts):
         llm._requests(prompts, None)
 
 
-def test_unknown_dtype_lists_the_choices():
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("dtype", "auto, float32, bfloat16, float16"),
+        ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2"),
+        ("backend", "flash_attention, flashinfer"),
+    ],
+)
+def test_unknown_name_lists_the_choices_before_the_weights_load(name, choices, monkeypatch):
     (point,) = entry_points(group="jattn.checkpoints", name="default")
-    with pytest.raises(ValueError, match=r"auto, float32, bfloat16, float16. Got 'int8'"):
-        jattn.LLM(point.load()(), dtype="int8")
+    monkeypatch.setattr(llm_module, "model_class", None)
+    with pytest.raises(ValueError, match=f"{choices}. Got 'int8'"):
+        jattn.LLM(point.load()(), **{name: "int8"})
 
 
 SAMPLED = jattn.SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)

@@ -105,22 +105,29 @@ def build(case: Case, seed: int = 0) -> Inputs:
     ]
     kwargs |= _places(case, q_lens, kv_lens, q.shape[:-2], rng) | _factors(case, num_rows, rng)
 
-    queries = (jnp.asarray(q).astype(case.dtype),)
+    queries = (q.astype(jnp.dtype(case.dtype)),)
     if case.operation == "ragged_extend":
         k, v = (_ragged(parts, case.kv_dtype or case.dtype) for parts in keys_and_values)
-        return Inputs((*queries, k, v, _ints(cu_q_lens), _ints(_offsets(kv_lens))), kwargs)
+        return _on_the_device((*queries, k, v, _ints(cu_q_lens), _ints(_offsets(kv_lens))), kwargs)
     pages, page_table = _paged(case, keys_and_values, kv_lens, rng)
     if case.layer_index is not None:
         kwargs["layer_index"] = _ints(case.layer_index)
     if case.is_mla:
-        queries = tuple(jnp.split(queries[0], [spec.value_dim], axis=-1))
+        queries = tuple(np.split(queries[0], [spec.value_dim], axis=-1))
     offsets = () if case.is_decode else (_ints(cu_q_lens),)
-    return Inputs((*queries, *pages, page_table, _ints(kv_lens), *offsets), kwargs)
+    return _on_the_device((*queries, *pages, page_table, _ints(kv_lens), *offsets), kwargs)
+
+
+def _on_the_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """Put there as they are: jnp.asarray and astype would compile for every shape."""
+    return Inputs(
+        *jax.tree.map(lambda leaf: jax.device_put(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
+    )
 
 
 def _places(
     case: Case, q_lens: np.ndarray, kv_lens: np.ndarray, leading: tuple[int, ...], rng: Any
-) -> dict[str, jax.Array]:
+) -> dict[str, np.ndarray]:
     """Where queries and keys are, and which see which."""
     given = {}
     for name in ("kv_start", "q_start"):
@@ -130,7 +137,7 @@ def _places(
     num_owned = sum(case.q_lens)
     positions = np.zeros(leading, np.int32).reshape(-1)
     if case.custom_mask:
-        given["custom_mask"] = jnp.asarray(rng.random(int(q_lens @ kv_lens) + UNUSED_MASK) < 0.5)
+        given["custom_mask"] = rng.random(int(q_lens @ kv_lens) + UNUSED_MASK) < 0.5
     if case.q_positions:
         first = np.array(case.kv_start or [0] * len(case.kv_lens)) + prefixes
         positions[:num_owned] = np.repeat(first, case.q_lens) + rng.integers(0, max(case.q_lens), num_owned)
@@ -138,7 +145,7 @@ def _places(
         paths = [tree_path(case.tree, node) for node in range(len(case.tree))]
         within = np.array([[node in path for node in range(len(paths))] for path in paths])
         blocks = [np.concatenate([np.ones((len(paths), n), bool), within], axis=1).reshape(-1) for n in prefixes]
-        given["custom_mask"] = jnp.asarray(np.concatenate([*blocks, np.zeros(UNUSED_MASK, bool)]))
+        given["custom_mask"] = np.concatenate([*blocks, np.zeros(UNUSED_MASK, bool)])
         positions[:num_owned] = (prefixes[:, None] + [len(path) - 1 for path in paths]).reshape(-1)
     if case.q_positions or case.tree is not None:
         given["q_positions"] = _ints(positions.reshape(leading))
@@ -150,7 +157,7 @@ def tree_path(parents: tuple[int, ...], node: int) -> list[int]:
     return [*(tree_path(parents, parents[node]) if parents[node] >= 0 else []), node]
 
 
-def _factors(case: Case, num_rows: int, rng: Any) -> dict[str, jax.Array]:
+def _factors(case: Case, num_rows: int, rng: Any) -> dict[str, np.ndarray]:
     """What numbers are multiplied with, and what is added to logits and sums."""
     spec, given = case.spec, {}
     names = ("kv_scale",) if case.is_mla else ("k_scale", "v_scale")
@@ -158,30 +165,30 @@ def _factors(case: Case, num_rows: int, rng: Any) -> dict[str, jax.Array]:
     for name, kind, rows in wanted:
         if kind is not None:
             shape = {"scalar": (), "heads": (spec.num_kv_heads,), "rows": (rows, spec.num_kv_heads)}[kind]
-            given[name] = jnp.asarray(rng.uniform(0.5, 2.0, shape), jnp.float32)
+            given[name] = np.asarray(rng.uniform(0.5, 2.0, shape), np.float32)
     if case.alibi:
-        given["alibi_slopes"] = jnp.asarray(rng.uniform(0.01, 1.0, spec.num_q_heads), jnp.float32)
+        given["alibi_slopes"] = rng.uniform(0.01, 1.0, spec.num_q_heads).astype(np.float32)
     if case.sinks:
-        given["sinks"] = jnp.asarray(2 * rng.standard_normal(spec.num_q_heads), jnp.float32)
+        given["sinks"] = (2 * rng.standard_normal(spec.num_q_heads)).astype(np.float32)
     return given
 
 
-def _ints(values: Any) -> jax.Array:
-    return jnp.asarray(np.asarray(values, np.int32))
+def _ints(values: Any) -> np.ndarray:
+    return np.asarray(values, np.int32)
 
 
 def _offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _ragged(parts: list[np.ndarray], dtype: Any) -> jax.Array:
+def _ragged(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
     unowned = np.full((UNUSED_KEYS, *parts[0].shape[1:]), np.nan)
-    return jnp.asarray(np.concatenate([*parts, unowned]).astype(np.float32)).astype(dtype)
+    return np.concatenate([*parts, unowned]).astype(np.float32).astype(jnp.dtype(dtype))
 
 
 def _paged(
     case: Case, keys_and_values: list[list[np.ndarray]], kv_lens: np.ndarray, rng: Any
-) -> tuple[tuple[jax.Array | None, ...], jax.Array]:
+) -> tuple[tuple[np.ndarray | None, ...], np.ndarray]:
     spec, page_size = case.spec, case.page_size
     page_counts = -(-kv_lens // page_size)
     num_pages = 1 + int(page_counts.sum()) + UNUSED_PAGES
@@ -203,7 +210,7 @@ def _paged(
         pools = [np.stack(pools, axis=1 if spec.combined_pool == "pages_first" else 0)]
     if case.num_layers is not None:
         pools = [_among_layers(pool, case) for pool in pools]
-    pages = [jnp.asarray(pool).astype(case.kv_dtype or case.dtype) for pool in pools]
+    pages = [pool.astype(jnp.dtype(case.kv_dtype or case.dtype)) for pool in pools]
     return (*pages, *[None] * (spec.combined_pool is not None)), _ints(page_table)
 
 

@@ -70,7 +70,6 @@ def checkpoint(tmp_path, monkeypatch):
     sys.modules.pop("squared", None)
 
 
-@pytest.mark.usefixtures("compiled_in_haste")
 def test_added_model_is_found_loaded_and_served(checkpoint):
     model = model_class("SquaredForCausalLM").from_checkpoint(checkpoint, dtype=jnp.float32)
     config = EngineConfig(num_pages=20, max_num_seqs=1, max_context_len=32, prefill_tokens=16, page_size=8)

@@ -39,6 +39,7 @@ def test_every_announced_architecture_has_a_golden_checkpoint():
     assert len(announced) == 9
 
 
+@pytest.mark.usefixtures("compiled_with_care")
 @pytest.mark.parametrize("case", OTHER_CASES)
 def test_paged_logits_match_transformers(case):
     assert_run_is_golden(case, page_size=8)
@@ -46,7 +47,6 @@ def test_paged_logits_match_transformers(case):
 
 # phi3_longrope is the same class as phi3.
 @pytest.mark.parametrize("case", [case for case in OTHER_CASES if case != "phi3_longrope"])
-@pytest.mark.usefixtures("compiled_in_haste")
 def test_served_greedy_tokens_match_transformers(case):
     config = EngineConfig(
         num_pages=40, max_num_seqs=3, max_context_len=80, prefill_tokens=64, prefill_seqs=2, page_size=8

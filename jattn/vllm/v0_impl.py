@@ -1,0 +1,304 @@
+"""FlashAttentionImpl of vLLM v0: attention of one kind of layer, with a cache and without."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn.kv_cache_dtype import KV_CACHE_DTYPES, check_kv_cache_dtype
+from jattn.vllm.v0_metadata import (
+    AttentionType,
+    FlashAttentionMetadata,
+    _get_causal_option,
+    _get_query_key_seq_metadata,
+)
+from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend, write_pages
+from jattn_kernels.spec import PageLayout
+
+HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True)
+class AttentionLayer:
+    """What attention reads of the layer that calls it: factors of fp8 queries, keys and values; None is 1."""
+
+    _q_scale: Float[Array, ""] | None = None
+    _k_scale: Float[Array, "..."] | None = None
+    _v_scale: Float[Array, "..."] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttentionImpl:
+    """Attention of one kind of layer; static and hashable.
+
+    Attributes:
+        num_heads, num_kv_heads: Heads on this device.
+        head_size: Width of a head.
+        scale: Factor on q.k.
+        alibi_slopes: One a query head, or None.
+        sliding_window: As given, keys with the own one; then vLLM's pair, keys to the left and to the right without the
+            own one, -1 for all. To both sides in encoders.
+        kv_cache_dtype: "auto" for that of keys and values, or another of KV_CACHE_DTYPES.
+        blocksparse_params: Refused.
+        logits_soft_cap: Soft cap; None or 0 is off.
+        attn_type: An AttentionType.
+        kv_sharing_target_layer_name: The layer whose cache this one is given, to read and not to write.
+        use_irope: Attend within chunks of the metadata's `attention_chunk_size`.
+
+    Raises:
+        ValueError: A value contradicts its rule.
+        NotImplementedError: `blocksparse_params` are given, or a window in cross attention.
+    """
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    alibi_slopes: list[float] | tuple[float, ...] | None
+    sliding_window: int | tuple[int, int] | None
+    kv_cache_dtype: str
+    blocksparse_params: dict[str, Any] | None = None
+    logits_soft_cap: float | None = None
+    attn_type: str = AttentionType.DECODER
+    kv_sharing_target_layer_name: str | None = None
+    use_irope: bool = False
+
+    def __post_init__(self):
+        if self.blocksparse_params is not None:
+            raise NotImplementedError(
+                "`blocksparse_params` must be None: no implementation has block-sparse attention."
+            )
+        if self.head_size not in HEAD_SIZES:
+            sizes = ", ".join(map(str, HEAD_SIZES))
+            raise ValueError(f"`head_size` must be one of {sizes}. Got head_size={self.head_size}.")
+        if self.attn_type not in tuple(AttentionType):
+            raise ValueError(f"`attn_type` must be one of {', '.join(AttentionType)}. Got {self.attn_type!r}.")
+        check_kv_cache_dtype(self.kv_cache_dtype)
+        if self.alibi_slopes is not None:
+            if len(self.alibi_slopes) != self.num_heads:
+                raise ValueError(
+                    f"`alibi_slopes` must have one slope a query head, {self.num_heads}. Got {len(self.alibi_slopes)}."
+                )
+            object.__setattr__(self, "alibi_slopes", tuple(self.alibi_slopes))
+        object.__setattr__(self, "sliding_window", self._window())
+        self.spec(None)  # refuses heads that do not fit now, not in the first step
+
+    def _window(self) -> tuple[int, int]:
+        window = self.sliding_window
+        if window is None or isinstance(window, tuple):
+            return window or (-1, -1)
+        if window < 1:
+            raise ValueError(f"`sliding_window` must be None or at least 1, the own key. Got sliding_window={window}.")
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            raise NotImplementedError(f"Cross attention has no window. Got sliding_window={window}.")
+        return (window - 1, 0 if _get_causal_option(self.attn_type) else window - 1)
+
+    @property
+    def vllm_flash_attn_version(self) -> int:
+        """3: fp8 queries and caches are taken, as by FlashAttention-3."""
+        return 3
+
+    def spec(self, chunk_size: int | None, page_layout: PageLayout = "NHD", *, paged: bool = True) -> AttentionSpec:
+        """The layer's facts in the kernels' words."""
+        causal = _get_causal_option(self.attn_type)
+        assert isinstance(self.sliding_window, tuple)
+        left, right = (None if side < 0 else side for side in self.sliding_window)
+        return AttentionSpec(
+            num_q_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            sm_scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap or None,
+            causal=causal,
+            window_left=left,
+            window_right=None if causal else right,
+            chunk_size=chunk_size,
+            page_layout=page_layout,
+            combined_pool="kv_first" if paged else None,
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Float[Array, "T N H"],
+        key: Float[Array, "Tk K H"] | None,
+        value: Float[Array, "Tk K H"] | None,
+        kv_cache: Float[Array, "..."] | None,
+        attn_metadata: FlashAttentionMetadata,
+        output: Float[Array, "T N H"] | None = None,
+        output_scale: Float[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "..."] | None]:
+        """Writes this pass's keys and values, then attends; prefills and decodes in one call. The cache may be donated.
+
+        Args:
+            key, value: This pass's; both None to read only what is cached. Of encoder tokens in cross attention.
+            kv_cache: Of shape `get_kv_cache_shape`; None or empty to attend to `key` and `value` alone, as encoders do
+                in any case.
+            output: Accepted for vLLM's sake and ignored: the output is returned.
+            output_scale: Refused.
+
+        Returns:
+            The output, 0 for padded tokens, and the cache.
+
+        Raises:
+            ValueError: Arguments do not belong together.
+            NotImplementedError: `output_scale` is given, or scales are to be calculated.
+        """
+        metadata = attn_metadata
+        refuse_output_scale(output_scale)
+        if metadata.enable_kv_scales_calculation:
+            raise NotImplementedError("`enable_kv_scales_calculation` must be False: scales are given by the layer.")
+        if (key is None) != (value is None):
+            raise ValueError("`key` and `value` must be given together or both be None.")
+        self._check_types_fields(query, metadata)
+        cached = kv_cache is not None and kv_cache.size > 0
+        if not _reads_cache(self.attn_type) or not cached:
+            if key is None or value is None:
+                raise ValueError("`key` and `value` must be given where no cache is read. Got None.")
+            return self._attend_uncached(layer, query, key, value, metadata), kv_cache
+        assert kv_cache is not None
+        cross = self.attn_type == AttentionType.ENCODER_DECODER
+        slots = metadata.cross_slot_mapping if cross else metadata.slot_mapping
+        assert slots is not None
+        kv_cache = self.save(layer, key, value, kv_cache, slots)
+        chunk_size = self._chunk_size(metadata)
+        outs = []
+        for part, first in ((metadata.prefill_metadata, 0), (metadata.decode_metadata, metadata.num_prefill_tokens)):
+            if part is None:
+                continue
+            tables, lens = (
+                (part.cross_block_tables, part.encoder_seq_lens_tensor)
+                if cross
+                else (part.block_tables, part.seq_lens_tensor)
+            )
+            if tables is None or lens is None:
+                raise ValueError("`block_tables` and `seq_lens_tensor` must be given where a cache is read. Got None.")
+            one_token_a_row = part.num_prefills == 0 and (part.max_decode_query_len or 1) == 1
+            outs.append(
+                self.attend_pages(
+                    layer,
+                    query[first : first + part.num_prefill_tokens + part.num_decode_tokens],
+                    kv_cache,
+                    tables,
+                    lens,
+                    None if one_token_a_row else part.query_start_loc,
+                    self.spec(chunk_size),
+                )
+            )
+        return jnp.concatenate(outs), kv_cache
+
+    def save(
+        self,
+        layer: AttentionLayer,
+        key: Float[Array, "Tk K H"] | None,
+        value: Float[Array, "Tk K H"] | None,
+        kv_cache: Float[Array, "..."],
+        slots: Int[Array, " Tk"],
+        page_layout: PageLayout = "NHD",
+    ) -> Float[Array, "..."]:
+        """The cache with keys and values at their slots; as it was if there are none or another layer writes them.
+
+        Raises:
+            ValueError: The cache's dtype is not the one that `kv_cache_dtype` says.
+        """
+        expected = KV_CACHE_DTYPES[self.kv_cache_dtype]
+        if expected is not None and kv_cache.dtype.name != expected:
+            raise ValueError(
+                f"`kv_cache` must be {expected} for kv_cache_dtype={self.kv_cache_dtype!r}. "
+                f"Got kv_cache.dtype={kv_cache.dtype}."
+            )
+        if key is None or value is None or self.kv_sharing_target_layer_name is not None:
+            return kv_cache
+        kv_cache, _ = write_pages(
+            kv_cache,
+            None,
+            key,
+            value,
+            slots,
+            layout=page_layout,
+            combined_pool="kv_first",
+            k_scale=layer._k_scale,
+            v_scale=layer._v_scale,
+        )
+        return kv_cache
+
+    def attend_pages(
+        self,
+        layer: AttentionLayer,
+        query: Float[Array, "T N H"],
+        kv_cache: Float[Array, "..."],
+        block_tables: Int[Array, "B max_pages"],
+        seq_lens: Int[Array, " B"],
+        query_start_loc: Int[Array, " B_plus_1"] | None,
+        spec: AttentionSpec,
+    ) -> Float[Array, "T N H"]:
+        """Attention over the cache; one token a row if `query_start_loc` is None."""
+        factors: dict[str, Any] = {
+            "alibi_slopes": self._slopes(),
+            "q_scale": layer._q_scale,
+            "k_scale": layer._k_scale,
+            "v_scale": layer._v_scale,
+        }
+        if query_start_loc is None:
+            out = paged_decode(query[:, None], kv_cache, None, block_tables, seq_lens, spec=spec, **factors)
+            assert isinstance(out, jax.Array)
+            return out[:, 0]
+        out = paged_extend(query, kv_cache, None, block_tables, seq_lens, query_start_loc, spec=spec, **factors)
+        assert isinstance(out, jax.Array)
+        return out
+
+    def _attend_uncached(self, layer, query, key, value, metadata: FlashAttentionMetadata) -> Array:
+        part = metadata.prefill_metadata
+        if part is None or (metadata.num_decode_tokens and self.attn_type != AttentionType.ENCODER):
+            raise ValueError(
+                "A batch with decodes must be given a cache to read. "
+                f"Got num_prefills={metadata.num_prefills}, num_decode_tokens={metadata.num_decode_tokens}."
+            )
+        query_start_loc, _, key_start_loc, _ = _get_query_key_seq_metadata(part, True, self.attn_type)
+        if query_start_loc is None or key_start_loc is None:
+            raise ValueError("`query_start_loc` and `seq_start_loc` must be given where no cache is read. Got None.")
+        spec = self.spec(self._chunk_size(metadata), paged=False)
+        slopes = self._slopes()
+        out = ragged_extend(
+            query, key, value, query_start_loc, key_start_loc, spec=spec, q_scale=layer._q_scale, alibi_slopes=slopes
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    def _slopes(self) -> Float[Array, " N"] | None:
+        return None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+
+    def _chunk_size(self, metadata: FlashAttentionMetadata) -> int | None:
+        if self.use_irope and metadata.attention_chunk_size is None:
+            raise ValueError(
+                "`attention_chunk_size` of the metadata must be given to a layer with `use_irope`. Got None."
+            )
+        return metadata.attention_chunk_size if self.use_irope else None
+
+    def _check_types_fields(self, query: Array, metadata: FlashAttentionMetadata) -> None:
+        """Checks that the metadata has what this type of attention reads, and as many tokens as there are queries."""
+        encoder = self.attn_type == AttentionType.ENCODER
+        if encoder and not metadata.is_all_encoder_attn_metadata_set:
+            raise ValueError("The metadata must have all encoder fields for encoder attention.")
+        if self.attn_type == AttentionType.ENCODER_DECODER and not metadata.is_all_cross_attn_metadata_set:
+            raise ValueError("The metadata must have all encoder and cross fields for cross attention.")
+        tokens = metadata.num_prefill_tokens + metadata.num_decode_tokens
+        tokens = metadata.num_encoder_tokens if encoder else tokens
+        if query.shape[0] != tokens:
+            raise ValueError(f"`query` must have the metadata's {tokens} tokens. Got query.shape={query.shape}.")
+
+
+def refuse_output_scale(output_scale: Array | None) -> None:
+    """Raises NotImplementedError if an output is to be quantised."""
+    if output_scale is not None:
+        raise NotImplementedError("`output_scale` must be None: the output is not quantised here.")
+
+
+def _reads_cache(attn_type: str) -> bool:
+    return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)

@@ -1,0 +1,45 @@
+"""Backends by their names, made for a model's layers."""
+
+import dataclasses
+
+import pytest
+
+from jattn.backend import BACKENDS, AttentionLayer, BackendOptions, EngineBackend, backend_class
+from jattn.flash_attention import FlashAttentionBackend
+from jattn.flashinfer import FlashInferAttnBackend
+
+OPTIONS = BackendOptions(max_context_len=64, page_size=4, max_num_seqs=2, dtype="bfloat16", kv_cache_dtype="fp8")
+LAYER = AttentionLayer(
+    layer_id=0, tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, head_dim=16, v_head_dim=16, scaling=0.25
+)
+WINDOWED = dataclasses.replace(LAYER, sliding_window_size=7)
+
+
+def test_backends_go_by_their_names():
+    assert backend_class("flash_attention") is FlashAttentionBackend
+    assert backend_class("flashinfer") is FlashInferAttnBackend
+    with pytest.raises(ValueError, match=r"`name` must be one of flash_attention, flashinfer. Got 'nothing'"):
+        backend_class("nothing")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backend_of_a_model_is_static_and_knows_its_layers(name):
+    backend = backend_class(name).for_model((LAYER, WINDOWED), OPTIONS)
+    assert isinstance(backend, EngineBackend)
+    assert hash(backend) == hash(backend_class(name).for_model((LAYER, WINDOWED), OPTIONS))
+    assert (backend.max_context_len, backend.page_size) == (64, 4)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"tp_q_head_num": 2}, r"must have the same heads, .* Got heads and widths \[\(2, 2, 16\), \(4, 2, 16\)\]"),
+        ({"sliding_window_size": 9}, r"one window or none: use `flash_attention`. .* windows \[7, 9\]"),
+        ({"chunk_size": 8}, "`chunk_size` must be None in layers of a FlashInfer backend: use `flash_attention`"),
+    ],
+)
+def test_model_whose_layers_flashinfer_cannot_tell_apart_is_refused(other, message):
+    layers = (WINDOWED, dataclasses.replace(LAYER, **other))
+    with pytest.raises(NotImplementedError, match=message):
+        FlashInferAttnBackend.for_model(layers, OPTIONS)
+    FlashAttentionBackend.for_model(layers, OPTIONS)
