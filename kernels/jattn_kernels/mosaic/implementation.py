@@ -10,16 +10,20 @@ from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
-_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {"paged_decode": (64, 80, 96, 128, 192, 256)}
-_PAGE_SIZES: dict[Operation, tuple[int, ...]] = {"paged_decode": (8, 16, 32, 64, 128, 256)}
+_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
+    "paged_decode": (64, 80, 96, 128, 192, 256),
+    "paged_extend": (64, 128, 192, 256),
+    "rotate_and_write": (64, 128, 256),
+}
+_PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
+    "paged_decode": (8, 16, 32, 64, 128, 256),
+    "paged_extend": (8, 16, 32, 64, 128, 256),
+    "rotate_and_write": (8, 16, 32, 64, 128),
+}
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": ("rope_theta",),
-    "paged_extend": (
-        *("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks"),
-        *("logits_soft_cap", "window_left", "window_right", "chunk_size", "rope_theta", "combined_pool"),
-        "batch_invariant",
-    ),
+    "paged_extend": ("rope_theta",),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 
@@ -38,20 +42,20 @@ def refuses(call: AttentionCall) -> str | None:
         return f"`mosaic` does not do {operation}."
     if call.q_dtype not in _DTYPES or call.kv_dtype != call.q_dtype:
         return f"`mosaic` takes {' or '.join(_DTYPES)}, queries and keys alike, not {call.q_dtype} and {call.kv_dtype}."
-    head_dims = _HEAD_DIMS.get(operation, (64, 128, 256))
-    alike = operation != "paged_decode"
+    head_dims = _HEAD_DIMS[operation]
+    alike = operation == "rotate_and_write"
     if {spec.head_dim, spec.value_dim} - set(head_dims) or (alike and spec.value_dim != spec.head_dim):
         return (
             f"`mosaic` takes head_dim {', '.join(map(str, head_dims))} in {operation}, keys and values "
             f"{'alike' if alike else 'each'}, not {spec.head_dim} and {spec.value_dim}."
         )
-    page_sizes = _PAGE_SIZES.get(operation, (8, 16, 32, 64, 128))
+    page_sizes = _PAGE_SIZES[operation]
     if call.page_size not in page_sizes:
         return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
             return f"`mosaic` does not do `{name}` in {operation}."
-    if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
+    if operation == "paged_decode" and "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
     if operation == "rotate_and_write" and heads_at_once(spec) is None:
         return (
