@@ -1,10 +1,15 @@
 """Text to tokens and back: a checkpoint's tokenizer, and a decoder for text that is still being generated."""
 
+import codecs
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
@@ -32,6 +37,8 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        decoder = self._tokenizer.decoder
+        self._has_byte_tokens = decoder is not None and decoder.decode(["<0xFF>"]) == _REPLACEMENT
 
     @property
     def vocab_size(self) -> int:
@@ -65,17 +72,20 @@ class Tokenizer:
         """The token as the vocabulary spells it; None out of the vocabulary."""
         return self._tokenizer.id_to_token(token_id)
 
-
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+    def byte(self, token_id: int) -> int | None:
+        """The byte that the token stands for (10 for `<0x0A>`); None if it stands for text."""
+        token = self.token(token_id) if self._has_byte_tokens else None
+        return int(token[3:5], 16) if token and _BYTE_TOKEN.fullmatch(token) else None
 
 
 class StreamDecoder:
     """Decodes tokens as they come: what `push` gives is final, and all of it with `finish` is `decode` of all tokens.
 
     Only the last tokens are decoded again, so a push costs the same at any length. Half of a character is held back:
-    it decodes to a U+FFFD at the end, which the next token may turn into something else. So is a run of byte tokens
-    (`<0x0A>`), whose text depends on all of the run.
+    of tokens that hold text it decodes to a U+FFFD at the end, which the next token may turn into something else.
+
+    A run of byte tokens (`<0x0A>`) goes out character by character. `decode` turns the whole of a run that is no UTF-8
+    into one U+FFFD a byte; here the characters before the first wrong byte stand, as they may be out already.
 
     Args:
         skip_special_tokens: As for `Tokenizer.decode`.
@@ -89,36 +99,70 @@ class StreamDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._given = 0  # characters of the window's text that were given out
-        self._byte_run: list[int] = []
+        self._begun: list[int] = []  # byte tokens of a character that is not whole yet
+        self._utf8 = _Utf8Decoder()  # has the bytes of these
+        self._in_wrong_run = False  # of bytes, which are one U+FFFD each till its end
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Takes the next tokens and gives the text that has become certain, maybe none."""
-        for token_id in token_ids:
-            token = self._tokenizer.token(token_id)
-            if token is None or (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
-                continue
-            self._byte_run.append(token_id)
-            if not _BYTE_TOKEN.fullmatch(token):
-                self._window += self._byte_run
-                self._byte_run = []
+        before = "".join(map(self._take, token_ids))
         text = self._decode()
-        end = max(len(text) - text.endswith(_INCOMPLETE), self._given)
+        end = max(len(text) - text.endswith(_REPLACEMENT), self._given)
         new = text[self._given : end]
         self._given = end
         self._shrink(held=len(text) - end)
-        return new
+        return before + new
 
     def finish(self) -> str:
         """The text that was held back, as far as it goes; the decoder is then as new."""
-        self._window += self._byte_run
-        new = self._decode()[self._given :]
-        self._window, self._given, self._byte_run = [], 0, []
-        return new
+        text = self._decode()[self._given :] + _REPLACEMENT * len(self._begun)
+        self._window, self._given, self._begun, self._in_wrong_run = [], 0, [], False
+        self._utf8.reset()
+        return text
+
+    def _take(self, token_id: int) -> str:
+        """Puts the token into its place; gives the text of a run of bytes that turns out wrong, and of all before."""
+        token = self._tokenizer.token(token_id)
+        if token is None or (self._skip_special_tokens and self._tokenizer.is_special(token_id)):
+            return ""
+        byte = self._tokenizer.byte(token_id)
+        if byte is not None:
+            return _REPLACEMENT if self._in_wrong_run else self._take_byte(token_id, byte)
+        text = self._give_up() if self._begun else ""
+        self._window.append(token_id)
+        self._in_wrong_run = False
+        return text
+
+    def _take_byte(self, token_id: int, byte: int) -> str:
+        self._begun.append(token_id)
+        try:
+            whole = self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            text = self._give_up()
+            self._in_wrong_run = True
+            return text
+        if whole:
+            self._window += self._begun
+            self._begun = []
+        return ""
+
+    def _give_up(self) -> str:
+        """As `finish`, but one of the bytes that are no character stays as what stands before the next token."""
+        wrong = self._begun[:1]
+        text = self.finish()
+        self._window, self._given = wrong, len(_REPLACEMENT)
+        return text
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)
 
     def _shrink(self, held: int) -> None:
         if len(self._window) > 2 * self._WINDOW:
-            self._window = self._window[-self._WINDOW :]
+            del self._window[: -self._WINDOW]
+            while _continues_character(self._tokenizer.byte(self._window[0])):
+                del self._window[0]
             self._given = len(self._decode()) - held
+
+
+def _continues_character(byte: int | None) -> bool:
+    return byte is not None and 0x80 <= byte < 0xC0

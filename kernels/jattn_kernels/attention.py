@@ -39,7 +39,9 @@ def paged_decode(
 
     Args:
         k_pages, v_pages: Pages in the spec's layout, with a leading layer axis exactly if `layer_index` is given. A
-            combined pool is passed whole as `k_pages`, with `v_pages` None.
+            combined pool is passed whole as `k_pages`, with `v_pages` None. Rows that a sequence owns, those of its
+            seq_lens keys, must be finite: one that is not may reach all queries of that sequence, also those whose mask
+            hides it, as 0 * NaN is NaN. It never reaches another sequence. All other rows may hold anything.
         page_table: Entries past a sequence's last page are padding and are not read.
         seq_lens: Keys a sequence in tokens, this step's included and already written. A row of length 0 is padding.
         schedule: Work list of `make_schedule`; implementations that need none ignore it.
@@ -166,6 +168,7 @@ def ragged_extend(
     """Attention of ragged queries over ragged keys and values that are not paged.
 
     Args:
+        k, v: The rows of a sequence's keys must be finite, as in `paged_decode`.
         cu_kv_lens: Sequence b owns the keys cu_kv_lens[b] .. cu_kv_lens[b + 1] - 1; those from cu_kv_lens[-1] on are
             padding.
         layer_index: Which layer of `k` and `v`, which then have a leading layer axis; may be traced.
@@ -243,8 +246,8 @@ def make_schedule(
     plan = choose(call, implementation).implementation.schedules.get(operation)
     if plan is None:
         return None
-    facts = {"num_tokens": num_tokens, "itemsize": dtype.itemsize, "max_seq_len": max_seq_len}
-    return plan(seq_lens, cu_q_lens, spec=spec, **facts)
+    kv_itemsize = jnp.dtype(call.kv_dtype).itemsize
+    return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, kv_itemsize=kv_itemsize, max_seq_len=max_seq_len)
 
 
 def chosen(

@@ -106,7 +106,7 @@ class Implementation:
         operations: For each operation the function (*arrays, options, spec=..., page_size=... if paged) -> (out, lse),
             arrays as the face takes them.
         schedules: For each operation that reads a work list the function (seq_lens, cu_q_lens, spec=...,
-            num_tokens=..., itemsize=...) -> schedule.
+            num_tokens=..., kv_itemsize=..., max_seq_len=...) -> schedule.
     """
 
     name: str

@@ -14,7 +14,7 @@ from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn_models import weights
-from jattn_models.config_fields import positive, refuse, with_defaults
+from jattn_models.config_fields import boolean, positive, refuse, with_defaults
 from jattn_models.layers import LayerNorm, Linear, precision, random_weights
 
 _FIRST_POSITION = 2  # of the table of positions; the rows before it are never used
@@ -75,7 +75,7 @@ class BartConfig:
             encoder_units=positive(fields, "encoder_ffn_dim", int),
             decoder_units=positive(fields, "decoder_ffn_dim", int),
             context_len=positive(fields, "max_position_embeddings", int),
-            embedding_scale=hidden_size**0.5 if fields.get("scale_embedding") else 1.0,
+            embedding_scale=hidden_size**0.5 if boolean(fields, "scale_embedding", default=False) else 1.0,
         )
 
 

@@ -37,6 +37,18 @@ def positives(fields: Mapping[str, Any], name: str, count: int) -> tuple[float, 
     return tuple(map(float, values))
 
 
+def boolean(fields: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    """A field that must be true or false where it is there: not a number, and not the words as a string.
+
+    Raises:
+        ValueError: It is not.
+    """
+    value = fields.get(name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` of the model's configuration must be true or false. Got {value!r}.")
+    return value
+
+
 def refuse(fields: Mapping[str, Any], name: str, *, unless: Any, why: str = "") -> None:
     """Refuses a field that is there and asks for something else than what is built.
 
@@ -44,7 +56,7 @@ def refuse(fields: Mapping[str, Any], name: str, *, unless: Any, why: str = "") 
         NotImplementedError: It does.
     """
     value = fields.get(name, unless)
-    if value != unless:
+    if value != unless or isinstance(value, bool) != isinstance(unless, bool):
         raise NotImplementedError(f"`{name}` must be {_json(unless)}{why}. Got {_json(value)}.")
 
 

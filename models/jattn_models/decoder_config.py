@@ -1,14 +1,15 @@
 """DecoderConfig: the facts of a decoder, and how the fields that all families share are read."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jattn_models.attention import Temperature
-from jattn_models.config_fields import positive, refuse
+from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment
 from jattn_models.rope import Rope
+from jattn_models.unread_fields import refuse_unread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,21 +89,20 @@ class DecoderConfig:
         raise NotImplementedError(f"{cls.__name__} must say how it is read.")
 
 
-def shared_fields(fields: Mapping[str, Any], *, partial_rotary: bool = False) -> dict[str, Any]:
+def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> dict[str, Any]:
     """What all families read alike, as arguments of a DecoderConfig: all that must be there but `segments`.
 
     Args:
         fields: With the family's defaults, and without nulls.
-        partial_rotary: Whether the family reads `partial_rotary_factor`.
+        read: Fields that the family reads of those that are else refused; among them `partial_rotary_factor`.
 
     Raises:
         ValueError: A field is missing or out of range.
         NotImplementedError: The model needs something that is not built.
     """
-    for name in ("attention_bias", "mlp_bias"):
-        refuse(fields, name, unless=False, why=": projections with these biases are not built")
+    context_len = positive(fields, "max_position_embeddings", int)
+    refuse_unread(fields, read, context_len)
     refuse(fields, "hidden_act", unless="silu")
-    refuse(fields, "is_causal", unless=True, why=": the decoder's attention is causal")
     if fields.get("quantization_config"):
         raise NotImplementedError("`quantization_config` must be absent: load the checkpoint's unquantised weights.")
     hidden_size = positive(fields, "hidden_size", int)
@@ -121,8 +121,8 @@ def shared_fields(fields: Mapping[str, Any], *, partial_rotary: bool = False) ->
         "num_q_heads": num_q_heads,
         "num_kv_heads": positive(fields, "num_key_value_heads", int),
         "head_dim": head_dim,
-        "context_len": positive(fields, "max_position_embeddings", int),
+        "context_len": context_len,
         "rms_norm_eps": positive(fields, "rms_norm_eps", float),
-        "rope": Rope.from_config(fields, head_dim, partial=partial_rotary),
-        "tied": bool(fields.get("tie_word_embeddings", False)),
+        "rope": Rope.from_config(fields, head_dim, partial="partial_rotary_factor" in read),
+        "tied": boolean(fields, "tie_word_embeddings", default=False),
     }

@@ -17,7 +17,7 @@ from jattn_models.layer_pattern import LayerKind, Segment, segments
 from jattn_models.layers import RMSNorm
 from jattn_models.rope import Rope
 from jattn_models.weights import Path
-from jattn_models.windows import listed, window_left
+from jattn_models.windows import WINDOW_FIELDS, listed, window_left
 
 _ACTIVATION = "gelu_pytorch_tanh"
 
@@ -41,10 +41,11 @@ class Gemma3Config(DecoderConfig):
         )
         fields.pop("hidden_act", None)  # says nothing here: transformers reads `hidden_activation`
         refuse(fields, "hidden_activation", unless=_ACTIVATION)
-        refuse(fields, "use_bidirectional_attention", unless=False, why=": the decoder's attention is causal")
-        refuse(fields, "attn_logit_softcapping", unless=None, why=": Gemma 3 has norms on queries and keys instead")
         full, local = _rope_parameters(fields)
-        shared = shared_fields(fields | {"rope_parameters": full})
+        shared = shared_fields(
+            fields | {"rope_parameters": full, "rope_scaling": {}},
+            read=(*WINDOW_FIELDS, "query_pre_attn_scalar", "final_logit_softcapping"),
+        )
         return cls(
             **shared,
             segments=_segments(fields),
@@ -102,7 +103,11 @@ def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
 def _rope_parameters(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Those of full and of sliding layers: `rope_parameters` has both, older files have a field for each fact."""
     both = fields.get("rope_parameters", {})
-    if not isinstance(both, Mapping) or not all(isinstance(part, Mapping | None) for part in both.values()):
+    if (
+        not isinstance(both, Mapping)
+        or not both.keys() <= {"full_attention", "sliding_attention"}
+        or not all(isinstance(part, Mapping | None) for part in both.values())
+    ):
         raise ValueError(f"`rope_parameters` must be an object with one for each type of layer. Got {both!r}.")
     scaling = fields.get("rope_scaling", {})
     if not isinstance(scaling, Mapping):

@@ -10,13 +10,14 @@ from jattn.checkpoint import Checkpoint
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names
 from jattn_models.attention import Temperature
-from jattn_models.config_fields import positive, with_defaults
+from jattn_models.config_fields import boolean, positive, refuse, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
 from jattn_models.weights import Path
 
+_READ = ("attention_chunk_size", "layer_types", "no_rope_layers", "attn_temperature_tuning", "scoring_func")
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 
 
@@ -42,7 +43,10 @@ class Llama4Config(DecoderConfig):
             attn_scale=0.1,
         )
         units = positive(fields, "intermediate_size", int)
-        shared = shared_fields(fields | {"intermediate_size": positive(fields, "intermediate_size_mlp", int)})
+        refuse(fields, "scoring_func", unless="sigmoid")
+        shared = shared_fields(
+            fields | {"intermediate_size": positive(fields, "intermediate_size_mlp", int)}, read=_READ
+        )
         if shared["rope"].amplitude != 1.0:  # the norm of queries and keys stands before they turn here, after it there
             raise NotImplementedError(
                 "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of "
@@ -52,8 +56,8 @@ class Llama4Config(DecoderConfig):
         return cls(
             **shared,
             segments=_segments(fields),
-            qk_unit_norm=bool(fields.get("use_qk_norm", True)),
-            temperature=temperature if fields.get("attn_temperature_tuning", True) else None,
+            qk_unit_norm=boolean(fields, "use_qk_norm", default=True),
+            temperature=temperature if _is_tuned(fields) else None,
             experts=Experts(
                 count=positive(fields, "num_local_experts", int),
                 per_token=positive(fields, "num_experts_per_tok", int),
@@ -97,6 +101,13 @@ class Llama4ForCausalLM(Decoder):
             ("mlp", "down_proj", "kernel"): {"feed_forward.experts.down_proj": None},
             **_gated(("mlp", "shared"), "feed_forward.shared_expert", config.experts.shared_size),
         }
+
+
+def _is_tuned(fields: Mapping[str, Any]) -> bool:
+    """Whether `attn_temperature_tuning` is in use: true, or a number as in Scout's file, of which 0 alone is false."""
+    if isinstance(given := fields.get("attn_temperature_tuning"), int):
+        return given != 0
+    return boolean(fields, "attn_temperature_tuning", default=True)
 
 
 def _gated(path: Path, prefix: str, units: int) -> dict[Path, tensor_names.Parts]:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from jattn_models.config_fields import with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
-from jattn_models.windows import one_window
+from jattn_models.windows import WINDOW_FIELDS, one_window
 
 
 class MistralConfig(DecoderConfig):
@@ -17,7 +17,7 @@ class MistralConfig(DecoderConfig):
         fields = with_defaults(
             config, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
         )
-        return cls(**shared_fields(fields), segments=one_window(fields))
+        return cls(**shared_fields(fields, read=WINDOW_FIELDS), segments=one_window(fields))
 
 
 class MistralForCausalLM(Decoder):

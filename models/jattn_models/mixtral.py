@@ -10,7 +10,7 @@ from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind
 from jattn_models.weights import Path
-from jattn_models.windows import one_window
+from jattn_models.windows import WINDOW_FIELDS, one_window
 
 
 class MixtralConfig(DecoderConfig):
@@ -32,7 +32,8 @@ class MixtralConfig(DecoderConfig):
             intermediate_size=positive(fields, "intermediate_size", int),
             normalised=True,
         )
-        return cls(**shared_fields(fields), segments=one_window(fields, sparse=True), experts=experts)
+        shared = shared_fields(fields, read=WINDOW_FIELDS)
+        return cls(**shared, segments=one_window(fields, sparse=True), experts=experts)
 
 
 class MixtralForCausalLM(Decoder):

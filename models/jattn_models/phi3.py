@@ -9,7 +9,7 @@ from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.layer_pattern import LayerKind
 from jattn_models.weights import Path
-from jattn_models.windows import one_window
+from jattn_models.windows import WINDOW_FIELDS, one_window
 
 
 class Phi3Config(DecoderConfig):
@@ -20,7 +20,8 @@ class Phi3Config(DecoderConfig):
         fields = with_defaults(
             config, max_position_embeddings=4096, original_max_position_embeddings=4096, rms_norm_eps=1e-5
         )
-        return cls(**shared_fields(fields, partial_rotary=True), segments=one_window(fields))
+        shared = shared_fields(fields, read=(*WINDOW_FIELDS, "partial_rotary_factor"))
+        return cls(**shared, segments=one_window(fields))
 
 
 class Phi3ForCausalLM(Decoder):

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from jattn_models.config_fields import with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
-from jattn_models.windows import QWEN_DEFAULTS, windows_by_layer
+from jattn_models.windows import QWEN_DEFAULTS, WINDOW_FIELDS, windows_by_layer
 
 
 class Qwen2Config(DecoderConfig):
@@ -16,7 +16,8 @@ class Qwen2Config(DecoderConfig):
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen2Config":
         fields = with_defaults(config, **QWEN_DEFAULTS, num_key_value_heads=32)
         fields.pop("attention_bias", None)  # says nothing here: transformers does not ask
-        return cls(**shared_fields(fields), segments=windows_by_layer(fields), qkv_bias=True)
+        shared = shared_fields(fields, read=WINDOW_FIELDS)
+        return cls(**shared, segments=windows_by_layer(fields), qkv_bias=True)
 
 
 class Qwen2ForCausalLM(Decoder):

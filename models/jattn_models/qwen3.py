@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from jattn_models.config_fields import with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
-from jattn_models.windows import QWEN_DEFAULTS, windows_by_layer
+from jattn_models.windows import QWEN_DEFAULTS, WINDOW_FIELDS, windows_by_layer
 
 
 class Qwen3Config(DecoderConfig):
@@ -15,7 +15,8 @@ class Qwen3Config(DecoderConfig):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3Config":
         fields = with_defaults(config, **QWEN_DEFAULTS, num_key_value_heads=32, head_dim=128)
-        return cls(**shared_fields(fields), segments=windows_by_layer(fields), qk_norm=True)
+        shared = shared_fields(fields, read=WINDOW_FIELDS)
+        return cls(**shared, segments=windows_by_layer(fields), qk_norm=True)
 
 
 class Qwen3ForCausalLM(Decoder):

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jattn_models import tensor_names
-from jattn_models.config_fields import positive, with_defaults
+from jattn_models.config_fields import boolean, positive, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
 from jattn_models.weights import Path
-from jattn_models.windows import QWEN_DEFAULTS, one_window, used_window
+from jattn_models.windows import QWEN_DEFAULTS, WINDOW_FIELDS, one_window, used_window
 
 
 class Qwen3MoeConfig(DecoderConfig):
@@ -33,9 +33,10 @@ class Qwen3MoeConfig(DecoderConfig):
             count=positive(fields, "num_experts", int),
             per_token=positive(fields, "num_experts_per_tok", int),
             intermediate_size=positive(fields, "moe_intermediate_size", int),
-            normalised=bool(fields.get("norm_topk_prob", False)),
+            normalised=boolean(fields, "norm_topk_prob", default=False),
         )
-        return cls(**shared_fields(fields), segments=_segments(fields), qk_norm=True, experts=experts)
+        shared = shared_fields(fields, read=WINDOW_FIELDS)
+        return cls(**shared, segments=_segments(fields), qk_norm=True, experts=experts)
 
 
 class Qwen3MoeForCausalLM(Decoder):

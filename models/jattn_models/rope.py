@@ -9,8 +9,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.rotary import Angles
-from jattn_models.config_fields import positive, refuse
+from jattn_models.config_fields import positive, refuse, with_defaults
 from jattn_models.rope_scaling import SCALINGS, Scaling
+
+_READ_BY_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,20 +36,14 @@ class Rope:
 
         Raises:
             ValueError: A field is missing or out of range.
-            NotImplementedError: The type of scaling is not known.
+            NotImplementedError: The type of scaling is not known, or does not read one of the fields.
         """
-        fields = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(fields, Mapping):
-            raise ValueError(f"`rope_parameters` or `rope_scaling` must be an object. Got {fields!r}.")
+        fields = _rope_parameters(config)
         given = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **config, **fields}
         theta = positive(given, "rope_theta", float)
         rotary_dim = _rotary_dim(given, head_dim, partial)
-        rope_type = fields.get("rope_type") or fields.get("type") or "default"
-        if rope_type == "default":
-            return cls(rotary_dim, theta)
-        if rope_type not in SCALINGS:
-            raise NotImplementedError(f"`rope_type` must be one of default, {', '.join(SCALINGS)}. Got {rope_type!r}.")
-        return cls(rotary_dim, theta, SCALINGS[rope_type].from_config(config, fields, rotary_dim // 2))
+        scaling = _scaling(fields)
+        return cls(rotary_dim, theta, scaling and scaling.from_config(config, fields, rotary_dim // 2))
 
     def frequencies(self) -> np.ndarray:
         """Radians a token of each pair of dimensions, float32 [rotary_dim / 2]."""
@@ -63,6 +59,37 @@ class Rope:
     def amplitude(self) -> float:
         """On cosines and sines."""
         return self.scaling.amplitude if self.scaling else 1.0
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` or `rope_scaling`, without nulls; none of it where neither says anything."""
+    names = ("rope_parameters", "rope_scaling")
+    given = [value for name in names if (value := config.get(name)) is not None]
+    if others := [value for value in given if not isinstance(value, Mapping)]:
+        raise ValueError(f"`rope_parameters` or `rope_scaling` must be an object. Got {others[0]!r}.")
+    spoken = [fields for value in given if (fields := with_defaults(value))]
+    if len(spoken) == 2 and spoken[0] != spoken[1]:
+        raise ValueError(f"`rope_parameters` and `rope_scaling` must not differ. Got {spoken[0]} and {spoken[1]}.")
+    return spoken[0] if spoken else {}
+
+
+def _scaling(fields: Mapping[str, Any]) -> type[Scaling] | None:
+    """What `rope_type`, or `type` as it was once called, names; None for none.
+
+    Raises:
+        NotImplementedError: The type is not known, or there is a field that it does not read.
+    """
+    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    if rope_type not in ("default", *SCALINGS):
+        raise NotImplementedError(f"`rope_type` must be one of default, {', '.join(SCALINGS)}. Got {rope_type!r}.")
+    scaling = None if rope_type == "default" else SCALINGS[rope_type]
+    read = _READ_BY_ALL + (scaling.read if scaling else ())
+    if others := [name for name in fields if name not in read]:
+        raise NotImplementedError(
+            "`rope_parameters` must be one object for all layers and have only what its `rope_type` reads: "
+            f"{rope_type!r} reads {', '.join(read)}. Got {others[0]!r}."
+        )
+    return scaling
 
 
 def _rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:

@@ -27,6 +27,7 @@ class Llama3Scaling:
     high_freq_factor: float
     original_context_len: int
     amplitude: ClassVar[float] = 1.0
+    read: ClassVar = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int) -> "Llama3Scaling":
@@ -63,6 +64,7 @@ class LinearScaling:
 
     factor: float
     amplitude: ClassVar[float] = 1.0
+    read: ClassVar = ("factor",)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int) -> "LinearScaling":
@@ -88,6 +90,13 @@ class LongRopeScaling:
 
     factors: tuple[float, ...]
     amplitude: float
+    read: ClassVar = (
+        "short_factor",
+        "long_factor",
+        "original_max_position_embeddings",
+        "factor",
+        "attention_factor",
+    )
 
     @classmethod
     def from_config(

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jattn_models.config_fields import positive
+from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.layer_pattern import LayerKind, Segment, alike, segments
 
+WINDOW_FIELDS = ("sliding_window", "layer_types")
 QWEN_DEFAULTS = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
@@ -17,15 +18,20 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 def used_window(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields without `sliding_window` where `use_sliding_window` does not say that it is in use."""
-    return {
-        name: value for name, value in fields.items() if name != "sliding_window" or fields.get("use_sliding_window")
-    }
+    used = boolean(fields, "use_sliding_window", default=False)
+    return {name: value for name, value in fields.items() if name != "sliding_window" or used}
 
 
 def window_left(fields: Mapping[str, Any]) -> int | None:
-    """Keys to the left of a token that `sliding_window`, own key counted, lets it see; None if that is all of them."""
+    """Keys to the left of a token that `sliding_window`, own key counted, lets it see; None if that is all of them.
+
+    Raises:
+        ValueError: The window is no number above 0.
+        NotImplementedError: There is one and `use_sliding_window` is false, which the architecture does not read.
+    """
     if "sliding_window" not in fields:
         return None
+    refuse(fields, "use_sliding_window", unless=True, why=": this architecture always uses its `sliding_window`")
     window = positive(fields, "sliding_window", int)
     return None if window >= positive(fields, "max_position_embeddings", int) else window - 1
 

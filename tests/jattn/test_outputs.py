@@ -10,13 +10,19 @@ from jattn.serving.logprobs import Logprob
 from jattn.serving.outputs import Delta, SequenceReader, gather
 from jattn.serving.request import Request, RequestStatus, SamplingParams
 from tests.jattn.test_stop_strings import ending
-from tests.jattn.test_text import byte_level, saved
+from tests.jattn.test_text import byte_level, saved, unigram_byte_fallback
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Byte tokens with few merges: a character beyond ASCII takes several tokens. 0 and 1 are special."""
     return saved(byte_level(), tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory):
+    """Tokens that are single bytes, for the newline too."""
+    return saved(unigram_byte_fallback(), tmp_path_factory.mktemp("checkpoint"))
 
 
 def new_request(**asked):
@@ -75,6 +81,17 @@ def test_text_ends_at_a_stop_string_over_any_tokens(tokenizer, text, stop, inclu
         assert len(before) < end
     else:
         assert read == tokens
+
+
+@given(text=texts, stop=stop_strings, include=st.booleans(), cuts=st.sets(st.integers(1, 60)))
+def test_text_ends_at_the_byte_token_that_completes_a_stop_string(byte_tokenizer, text, stop, include, cuts):
+    tokens = byte_tokenizer.encode(text)
+    request = new_request(stop=stop, include_stop_str_in_output=include)
+    deltas = read_all(byte_tokenizer, request, tokens, cuts)
+    start, end, found = ending(text, stop)
+    assert text_of(deltas) == text[: end if include else start]
+    assert deltas[-1].stop_reason == found
+    assert token_ids_of(deltas) == byte_tokenizer.encode(text[:end])
 
 
 @pytest.mark.parametrize(

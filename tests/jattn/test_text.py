@@ -1,6 +1,7 @@
 """Text survives the tokenizer, and a stream of tokens gives exactly the text of the whole."""
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -34,7 +35,7 @@ def byte_level():
 
 def byte_fallback():
     """As SentencePiece checkpoints have it: words with a leading mark, all else in byte tokens."""
-    words = ["<unk>", "▁", "▁de", "f", "d", "e", "a", "▁a", "b", "日"]
+    words = ["<unk>", "▁", "▁de", "f", "d", "e", "a", "▁a", "b", "日", "\ufffd"]
     vocabulary = {word: index for index, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
     library = LibraryTokenizer(models.BPE(vocabulary, [("d", "e"), ("▁", "de"), ("▁", "a")][2:], byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -84,7 +85,7 @@ def unigram():
 def unigram_byte_fallback():
     """As Gemma's relatives have it: a mark for each space, and none is stripped."""
     pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256))]
-    pieces += [(piece, -float(rank)) for rank, piece in enumerate("▁abdeé", 1)]
+    pieces += [(piece, -float(rank)) for rank, piece in enumerate("▁abdeé\ufffd", 1)]
     library = LibraryTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -109,6 +110,7 @@ KINDS = [
     unigram_byte_fallback,
     word_piece,
 ]
+BYTE_FALLBACK = [byte_fallback, unigram_byte_fallback]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda make: make.__name__)
@@ -188,7 +190,34 @@ def test_stream_of_any_tokens_gives_their_text(any_tokenizer, data, skip_special
     ids = data.draw(st.lists(st.integers(0, any_tokenizer.vocab_size + 3), max_size=60))
     stream = StreamDecoder(any_tokenizer, skip_special_tokens)
     pieces = [stream.push(piece) for piece in split(data, ids)] + [stream.finish()]
-    assert "".join(pieces) == any_tokenizer.decode(ids, skip_special_tokens)
+    expected = without_wrong_bytes(any_tokenizer, ids, skip_special_tokens)
+    assert "".join(pieces) == any_tokenizer.decode(expected, skip_special_tokens)
+
+
+def without_wrong_bytes(tokenizer, ids, skip_special_tokens):
+    """`ids` with U+FFFD in the place of each byte token that stands after the last whole character of its run."""
+    replacement = tokenizer.encode("\ufffd", add_special_tokens=False)[-1:]
+    ids = [i for i in ids if tokenizer.token(i) and not (skip_special_tokens and tokenizer.is_special(i))]
+    result = []
+    for are_bytes, run in itertools.groupby(ids, lambda i: tokenizer.byte(i) is not None):
+        run = list(run)
+        whole = whole_characters(tokenizer, run) if are_bytes else len(run)
+        result += run[:whole] + replacement * (len(run) - whole)
+    return result
+
+
+def whole_characters(tokenizer, ids):
+    """How many of the first tokens end with a whole character."""
+    return next(end for end in range(len(ids), -1, -1) if ends_whole(tokenizer, ids[:end]))
+
+
+def ends_whole(tokenizer, ids):
+    run = list(itertools.takewhile(lambda byte: byte is not None, map(tokenizer.byte, reversed(ids))))
+    try:
+        bytes(reversed(run)).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def test_stream_gives_each_character_with_its_last_token(tokenizer):
@@ -200,6 +229,58 @@ def test_stream_gives_each_character_with_its_last_token(tokenizer):
         given_before = tokenizer.decode(ids[: end - 1]).rstrip("\ufffd")
         assert given_before + stream.push([token_id]) == tokenizer.decode(ids[:end]).rstrip("\ufffd")
     assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("any_tokenizer", BYTE_FALLBACK, indirect=True, ids=lambda make: make.__name__)
+@given(text=st.text("ab \n\0é日🙂", max_size=40))
+def test_stream_gives_each_character_with_its_last_byte_token(any_tokenizer, text):
+    stream, given_out, ids = StreamDecoder(any_tokenizer), "", any_tokenizer.encode(text)
+    for end, token_id in enumerate(ids, 1):
+        given_out += stream.push([token_id])
+        assert given_out == any_tokenizer.decode(ids[: whole_characters(any_tokenizer, ids[:end])])
+    assert stream.finish() == ""
+
+
+@pytest.mark.parametrize(
+    ("run", "pieces", "rest"),
+    [
+        ([0x0A, 0x0A], ["\n", "\n"], ""),
+        ([0xC3, 0xA9, 0x0A], ["", "é", "\n"], ""),
+        ([0x0A, 0xE6, 0x97], ["\n", "", ""], "\ufffd\ufffd"),
+        ([0x0A, 0xE6, 0x97, 0x41, 0x42], ["\n", "", "", "\ufffd\ufffd\ufffd", "\ufffd"], ""),
+        ([0xFF, 0x0A], ["\ufffd", "\ufffd"], ""),
+        ([0xED, 0xA0, 0x80], ["", "", "\ufffd\ufffd\ufffd"], ""),  # half of a surrogate pair
+        ([0xC0, 0x8A], ["\ufffd", "\ufffd"], ""),  # a newline in more bytes than it needs
+    ],
+)
+def test_stream_of_byte_tokens(tmp_path, run, pieces, rest):
+    tokenizer = saved(unigram_byte_fallback(), tmp_path)
+    ids = {tokenizer.byte(i): i for i in range(tokenizer.vocab_size)}
+    (a,) = tokenizer.encode("a")
+    stream = StreamDecoder(tokenizer)
+    assert [stream.push([a]), *(stream.push([ids[byte]]) for byte in run)] == ["a", *pieces]
+    assert stream.push([a]) == rest + "a"
+    assert [stream.push([ids[byte]]) for byte in run] == pieces  # the end of a wrong run is the end of what is wrong
+    assert stream.finish() == rest
+
+
+def test_space_after_a_wrong_byte_is_not_the_first(tmp_path):
+    tokenizer = saved(byte_fallback(), tmp_path)
+    ids = [next(i for i in range(tokenizer.vocab_size) if tokenizer.token(i) == token) for token in ("<0xFF>", "▁de")]
+    stream = StreamDecoder(tokenizer)
+    assert [stream.push([i]) for i in ids] == ["\ufffd", " de"]
+    assert tokenizer.decode(ids) == "\ufffd de"
+
+
+def test_tokens_that_only_look_like_bytes_are_text(tmp_path):
+    library = byte_fallback()
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    tokenizer = saved(library, tmp_path)
+    ids = tokenizer.encode("\n日", add_special_tokens=False)
+    assert "<0x0A>" in [tokenizer.token(i) for i in ids]
+    assert {tokenizer.byte(i) for i in ids} == {None}
+    stream = StreamDecoder(tokenizer)
+    assert "".join(stream.push([i]) for i in ids) == tokenizer.decode(ids)
 
 
 def test_stream_holds_half_of_a_character_over_special_tokens(tokenizer):

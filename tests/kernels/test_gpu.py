@@ -61,8 +61,48 @@ def _kernel_sized(operation: Any) -> list[Case]:
     return [*widths, *pages, *groups, *others]
 
 
+def _decode_features() -> list[Case]:
+    """What decode does beyond masking by length, alone and together, at lengths that are split."""
+    verify = {"q_lens": (6,) * 6, "kv_lens": (130, 6, 64, 0, 257, 1500)}
+    cases = [
+        *((f"dim_{dim}_{value}", {"spec": _spec(head_dim=dim, v_head_dim=value)}) for dim, value in _WIDTHS),
+        ("dim_80_hnd_page_64", {"spec": _spec(head_dim=80, page_layout="HND"), "page_size": 64}),
+        ("page_256", {"page_size": 256}),
+        ("combined_pages_first", {"spec": _spec(combined_pool="pages_first")}),
+        ("combined_kv_first", {"spec": _spec(combined_pool="kv_first"), "num_layers": 2, "layer_index": 1}),
+        ("window", {"spec": _spec(window_left=200)}),
+        ("window_verify", {"spec": _spec(window_left=100), **verify}),
+        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=3), **verify}),
+        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
+        ("soft_cap", {"spec": _spec(logits_soft_cap=5.0, sm_scale=0.5)}),
+        ("alibi", {"alibi": True}),
+        ("alibi_group_1", {"alibi": True, "spec": _spec(num_kv_heads=8)}),
+        ("alibi_verify", {"alibi": True, "spec": _spec(causal=False), **verify}),
+        ("sinks", {"sinks": True}),
+        ("scales", {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}),
+        ("q_positions", {"q_positions": True, **verify}),
+        ("custom_mask", {"custom_mask": True, **verify}),
+        ("tree", {"tree": (-1, 0, 0, 1, 1, -1), "spec": _spec(num_q_heads=32, window_left=100), **verify, **_NO_EMPTY}),
+        *(
+            (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})
+            for kv, q, dim in itertools.product(_FP8, ("bfloat16", "float8_e4m3fn"), (64, 128, 256))
+        ),
+        ("fp8_verify_window_hnd", {**_FP8_KEYS, **verify, "spec": _spec(window_left=100, page_layout="HND")}),
+        ("fp8_dim_192_128", {**_FP8_KEYS, "q_scale": "rows", "spec": _spec(head_dim=192, v_head_dim=128)}),
+        ("invariant", {"spec": _spec(batch_invariant=True), "kv_lens": (1024, 1, 64, 0, 1025, 3000)}),
+        ("all", {"alibi": True, "sinks": True, "spec": _spec(logits_soft_cap=5.0, window_left=300), **verify}),
+    ]
+    return [_case("paged_decode", name, **fields) for name, fields in cases]
+
+
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
+_WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
+_NO_EMPTY = {"kv_lens": (130, 6, 64, 7, 257, 1500)}  # each sequence holds the whole tree
+
 KERNEL_SIZED: tuple[Case, ...] = (
     *_kernel_sized("paged_decode"),
+    *_decode_features(),
     *(
         _case("paged_decode", f"verify_{q}_group_{group}", q_lens=(q,) * 6, spec=_spec(num_kv_heads=8 // group))
         for q, group in ((2, 1), (4, 8), (9, 8), (16, 8))
@@ -101,7 +141,7 @@ def test_mosaic_refuses_nothing_that_it_is_made_for(case):
         operation=case.operation,
         spec=case.spec,
         q_dtype=case.dtype,
-        kv_dtype=case.dtype,
+        kv_dtype=case.kv_dtype or case.dtype,
         page_size=case.page_size,
         features=frozenset(options),
     )

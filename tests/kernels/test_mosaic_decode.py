@@ -82,6 +82,9 @@ INTERPRETED = [
     case("q_positions", q_len=3, kv_lens=(70, 3, 64), q_positions=True),
     case("custom_mask", q_len=3, kv_lens=(130, 3, 0, 64), custom_mask=True),
     case("tree", q_len=6, kv_lens=(70, 6, 24), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
+    case("fp8", kv_dtype="float8_e4m3fn", kv_scale="heads", kv_lens=(300, 9, 0)),
+    case("fp8_e5m2_verify", kv_dtype="float8_e5m2", q_len=3, kv_lens=(70, 3), q_scale="rows", kv_scale="scalar"),
+    case("fp8_queries", dtype="float8_e4m3fn", kv_dtype="float8_e5m2", q_scale="heads"),
     case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
 

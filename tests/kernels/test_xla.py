@@ -115,6 +115,21 @@ def test_decode_lets_nan_of_a_visible_key_reach_the_output():
     assert jnp.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_value_that_is_not_finite_does_not_reach_other_sequences(small_tiles, bad):
+    k_pages, v_pages = pool_of(1)
+    lens, offsets = jnp.array([21, 12], jnp.int32), jnp.array([0, 7, 14], jnp.int32)
+    spoilt = v_pages.at[TABLE[0, 2], 4].set(bad)  # the last key of the first sequence: hidden from its queries but one
+    for call, q, others, rest in (
+        (paged_decode, queries(0, 2, 7), slice(1, None), ()),
+        (paged_extend, queries(0, 14), slice(7, None), (offsets,)),
+    ):
+        expected = call(q, k_pages, v_pages, TABLE, lens, *rest, spec=SPEC)
+        out = call(q, k_pages, spoilt, TABLE, lens, *rest, spec=SPEC)
+        np.testing.assert_array_equal(out[others], expected[others])
+        assert not jnp.isfinite(out[: others.start]).all()
+
+
 @pytest.mark.parametrize("rules", [{"window_left": 2**31 - 1}, {"window_right": 2**31 - 1}, {"chunk_size": 2**31 - 1}])
 def test_extend_treats_the_largest_window_as_none(rules):
     whole = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, causal=False)

@@ -110,6 +110,7 @@ def test_paged_logits_match_transformers():
     [
         ({"d_model": None}, ValueError, "`d_model` .* must be an integer above 0. Got None"),
         ({"decoder_attention_heads": 3}, ValueError, "multiple of `decoder_attention_heads`. Got 32 and 3"),
+        ({"scale_embedding": "false"}, ValueError, "`scale_embedding` .* must be true or false. Got 'false'"),
         ({"activation_function": "relu"}, NotImplementedError, "`activation_function` must be 'gelu'. Got 'relu'"),
         ({"tie_word_embeddings": False}, NotImplementedError, "`tie_word_embeddings` must be true. Got false"),
     ],

@@ -40,6 +40,8 @@ def test_absent_fields_have_hugging_faces_defaults():
         ({"rope_theta": 5e5, "rope_scaling": SCALING}, LLAMA3),
         ({"rope_theta": 5e5, "rope_scaling": {**SCALING, "rope_type": None, "type": "llama3"}}, LLAMA3),
         ({"rope_parameters": {**SCALING, "rope_theta": 5e5}}, LLAMA3),
+        ({"rope_theta": 5e5, "rope_parameters": SCALING, "rope_scaling": SCALING}, LLAMA3),
+        ({"rope_theta": 5e5, "rope_parameters": {}, "rope_scaling": SCALING}, LLAMA3),
     ],
 )
 def test_rope_is_read_as_old_and_new_transformers_write_it(fields, rope):
@@ -60,6 +62,9 @@ def test_rope_is_read_as_old_and_new_transformers_write_it(fields, rope):
         ({"hidden_size": 34}, "`hidden_size` must be a multiple of `num_attention_heads` .* Got 34 and 4"),
         ({"head_dim": 7}, "`head_dim` must be even .* Got 7"),
         ({"rope_scaling": 2.0}, "must be an object. Got 2.0"),
+        ({"rope_scaling": False}, "must be an object. Got False"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": SCALING}, "`rope_parameters` and .* must not differ"),
+        ({"tie_word_embeddings": "false"}, "`tie_word_embeddings` .* must be true or false. Got 'false'"),
         ({"rope_scaling": {**SCALING, "factor": None}}, "`factor` .* must be a finite number above 0. Got None"),
         ({"rope_scaling": {**SCALING, "low_freq_factor": 4.5}}, "`low_freq_factor` must be at most"),
     ],
@@ -77,6 +82,7 @@ def test_wrong_field_is_named(fields, message):
         ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config` must be absent"),
         ({"rope_scaling": {"rope_type": "yarn"}}, r"`rope_type` must be one of .*llama3.*\. Got 'yarn'"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"`rope_type` must be .* Got \['linear'\]"),
         ({"rope_parameters": {"type": "dynamic"}}, r"`rope_type` must be one of .*llama3.*\. Got 'dynamic'"),
     ],
 )

@@ -24,7 +24,12 @@ def paged_decode(
     return_lse: bool = False,
     **options: Any,
 ) -> Result:
-    """Attention of Q queries a request over its pages: float64 out [B, Q, N, Hv] and lse [B, Q, N]."""
+    """Attention of Q queries a request over its pages: float64 out [B, Q, N, Hv] and lse [B, Q, N].
+
+    A request's own K and V rows, those of keys s < kv_len, must be finite, here and in the functions below. One that is
+    not may reach any row of the same request's output, also where the mask hides it, as its weight 0 times NaN or
+    infinity is NaN. It never reaches another request. Rows that no request owns may hold anything.
+    """
     requests = REQUESTS["paged_decode"](q, k_pages, v_pages, page_table, seq_lens, spec=spec, **options)
     return _attend(q.shape[:-1], requests, spec, return_lse)
 

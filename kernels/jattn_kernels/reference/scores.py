@@ -7,7 +7,10 @@ from jattn_kernels.spec import AttentionSpec
 
 
 def attend_one(request: Request, spec: AttentionSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of one request: out [Q, N, Hv] and lse [Q, N]; 0 and -inf where a row sees no key."""
+    """Attention of one request: out [Q, N, Hv] and lse [Q, N]; 0 and -inf where a row sees no key.
+
+    Its keys and values must be finite: a hidden key's weight is 0, and 0 times a value that is not finite is NaN.
+    """
     q, k = request.q, request.k
     if spec.rope_theta is not None:
         q, k = (rotate(x, at, spec.rope_theta, spec.rope_scale) for x, at in ((q, request.p), (k, request.j)))

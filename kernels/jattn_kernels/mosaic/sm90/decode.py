@@ -28,6 +28,7 @@ from jaxtyping import Array, Float
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, value_columns
 from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.readied import Readied, widen
 from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
 from jattn_kernels.schedule import DecodeSchedule
 from jattn_kernels.spec import AttentionSpec
@@ -108,7 +109,9 @@ class DecodeKernel:
         num_tokens: Query tokens a sequence, `group_size` rows each.
         row_blocks: Blocks of rows of a head.
         heads_a_block: Heads that share one block of 8 rows; each computes all of it.
-        dtype: Of queries, keys, values and output.
+        dtype: Of queries, of keys and values unless they are fp8, and of the probabilities.
+        kv_dtype: Of keys and values.
+        out_dtype: Of the output.
     """
 
     spec: AttentionSpec
@@ -118,6 +121,8 @@ class DecodeKernel:
     row_blocks: int
     heads_a_block: int
     dtype: Any
+    kv_dtype: Any
+    out_dtype: Any
 
     @property
     def rows(self) -> int:
@@ -125,8 +130,14 @@ class DecodeKernel:
         return self.sizes.block_rows // self.heads_a_block
 
     @property
+    def widens(self) -> bool:
+        """Whether tiles of keys and values are widened before their products."""
+        return jnp.dtype(self.kv_dtype) != jnp.dtype(self.dtype)
+
+    @property
     def copies(self) -> PageCopies:
-        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size)
+        is_wider = value_columns(self.spec) > self.spec.value_dim
+        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size, tiles.TILED_ROWS if is_wider else None)
 
     def __call__(self, operands: Operands, schedule: DecodeSchedule) -> Parts:
         """Attention of all items."""
@@ -138,7 +149,7 @@ class DecodeKernel:
         run: Any = plgpu.kernel(
             functools.partial(self._entry, tree),
             out_type=[
-                jax.ShapeDtypeStruct((*shape, width), self.dtype),
+                jax.ShapeDtypeStruct((*shape, width), self.out_dtype),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
                 jax.ShapeDtypeStruct((*part_shape, width), jnp.float32),
                 jax.ShapeDtypeStruct(part_shape, jnp.float32),
@@ -162,10 +173,14 @@ class DecodeKernel:
             lambda *scratch: self._body(operands, out_refs, *scratch),
             tiles.tile((2, sizes.block_rows, spec.head_dim), self.dtype),
             (
-                tiles.tile((sizes.stages, sizes.block_kv, spec.head_dim), self.dtype),
-                tiles.tile((sizes.stages, sizes.block_kv, width), self.dtype, copied_columns=spec.value_dim),
+                tiles.tile((sizes.stages, sizes.block_kv, spec.head_dim), self.kv_dtype),
+                tiles.tile((sizes.stages, sizes.block_kv, width), self.kv_dtype, copied_columns=spec.value_dim),
             ),
-            tiles.tile((sizes.block_rows, sizes.block_kv), self.dtype),
+            Readied(
+                tiles.tile((sizes.block_kv, spec.head_dim), self.dtype) if self.widens else None,
+                tiles.tile((sizes.block_kv, width), self.dtype) if self.widens else None,
+            ),
+            tiles.tile((sizes.block_rows, sizes.block_kv), self.dtype, copied_columns=spec.value_dim),
             (plgpu.SMEM((sizes.block_rows, width), jnp.float32), plgpu.SMEM((sizes.block_rows,), jnp.float32)),
             (plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=2)),
             (filled, filled),
@@ -173,7 +188,7 @@ class DecodeKernel:
             collective_axes="warpgroup",
         )
 
-    def _body(self, operands, out_refs, q_smem, pages_smem, p_smem, result_smem, q_barriers, full, free):
+    def _body(self, operands, out_refs, q_smem, pages_smem, readied, p_smem, result_smem, q_barriers, full, free):
         q_full, q_free = q_barriers
         items_ref, starts_ref = operands.items, operands.starts
         head, worker = lax.axis_index("head"), lax.axis_index("worker")
@@ -220,7 +235,6 @@ class DecodeKernel:
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def compute():
-            self._zero_unused_columns(pages_smem[1])
             slopes = self._slopes(operands)
 
             def attend_item(number, now, following, done):
@@ -232,7 +246,7 @@ class DecodeKernel:
                 )
                 plgpu.barrier_wait(q_full.at[slot])
                 acc, top, total = self._attend(
-                    operands, now, rows, slopes, q_smem.at[slot], pages_smem, p_smem, full, free, done
+                    operands, now, rows, slopes, q_smem.at[slot], pages_smem, readied, p_smem, full, free, done
                 )
                 plgpu.barrier_arrive(q_free.at[slot])
                 factor = None if operands.out_factor is None else operands.out_factor[head]
@@ -280,7 +294,7 @@ class DecodeKernel:
         pages = lax.fori_loop(0, jnp.where(item.first < item.end, 0, 1), skip_item, pages)
         return begun + item.end - item.first, pages
 
-    def _attend(self, operands, item, rows, slopes, q_smem, pages_smem, p_smem, full, free, done):
+    def _attend(self, operands, item, rows, slopes, q_smem, pages_smem, readied, p_smem, full, free, done):
         """Unnormalised output [Hv, rows], largest scaled score (base 2) and sum of each row."""
         block_rows, block_kv, stages = self.sizes.block_rows, self.sizes.block_kv, self.sizes.stages
         (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
@@ -296,13 +310,24 @@ class DecodeKernel:
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
             next_mask = self._mask_words(operands, item, tile + 1)
 
+            keys, values = k_smem.at[stage], v_smem.at[stage]
+            plgpu.barrier_wait(k_full.at[stage])
+            if self.widens:
+                widen(keys, readied.keys)
+                plgpu.barrier_arrive(k_free.at[stage])
+                keys, values = readied
+
             def scores(ref):
-                plgpu.wgmma(ref, k_smem.at[stage], q_smem.transpose((1, 0)))
+                plgpu.wgmma(ref, keys, q_smem.transpose((1, 0)))
+                if self.widens:
+                    plgpu.barrier_wait(v_full.at[stage])
+                    widen(v_smem.at[stage], values)
+                    plgpu.barrier_arrive(v_free.at[stage])
                 return ref[...]
 
-            plgpu.barrier_wait(k_full.at[stage])
             s = pl.run_scoped(scores, tiles.accumulator(*shape))
-            plgpu.barrier_arrive(k_free.at[stage])
+            if not self.widens:
+                plgpu.barrier_arrive(k_free.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
             s = base2_logits(s, self.spec, factor=factor, slope=slopes, distance=distance)
             s = jnp.where(self._visible(key, rows, mask), s, -jnp.inf)
@@ -315,11 +340,13 @@ class DecodeKernel:
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [1])
             total = total * self._spread(keep) + p  # summed over the keys in the end
-            plgpu.barrier_wait(v_full.at[stage])
+            if not self.widens:
+                plgpu.barrier_wait(v_full.at[stage])
             keys_left = item.end_key - tile * block_kv
-            pl.when(keys_left < block_kv)(lambda: tiles.zero_rows_from(v_smem.at[stage], keys_left))
-            acc = tiles.accumulate(acc, v_smem.at[stage].transpose((1, 0)), p_smem.transpose((1, 0)))
-            plgpu.barrier_arrive(v_free.at[stage])
+            pl.when(keys_left < block_kv)(lambda: tiles.zero_rows_from(values, keys_left))
+            acc = tiles.accumulate(acc, values.transpose((1, 0)), p_smem.transpose((1, 0)))
+            if not self.widens:
+                plgpu.barrier_arrive(v_free.at[stage])
             return acc, new_top, total, next_mask
 
         per_row = plgpu.Layout.WGMMA.reduce(0)
@@ -377,17 +404,6 @@ class DecodeKernel:
             seen &= (bit & 1) == 1
         return seen
 
-    def _zero_unused_columns(self, v_smem):
-        """Those that no copy fills, once: they are multiplied too."""
-        width, copied = value_columns(self.spec), self.spec.value_dim
-        if width == copied:
-            return
-        for stage in range(self.sizes.stages):
-            v_smem[stage, :, pl.ds(copied, width - copied)] = jnp.zeros(
-                (self.sizes.block_kv, width - copied), self.dtype
-            )
-        plgpu.commit_smem()
-
     def _store(self, acc, top, total, factor, result_smem, out_refs, item, number):
         """The result of an item: where the sequence's lies, or among the parts."""
         out_ref, lse_ref, part_outs_ref, part_lses_ref = out_refs
@@ -414,6 +430,6 @@ class DecodeKernel:
             shape = (self.rows, value_columns(self.spec))
             layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(math.prod(shape) // _THREADS, 8))
             result = plgpu.load(out_smem.at[pl.ds(own, self.rows)], layout=layout, optimized=False)
-            out_ref[item.sequence, head, pl.ds(row_block * self.rows, self.rows)] = result.astype(self.dtype)
+            out_ref[item.sequence, head, pl.ds(row_block * self.rows, self.rows)] = result.astype(self.out_dtype)
             for row in range(self.rows):
                 lse_ref[item.sequence, head, row_block * self.rows + row] = lse_smem[own + row]

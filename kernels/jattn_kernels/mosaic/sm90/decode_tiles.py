@@ -7,6 +7,7 @@ from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 _BLOCK_KV = 64
+_WGMMA_BYTES = 2  # of a number in a product
 _TILES_A_PART = 16  # where results must not depend on the batch
 
 
@@ -28,24 +29,30 @@ class DecodeTiles:
     blocks_per_sm: int
     tiles_a_part: int | None = None
 
-    def shared_memory_bytes(self, spec: AttentionSpec, itemsize: int) -> int:
+    def shared_memory_bytes(self, spec: AttentionSpec, kv_itemsize: int) -> int:
         """Bytes of one block."""
         width = value_columns(spec)
-        keys = self.stages * self.block_kv * (spec.head_dim + width)
+        tile = self.block_kv * (spec.head_dim + width)
+        readied = tile if kv_itemsize < _WGMMA_BYTES else 0
         rows = self.block_rows * (2 * spec.head_dim + self.block_kv)
         results = 4 * self.block_rows * (width + 1)
-        return itemsize * (keys + rows) + results + tiles.RESERVED_BYTES
+        return kv_itemsize * self.stages * tile + _WGMMA_BYTES * (readied + rows) + results + tiles.RESERVED_BYTES
 
 
-def choose_tiles(spec: AttentionSpec, itemsize: int, num_tokens: int) -> DecodeTiles:
-    """As many stages of 64 keys as let two blocks share an SM, or else one block have it."""
+def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
+    """As many stages of 64 keys as let two blocks share an SM, or else one block have it.
+
+    Args:
+        kv_itemsize: Bytes of a number of a key or value.
+        num_tokens: Query tokens a sequence.
+    """
     rows = num_tokens * spec.group_size
     block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
     tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
     for blocks_per_sm in (2, 1):
         for stages in (4, 3, 2):
             sizes = DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, tiles_a_part)
-            if sizes.shared_memory_bytes(spec, itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
+            if sizes.shared_memory_bytes(spec, kv_itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
                 return sizes
     raise AssertionError(f"no tiles fit {spec}")
 

@@ -27,7 +27,7 @@ def make_schedule(
     *,
     spec: AttentionSpec,
     num_tokens: int,
-    itemsize: int,
+    kv_itemsize: int,
     max_seq_len: int | None = None,
 ) -> ExtendSchedule:
     """The work list of queries at the ends of their sequences.

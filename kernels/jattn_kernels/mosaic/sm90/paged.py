@@ -1,7 +1,10 @@
 """Paged decode on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
@@ -16,6 +19,8 @@ from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
 
+_EXPONENT_BITS = 0x7F800000  # of a float32
+
 
 def decode_schedule(
     seq_lens: Int[Array, " B"],
@@ -23,7 +28,7 @@ def decode_schedule(
     *,
     spec: AttentionSpec,
     num_tokens: int,
-    itemsize: int,
+    kv_itemsize: int,
     max_seq_len: int | None = None,
 ) -> DecodeSchedule | None:
     """The work list of queries at the ends of their sequences; None if it needs a `max_seq_len` that is not given.
@@ -31,7 +36,7 @@ def decode_schedule(
     Args:
         num_tokens: Query tokens a sequence.
     """
-    sizes = choose_tiles(spec, itemsize, num_tokens)
+    sizes = choose_tiles(spec, kv_itemsize, num_tokens)
     if sizes.tiles_a_part is not None and max_seq_len is None:
         return None
     bounds = _bounds(seq_lens, AttentionOptions(), spec, num_tokens)
@@ -50,9 +55,11 @@ def paged_decode(
     page_size: int,
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
-    num_tokens = q.shape[1]
+    num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    dtype = jnp.float16 if k_pages.dtype.itemsize == 1 else q.dtype
+    q, q_size = _in_range(q, dtype, spec)
     rows = num_tokens * spec.group_size
-    sizes = choose_tiles(spec, q.dtype.itemsize, num_tokens)
+    sizes = choose_tiles(spec, k_pages.dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
     kernel = DecodeKernel(
         spec,
@@ -61,7 +68,9 @@ def paged_decode(
         num_tokens,
         row_blocks=-(-rows // sizes.block_rows),
         heads_a_block=sizes.block_rows // spec.group_size if shared else 1,
-        dtype=q.dtype,
+        dtype=dtype,
+        kv_dtype=k_pages.dtype,
+        out_dtype=out_dtype,
     )
     max_keys = page_table.shape[1] * page_size
     bounds = _bounds(seq_lens, options, spec, num_tokens)
@@ -76,7 +85,7 @@ def paged_decode(
         return _padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
 
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
-    scaled = options.q_scale is not None or options.k_scale is not None
+    scaled = q_size.size > 1 or options.q_scale is not None or options.k_scale is not None
     operands = Operands(
         q=_by_head(q, spec, sizes, shared),
         k_pages=k_pages,
@@ -89,7 +98,7 @@ def paged_decode(
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         position=None if options.alibi_slopes is None else of_rows(bounds.position),
         slopes=None if options.alibi_slopes is None else _slopes(options.alibi_slopes, spec, sizes, num_tokens, shared),
-        logit_factor=logit_factors(options, spec) if scaled else None,
+        logit_factor=logit_factors(options, spec) * q_size if scaled else None,
         out_factor=None
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
@@ -141,6 +150,19 @@ def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
     """Whether 8 rows of q as it is hold whole heads, so that it need not be padded."""
     groups = {64: (2, 4), 128: (1, 2, 4), 256: (1, 2, 4)}.get(value_columns(spec), ())
     return num_tokens == 1 and spec.group_size in groups and spec.num_q_heads % TILED_ROWS == 0
+
+
+def _in_range(
+    q: Float[Array, "B Q N H"], dtype: Any, spec: AttentionSpec
+) -> tuple[Float[Array, "B Q N H"], Float[Array, "_B _K"]]:
+    """Queries in a dtype, and powers of two that they were divided by: float16 has not the range of bfloat16."""
+    if dtype != jnp.float16 or q.dtype != jnp.bfloat16:
+        return q.astype(dtype), jnp.ones((1, 1), jnp.float32)
+    wide = q.astype(jnp.float32).reshape(*q.shape[:2], spec.num_kv_heads, -1)
+    largest = jnp.max(jnp.abs(wide), axis=(1, 3))
+    exponent = lax.bitcast_convert_type(largest, jnp.int32) & _EXPONENT_BITS
+    size = jnp.where(exponent == 0, 1.0, lax.bitcast_convert_type(exponent, jnp.float32))
+    return (wide / size[:, None, :, None]).astype(dtype).reshape(q.shape), size
 
 
 def _by_head(

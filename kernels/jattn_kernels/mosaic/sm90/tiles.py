@@ -41,7 +41,7 @@ def tile(shape: tuple[int, ...], dtype: Any, copied_columns: int | None = None) 
     """Shared memory in the form that TMA writes and wgmma reads; the last two axes are the tile.
 
     Args:
-        copied_columns: How many columns a copy brings, if fewer than there are.
+        copied_columns: How many columns a copy brings, if not all; both operands of a product take the same number.
     """
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle((copied_columns or shape[-1]) * itemsize * 8)
@@ -115,25 +115,27 @@ class PageCopies:
         page_size: Tokens a page.
         page_layout: Axes of a page.
         combined_pool: Where keys and values are in the pool that they share.
+        most_rows: Keys that one copy may bring. Into tiles that are wider than a row no more than lie together.
     """
 
     block_kv: int
     page_size: int
     page_layout: PageLayout
     combined_pool: CombinedPool | None = None
+    most_rows: int | None = None
 
     def __post_init__(self):
         assert self.block_kv % self.page_size == 0 or self.page_size % self.block_kv == 0
 
     @classmethod
-    def of(cls, spec: AttentionSpec, block_kv: int, page_size: int) -> "PageCopies":
+    def of(cls, spec: AttentionSpec, block_kv: int, page_size: int, most_rows: int | None = None) -> "PageCopies":
         """Those of a layer's pool."""
-        return cls(block_kv, page_size, spec.page_layout, spec.combined_pool)
+        return cls(block_kv, page_size, spec.page_layout, spec.combined_pool, most_rows)
 
     @property
     def rows(self) -> int:
         """Keys that one copy brings."""
-        return min(self.block_kv, self.page_size)
+        return min(self.block_kv, self.page_size, self.most_rows or self.block_kv)
 
     @property
     def copies(self) -> int:
@@ -160,12 +162,13 @@ class PageCopies:
         """Starts the copies of one tile of keys or values.
 
         Args:
+            smem: May be wider than a row: the columns past a row's end stay as they are.
             end_key: Nothing is read from here on: the copies that would bring nothing else only arrive.
         """
-        row = 0 if self.page_size <= self.block_kv else jax.lax.rem(tile_index * self.block_kv, self.page_size)
-        rows = pl.ds(row, self.rows)
         columns = pl.ds(0, pages_ref.shape[-1])
         for copy, page in enumerate(pages):
+            key = tile_index * self.block_kv + copy * self.rows
+            rows = pl.ds(0 if self.page_size == self.rows else jax.lax.rem(key, self.page_size), self.rows)
             match self.combined_pool:
                 case None:
                     where = (place.layer, page)
@@ -182,9 +185,8 @@ class PageCopies:
             if end_key is None or copy == 0:
                 bring()
                 continue
-            is_needed = tile_index * self.block_kv + copy * self.rows < end_key
-            pl.when(is_needed)(bring)
-            pl.when(jnp.logical_not(is_needed))(lambda: plgpu.barrier_arrive(barrier))
+            pl.when(key < end_key)(bring)
+            pl.when(key >= end_key)(lambda: plgpu.barrier_arrive(barrier))
 
 
 class PoolPlace(NamedTuple):

@@ -1,0 +1,186 @@
+"""Fields that change the mathematics are read or refused, whatever the architecture."""
+
+import re
+
+import pytest
+
+from jattn_models.gemma3 import Gemma3Config
+from jattn_models.llama4 import Llama4Config
+from jattn_models.llama_config import LlamaConfig
+from jattn_models.mistral import MistralConfig
+from jattn_models.mixtral import MixtralConfig
+from jattn_models.phi3 import Phi3Config
+from jattn_models.qwen2 import Qwen2Config
+from jattn_models.qwen3 import Qwen3Config
+from jattn_models.qwen3_moe import Qwen3MoeConfig
+
+SMALLEST = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 64,
+}
+# Each with a value that asks for something.
+ACTIVE = {
+    "attention_bias": True,
+    "mlp_bias": True,
+    "is_causal": False,
+    "use_bidirectional_attention": True,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "dual_chunk_attention_config": {"chunk_size": 8, "local_size": 4},
+    "layer_types": ["full_attention", "chunked_attention"] * 2,
+    "no_rope_layers": [1, 1, 1, 0],
+    "attn_temperature_tuning": True,
+    "llama_4_scaling": {"original_max_position_embeddings": 16, "beta": 0.1},
+    "query_pre_attn_scalar": 64,
+    "attention_multiplier": 1.0,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "scoring_func": "sigmoid",
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "partial_rotary_factor": 0.5,
+}
+# Each with values that ask for nothing.
+NEUTRAL = {
+    "attention_bias": [False],
+    "mlp_bias": [False],
+    "is_causal": [True],
+    "use_bidirectional_attention": [False],
+    "sliding_window": [64, 4096],
+    "attention_chunk_size": [64],
+    "no_rope_layers": [[], [1, 1, 1, 1]],
+    "attn_temperature_tuning": [False],
+    "embedding_multiplier": [1.0, 1],
+    "residual_multiplier": [1.0],
+    "logits_scaling": [1],
+    "scoring_func": ["softmax"],
+    "routed_scaling_factor": [1.0],
+    "n_group": [1],
+    "topk_group": [1],
+    "partial_rotary_factor": [1.0],
+}
+# What each reads, or may have whatever its value.
+READ = {
+    Gemma3Config: {"sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"},
+    Llama4Config: {
+        "attention_chunk_size",
+        "layer_types",
+        "no_rope_layers",
+        "attn_temperature_tuning",
+        "scoring_func",
+    },
+    LlamaConfig: set(),
+    MistralConfig: {"sliding_window"},
+    MixtralConfig: {"sliding_window"},
+    Phi3Config: {"sliding_window", "partial_rotary_factor"},
+    Qwen2Config: {"sliding_window", "attention_bias"},
+    Qwen3Config: {"sliding_window"},
+    Qwen3MoeConfig: {"sliding_window"},
+}
+families = pytest.mark.parametrize("config_class", READ, ids=lambda config_class: config_class.__name__)
+
+
+@families
+@pytest.mark.parametrize("name", ACTIVE)
+def test_field_that_changes_the_model_is_read_or_refused(config_class, name):
+    fields = SMALLEST | {name: ACTIVE[name]}
+    if name in READ[config_class]:
+        config_class.from_dict(fields)
+    else:
+        with pytest.raises(NotImplementedError, match=rf"`{name}` must be .*\. Got"):
+            config_class.from_dict(fields)
+
+
+@families
+def test_field_that_changes_nothing_is_no_obstacle(config_class):
+    plain = config_class.from_dict(SMALLEST)
+    assert config_class.from_dict(SMALLEST | dict.fromkeys(ACTIVE.keys() - READ[config_class])) == plain
+    for name in NEUTRAL.keys() - READ[config_class]:
+        for value in NEUTRAL[name]:
+            assert config_class.from_dict(SMALLEST | {name: value}) == plain, name
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sliding_window": 8, "use_sliding_window": False}, {"layer_types": ["full_attention"] * 4}]
+)
+def test_layers_without_windows_may_say_so(fields):
+    assert LlamaConfig.from_dict(SMALLEST | fields) == LlamaConfig.from_dict(SMALLEST)
+
+
+@pytest.mark.parametrize("config_class", [Gemma3Config, MistralConfig, MixtralConfig, Phi3Config])
+def test_window_that_is_said_not_to_be_used_is_refused(config_class):
+    with pytest.raises(NotImplementedError, match=r"`use_sliding_window` must be true: .* Got false"):
+        config_class.from_dict(SMALLEST | {"sliding_window": 8, "use_sliding_window": False})
+
+
+def test_llama4_scores_are_sigmoids():
+    assert Llama4Config.from_dict(SMALLEST | {"scoring_func": "sigmoid"}).experts.sigmoid
+    with pytest.raises(NotImplementedError, match=r"`scoring_func` must be 'sigmoid'. Got 'softmax'"):
+        Llama4Config.from_dict(SMALLEST | {"scoring_func": "softmax"})
+
+
+# Number and string would be true of themselves.
+@pytest.mark.parametrize("value", ["false", "False", 0, 1, 0.0, []])
+@pytest.mark.parametrize(
+    ("config_class", "name"),
+    [
+        *((config_class, "tie_word_embeddings") for config_class in READ),
+        (LlamaConfig, "attention_bias"),
+        (LlamaConfig, "mlp_bias"),
+        (LlamaConfig, "is_causal"),
+        (Gemma3Config, "use_bidirectional_attention"),
+        (Qwen2Config, "use_sliding_window"),
+        (Qwen3Config, "use_sliding_window"),
+        (Qwen3MoeConfig, "use_sliding_window"),
+        (Qwen3MoeConfig, "norm_topk_prob"),
+        (Llama4Config, "use_qk_norm"),
+    ],
+)
+def test_boolean_is_true_or_false_and_nothing_else(config_class, name, value):
+    with pytest.raises(
+        (ValueError, NotImplementedError), match=rf"`{name}` .*must be .*(true|false).* Got {re.escape(repr(value))}"
+    ):
+        config_class.from_dict(SMALLEST | {name: value})
+
+
+@pytest.mark.parametrize("value", ["false", 4.0, []])
+def test_llama4_temperature_is_tuned_or_not(value):
+    with pytest.raises(ValueError, match=r"`attn_temperature_tuning` .* must be true or false"):
+        Llama4Config.from_dict(SMALLEST | {"attn_temperature_tuning": value})
+    assert Llama4Config.from_dict(SMALLEST | {"attn_temperature_tuning": 0}).temperature is None
+
+
+@families
+@pytest.mark.parametrize(
+    ("fields", "unread"),
+    [
+        ({"rope_scaling": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+        ({"rope_scaling": {"factor": 8.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": None, "type": None, "factor": 8.0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "low_freq_factor": 1.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "default", "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+    ],
+)
+def test_rope_parameters_that_are_not_read_are_refused(config_class, fields, unread):
+    with pytest.raises(NotImplementedError, match=rf"must be one object for all layers .* Got '{unread}"):
+        config_class.from_dict(SMALLEST | fields)
+
+
+@families
+def test_rope_parameters_by_type_of_layer_are_for_gemma3(config_class):
+    both = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
+    if config_class is Gemma3Config:
+        config_class.from_dict(SMALLEST | {"rope_parameters": both})
+        with pytest.raises(ValueError, match=r"`rope_parameters` must be .* for each type of layer. Got .*chunked"):
+            config_class.from_dict(SMALLEST | {"rope_parameters": {"chunked_attention": {}}})
+    else:
+        with pytest.raises(NotImplementedError, match=r"must be one object for all layers .* Got 'full_attention'"):
+            config_class.from_dict(SMALLEST | {"rope_parameters": both})
