@@ -12,9 +12,10 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend, tiles
-from jattn_kernels.mosaic.sm90.extend import paged_extend
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, choose_tiles, extend_schedule, heads_per_tile
+from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile
 from tests.kernels.cases import CASES, assert_close, build
+from tests.kernels.chunked_prompt import chunked_prompt
 
 NAMED = {case.name.removeprefix("paged_extend_"): case for case in CASES if case.operation == "paged_extend"}
 
@@ -108,20 +109,57 @@ def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
     assert not gpu_callbacks.get_races().races_found
 
 
-def lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, causal):
+def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch):
+    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, blocks=1)
+    monkeypatch.setattr(extend, "choose_tiles", lambda spec: sizes)
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True, window_left=40)
+    prompt = chunked_prompt(spec, num_tokens=80, cut=33)
+    whole = paged_extend(*prompt.whole, AttentionOptions(), spec=spec, page_size=16)
+    chunked = paged_extend(*prompt.chunked, AttentionOptions(), spec=spec, page_size=16)
+    for alone, beside in zip(whole, chunked, strict=True):
+        np.testing.assert_array_equal(alone, beside[prompt.tokens])
+
+
+def lower_for_cuda(
+    dtype, head_dim, page_size, page_layout, group_size, *, options=(), value_dim=None, given=False, **facts
+):
     spec = AttentionSpec(
-        num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, page_layout=page_layout, causal=causal
+        num_q_heads=2 * group_size,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        v_head_dim=value_dim,
+        page_layout=page_layout,
+        **facts,
     )
     page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
-    pages = jax.ShapeDtypeStruct((3, 10, *page, head_dim), dtype)
-    q = jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype)
+    leading = {None: (3, 10), "pages_first": (3, 10, 2), "kv_first": (3, 2, 10)}[spec.combined_pool]
+    shapes = {
+        **dict.fromkeys(("q_start", "kv_start"), (jnp.int32, (4,))),
+        **dict.fromkeys(("k_scale", "v_scale"), (jnp.float32, (3, 2))),
+        **dict.fromkeys(("alibi_slopes", "sinks"), (jnp.float32, (spec.num_q_heads,))),
+        "q_scale": (jnp.float32, (4, 2)),
+        "q_positions": (jnp.int32, (101,)),
+        "custom_mask": (jnp.bool_, (999,)),
+        "layer_index": (jnp.int32, ()),
+    }
 
-    def extend(q, k_pages, v_pages, table, lens, cu_q_lens, layer):
-        options = AttentionOptions(layer_index=layer)
+    def pages(width):
+        return jax.ShapeDtypeStruct((*leading, *page, width), dtype)
+
+    def extend(q, k_pages, v_pages, table, lens, cu_q_lens, options):
+        facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": 2}
+        schedule = make_schedule(lens, cu_q_lens, **facts) if given else None
+        options = AttentionOptions(**options, schedule=schedule)
         return paged_extend(q, k_pages, v_pages, table, lens, cu_q_lens, options, spec=spec, page_size=page_size)
 
-    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,), ())]
-    return jax.jit(extend).trace(q, pages, pages, *ints).lower(lowering_platforms=("cuda",)).as_text()
+    args = (
+        jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype),
+        pages(head_dim),
+        None if spec.combined_pool else pages(spec.value_dim),
+        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,))),
+        {name: jax.ShapeDtypeStruct(*reversed(shapes[name])) for name in ("layer_index", *options)},
+    )
+    return jax.jit(extend).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -132,7 +170,8 @@ def test_mosaic_extend_lowers_for_cuda(head_dim, page_size, page_layout):
     number = (8, 16, 32, 64, 128).index(page_size)
     dtype = ("bfloat16", "float16")[number % 2]
     group_size = (1, 4, 5, 8, 128)[number]
-    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, page_layout == "NHD")
+    causal = page_layout == "NHD"
+    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, causal=causal)
 
 
 @pytest.mark.slow
@@ -142,17 +181,69 @@ def test_mosaic_extend_lowers_for_cuda(head_dim, page_size, page_layout):
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("group_size", [1, 4, 5, 8, 128])
 def test_mosaic_extend_lowers_for_cuda_in_every_combination(dtype, head_dim, page_size, page_layout, group_size):
-    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, True)
+    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size)
+
+
+NAMES_OF_SCALES = ("q_scale", "k_scale", "v_scale")
+FEATURES = {
+    "window": {"window_left": 100, "given": True},
+    "window_of_both_sides": {"window_left": 100, "window_right": 3, "causal": False},
+    "chunk": {"chunk_size": 64, "options": ("kv_start",)},
+    "soft_cap": {"logits_soft_cap": 30.0},
+    "alibi": {"options": ("alibi_slopes",)},
+    "alibi_not_causal": {"options": ("alibi_slopes", "q_start"), "causal": False},
+    "sinks_scales": {"options": ("sinks", *NAMES_OF_SCALES)},
+    "q_positions": {"options": ("q_positions",)},
+    "custom_mask": {"options": ("custom_mask",)},
+    "combined": {"combined_pool": "pages_first"},
+    "invariant": {"batch_invariant": True},
+    "invariant_window": {"batch_invariant": True, "window_left": 100},
+    "all": {
+        "options": ("custom_mask", "q_positions", "alibi_slopes", "sinks", *NAMES_OF_SCALES),
+        "window_left": 100,
+        "logits_soft_cap": 30.0,
+    },
+}
+WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_dim in (64, 128, 192, 256)]
+
+
+@pytest.mark.parametrize(
+    ("feature", "head_dim", "value_dim", "page_size", "group_size"),
+    [
+        ("window", 128, 128, 16, 4),
+        ("chunk", 256, 256, 256, 1),
+        ("custom_mask", 64, 64, 8, 5),
+        ("all", 192, 128, 64, 8),
+        ("invariant", 64, 128, 256, 128),
+    ],
+)
+def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_dim, page_size, group_size):
+    lowered = lower_for_cuda(
+        "bfloat16", head_dim, page_size, "NHD", group_size, value_dim=value_dim, **FEATURES[feature]
+    )
+    assert "mosaic_gpu" in lowered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+@pytest.mark.parametrize("group_size", [1, 4, 5, 8, 128])
+def test_mosaic_extend_lowers_for_cuda_with_every_feature(feature, head_dim, value_dim, group_size):
+    if feature == "combined" and head_dim != value_dim:
+        pytest.skip("one pool has one width")
+    number = (1, 4, 5, 8, 128).index(group_size)
+    facts = (("bfloat16", "float16")[number % 2], head_dim, (8, 16, 64, 128, 256)[number], ("NHD", "HND")[number % 2])
+    assert "mosaic_gpu" in lower_for_cuda(*facts, group_size, value_dim=value_dim, **FEATURES[feature])
 
 
 def test_heads_per_tile_leaves_few_rows_empty():
     assert [heads_per_tile(group) for group in (1, 4, 5, 7, 8, 33, 64, 71, 128)] == [1, 4, 5, 7, 8, 3, 32, 1, 32]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [8, 128])
-def test_chosen_tiles_fit(head_dim, page_size):
-    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim)
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+@pytest.mark.parametrize("page_size", [8, 256])
+def test_chosen_tiles_fit(head_dim, value_dim, page_size):
+    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim, v_head_dim=value_dim)
     assert choose_tiles(spec).refuses(spec, 2, page_size) is None
 
 
@@ -169,18 +260,42 @@ def test_tiles_refuse_what_would_not_compile(sizes, page_size, message):
     assert message in sizes.refuses(spec, 2, page_size)
 
 
-def test_schedule_covers_every_token_once_longest_first():
-    lengths, kv_lens, num_tokens = np.array([1, 0, 70, 9]), np.array([500, 3, 70, 0]), 91
-    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64)
-    ints = [jnp.asarray(values, jnp.int32) for values in (kv_lens, [0, *np.cumsum(lengths)], kv_lens - lengths + 1)]
-    sizes = choose_tiles(spec)
-    schedule = jax.jit(extend_schedule, static_argnames=("spec", "num_tokens", "sizes"))(
-        *ints, spec=spec, num_tokens=num_tokens, sizes=sizes
+def schedule_of(q_lens, kv_lens, num_tokens, **facts):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64, **facts)
+    lens, offsets = (jnp.asarray(values, jnp.int32) for values in (kv_lens, [0, *np.cumsum(q_lens)]))
+    schedule = jax.jit(make_schedule, static_argnames=("spec", "num_tokens", "kv_itemsize"))(
+        lens, offsets, spec=spec, num_tokens=num_tokens, kv_itemsize=2
     )
+    assert isinstance(schedule, ExtendSchedule)
+    return schedule
+
+
+@pytest.mark.parametrize("window_left", [None, 200])
+def test_schedule_covers_every_token_once_longest_first(window_left):
+    num_tokens = 91
+    schedule = schedule_of([1, 0, 70, 9], [500, 3, 70, 0], num_tokens, window_left=window_left)
     items = np.asarray(schedule.items)
     covered = np.concatenate([np.arange(first, first + tokens) for _, first, tokens, *_ in items])
     np.testing.assert_array_equal(np.sort(covered), np.arange(num_tokens))
-    np.testing.assert_array_equal(items[:, 3], np.sort(items[:, 3])[::-1])
-    assert items[0, 3] == -(-500 // sizes.block_kv)
+    first_tiles = 0 if window_left is None else items[:, 6]
+    key_tiles = items[:, 3] - first_tiles
+    np.testing.assert_array_equal(key_tiles, np.sort(key_tiles)[::-1])
+    assert items[0, 3] == -(-500 // schedule.block_kv)
     for token, place in enumerate(np.asarray(schedule.place)):
         assert items[place // schedule.block_tokens, 1] + place % schedule.block_tokens == token
+
+
+@pytest.mark.parametrize(
+    ("facts", "item", "tiles"),
+    [
+        # 32 tokens at 968 .. 999, 16 a tile of rows; 128 keys a tile of keys.
+        ({"window_left": 300}, (5, 8), [[5, 6, 7, 8], [5, 6, 7, 8]]),
+        ({"window_left": 970}, (0, 8), [[0, 1, 7, 8], [0, 1, 7, 8]]),
+        ({"chunk_size": 984}, (0, 8), [[0, 0, 7, 8], [7, 8, 8, 8]]),
+        ({"causal": False, "window_left": 10, "window_right": 0}, (7, 8), [[7, 8, 8, 8], [7, 8, 8, 8]]),
+    ],
+)
+def test_schedule_skips_tiles_that_no_row_sees_and_knows_those_that_all_see(facts, item, tiles):
+    schedule = schedule_of([32], [1000], 32, **facts)
+    np.testing.assert_array_equal(schedule.items[0, np.array([6, 3])], item)
+    np.testing.assert_array_equal(schedule.rows.ranges[0], tiles)
