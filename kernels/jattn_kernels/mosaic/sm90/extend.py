@@ -68,7 +68,7 @@ def paged_extend(
     # A copy may pass the end of an array, but may not be larger than it.
     missing = max(0, tile_tokens - num_tokens)
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
-    biased, rows = options.alibi_slopes is not None, schedule.rows
+    slopes, rows = options.alibi_slopes, schedule.rows
     scaled = options.q_scale is not None or options.k_scale is not None
     max_keys = page_table.shape[1] * page_size
     operands = Operands(
@@ -79,8 +79,8 @@ def paged_extend(
         items=schedule.items,
         num_items=schedule.num_items,
         layer=layer,
-        rows=rows if rows is None or biased else rows._replace(position=None),
-        slopes=_slopes(options.alibi_slopes, spec, heads) if biased else None,
+        rows=rows if rows is None or slopes is not None else rows._replace(position=None),
+        slopes=None if slopes is None else _slopes(slopes, spec, heads),
         logit_factor=logit_factors(options, spec) if scaled else None,
         out_factor=None
         if options.v_scale is None

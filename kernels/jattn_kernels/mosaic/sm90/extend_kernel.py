@@ -148,7 +148,7 @@ class ExtendKernel:
                 now = unit(round)
                 begun = now.begun(done)
                 self._load_queries(operands.q, now, q_staging, q_full, q_free, round == 0)
-                place = (layer, self._kv_head(now))
+                place = PoolPlace(layer, self._kv_head(now), 0)
                 self._load_pages(operands, now, place, pages_smem, full, free, last_v_full, begun)
                 return begun + now.end_tile
 
@@ -243,6 +243,7 @@ class ExtendKernel:
         """Tiles of k and v in turn; what lies past the last key is cleared from v."""
         (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
         k_ref, v_ref, table_ref = operands.k_pages, operands.v_pages, operands.page_table
+        v_place = place._replace(of_values=1)
         (k_stages, v_stages), block_kv, copies = self.sizes.stages, self.sizes.block_kv, self.copies
         # Only the sequence's last tile can be partly filled.
         whole = jnp.minimum(unit.end_tile, lax.div(unit.kv_len, block_kv))
@@ -253,7 +254,7 @@ class ExtendKernel:
         def load_k(tile, pages):
             stage = lax.rem(begun + tile, k_stages)
             pl.when(begun + tile >= k_stages)(lambda: plgpu.barrier_wait(k_free.at[stage]))
-            copies.start(k_ref, PoolPlace(*place, 0), pages, tile, k_smem.at[stage], k_full.at[stage])
+            copies.start(k_ref, place, pages, tile, k_smem.at[stage], k_full.at[stage])
 
         def load_v(tile, pages):
             stage = lax.rem(begun + tile, v_stages)
@@ -261,11 +262,11 @@ class ExtendKernel:
 
             @pl.when(tile < whole)
             def whole_tile():
-                copies.start(v_ref, PoolPlace(*place, 1), pages, tile, v_smem.at[stage], v_full.at[stage])
+                copies.start(v_ref, v_place, pages, tile, v_smem.at[stage], v_full.at[stage])
 
             @pl.when(tile >= whole)
             def last_tile():
-                copies.start(v_ref, PoolPlace(*place, 1), pages, tile, v_smem.at[stage], last_v_full)
+                copies.start(v_ref, v_place, pages, tile, v_smem.at[stage], last_v_full)
                 plgpu.barrier_wait(last_v_full)
                 for row in range(0, block_kv, 64):
                     for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time

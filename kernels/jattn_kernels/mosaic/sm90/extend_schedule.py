@@ -182,21 +182,20 @@ def longest_first(
     tokens = jnp.clip(offsets[request + 1] - first, 0, block_tokens)
     first_limit = limit[sequence] + row
     fields, rows = [sequence, first, tokens], None
-    if bounds is None:
+    if bounds is not None:
+        ranges = key_ranges(bounds, first, tokens, block_tokens=block_tokens, block_kv=block_kv)
+        key_tiles = ranges.end - ranges.first
+        fields += [ranges.end, first_limit, seq_lens[sequence], ranges.first]
+        by_row = functools.partial(of_rows, first_token=first, block_tokens=block_tokens, heads=heads)
+        rows = RowBounds(*map(by_row, bounds), ranges=ranges.tiles)
+    else:
         visible = seq_lens[sequence]
         if causal:
             visible = jnp.minimum(visible, first_limit + tokens - 1)
         has_keys = (request < num_seqs) & (tokens > 0) & (visible > 0)
         key_tiles = jnp.where(has_keys, -(-visible // block_kv), 0)
         fields += [key_tiles, first_limit, seq_lens[sequence]]
-    else:
-        ranges = key_ranges(bounds, first, tokens, block_tokens=block_tokens, block_kv=block_kv)
-        key_tiles = ranges.end - ranges.first
-        fields += [ranges.end, first_limit, seq_lens[sequence], ranges.first]
     order = jnp.argsort(jnp.where(tokens > 0, -key_tiles, 1), stable=True)
-    if bounds is not None:
-        by_row = functools.partial(of_rows, first_token=first[order], block_tokens=block_tokens, heads=heads)
-        rows = RowBounds(*map(by_row, bounds), ranges=ranges.tiles[order])
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = jnp.searchsorted(offsets[1:-1], token, side="right").astype(jnp.int32)
@@ -206,7 +205,7 @@ def longest_first(
         items=jnp.stack(fields, axis=1)[order],
         num_items=jnp.sum(tokens > 0, dtype=jnp.int32, keepdims=True),
         place=position * block_tokens + row % block_tokens,
-        rows=rows,
+        rows=jax.tree.map(lambda of_items: of_items[order], rows),
         block_tokens=block_tokens,
         block_kv=block_kv,
     )
