@@ -117,7 +117,7 @@ def test_xla_refuses_by_name(change, sentence):
         ],
         *[
             ({"operation": name, "page_size": None}, f"`mosaic` does not do {name}")
-            for name in ("ragged_extend", "mla_decode", "mla_extend")
+            for name in ("mla_decode", "mla_extend")
         ],
         (
             {"operation": "paged_extend", "kv_dtype": "float8_e4m3fn"},
@@ -128,6 +128,10 @@ def test_xla_refuses_by_name(change, sentence):
         (
             {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=80)},
             "`mosaic` takes head_dim 64, 128, 192, 256 in paged_extend, keys and values each, not 80 and 80",
+        ),
+        (
+            {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)},
+            "`mosaic` does not do `batch_invariant` in ragged_extend",
         ),
         ({"operation": "paged_extend", "page_size": 4}, "takes page_size 8, .*, 256 in paged_extend, not 4"),
         (

@@ -23,6 +23,7 @@ _LENS = (130, 1, 64, 0, 257, 1500)
 _BATCHES: dict[Any, dict[str, Any]] = {
     "paged_decode": {"q_lens": (1,) * 6, "padding_rows": 2},
     "paged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
+    "ragged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
 }
 
 
@@ -157,6 +158,31 @@ def _extend_features() -> list[Case]:
     return [_case("paged_extend", name, **fields) for name, fields in cases]
 
 
+def _ragged_features() -> list[Case]:
+    """Keys that are not paged, whose requests begin at any row, at sizes of arrays that divide by 8 and do not."""
+    cases = [
+        *(
+            (f"{dtype}_dim_{dim}_{value}", {"dtype": dtype, "spec": _spec(head_dim=dim, v_head_dim=value)})
+            for dtype, (dim, value) in itertools.product(
+                ("bfloat16", "float16"), ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+            )
+        ),
+        *(
+            (f"group_{q}_of_{kv}", {"spec": _spec(num_q_heads=q, num_kv_heads=kv)})
+            for q, kv in ((2, 2), (5, 1), (32, 8))
+        ),
+        *((f"one_of_{keys}_keys", {"q_lens": (9,), "kv_lens": (keys,)}) for keys in (5, 128, 1000)),
+        ("encoder", {"spec": _spec(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
+        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=30)}),
+        ("window_soft_cap", {"spec": _spec(window_left=200, logits_soft_cap=5.0)}),
+        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
+        ("alibi_sinks", {"alibi": True, "sinks": True}),
+        ("q_scale", {"q_scale": "rows", "kv_scale": "heads"}),
+        ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": _spec(window_left=300)}),
+    ]
+    return [_case("ragged_extend", name, **fields) for name, fields in cases]
+
+
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 _WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
@@ -173,6 +199,7 @@ KERNEL_SIZED: tuple[Case, ...] = (
     _case("paged_decode", "long_beside_short", kv_lens=(5000, *range(20)), q_lens=(1,) * 21),
     *_kernel_sized("paged_extend"),
     *_extend_features(),
+    *_ragged_features(),
     _case("paged_extend", "more_queries_than_keys", kv_lens=(40, 0, 64, 1, 100, 9)),
 )
 
@@ -216,7 +243,7 @@ def test_mosaic_refuses_nothing_that_it_is_made_for(case):
         spec=case.spec,
         q_dtype=case.dtype,
         kv_dtype=case.kv_dtype or case.dtype,
-        page_size=case.page_size,
+        page_size=None if case.operation == "ragged_extend" else case.page_size,
         features=frozenset(options),
     )
     assert mosaic.refuses(call) is None

@@ -12,12 +12,15 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend, tiles
-from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend
+from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile
 from tests.kernels.cases import CASES, assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt
 
-NAMED = {case.name.removeprefix("paged_extend_"): case for case in CASES if case.operation == "paged_extend"}
+PAGED, RAGGED = (
+    {case.name.removeprefix(f"{operation}_"): case for case in CASES if case.operation == operation}
+    for operation in ("paged_extend", "ragged_extend")
+)
 
 
 @pytest.fixture
@@ -29,9 +32,9 @@ def interpreter(monkeypatch):
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def derived(name, of="plain", *, heads=(4, 2), head_dim=64, dtype="bfloat16", **fields):
+def derived(name, of="plain", *, among=PAGED, heads=(4, 2), head_dim=64, dtype="bfloat16", **fields):
     """A case of the table in a form that the kernel takes; `fields` of the case or of its spec."""
-    source = NAMED[of]
+    source = among[of]
     spec_names = {field.name for field in dataclasses.fields(AttentionSpec)}
     facts = {key: fields.pop(key) for key in spec_names & fields.keys()}
     spec = dataclasses.replace(source.spec, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, **facts)
@@ -70,6 +73,8 @@ INTERPRETED = [
     derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
     derived("combined_page_256", **LAYERS, combined_pool="pages_first", page_size=256, **LONG),
     derived("dim_64_128_soft_cap", v_head_dim=128, logits_soft_cap=5.0, **ONE),
+    derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
+    derived("ragged_encoder", among=RAGGED, of="encoder", q_lens=(9, 0, 70), kv_lens=(9, 0, 130), **ONE),
 ]
 SLOW = [
     derived("group_64", heads=(64, 1), q_lens=(3, 0), kv_lens=(9, 4)),
@@ -94,6 +99,8 @@ SLOW = [
 
 def attend(case, inputs):
     options = AttentionOptions(**{key: value for key, value in inputs.kwargs.items() if key != "spec"})
+    if case.operation == "ragged_extend":
+        return ragged_extend(*inputs.args, options, spec=case.spec)
     return paged_extend(*inputs.args, options, spec=case.spec, page_size=case.page_size)
 
 
@@ -131,7 +138,7 @@ def lower_for_cuda(
         page_layout=page_layout,
         **facts,
     )
-    page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
+    page = (page_size, 2) if page_layout == "NHD" else (2, page_size)  # not of ragged keys
     leading = {None: (3, 10), "pages_first": (3, 10, 2), "kv_first": (3, 2, 10)}[spec.combined_pool]
     shapes = {
         **dict.fromkeys(("q_start", "kv_start"), (jnp.int32, (4,))),
@@ -146,20 +153,27 @@ def lower_for_cuda(
     def pages(width):
         return jax.ShapeDtypeStruct((*leading, *page, width), dtype)
 
+    def rows(width):
+        return jax.ShapeDtypeStruct((3, 1001, 2, width), dtype)
+
     def extend(q, k_pages, v_pages, table, lens, cu_q_lens, options):
         facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": 2}
         schedule = make_schedule(lens, cu_q_lens, **facts) if given else None
         options = AttentionOptions(**options, schedule=schedule)
         return paged_extend(q, k_pages, v_pages, table, lens, cu_q_lens, options, spec=spec, page_size=page_size)
 
-    args = (
-        jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype),
-        pages(head_dim),
-        None if spec.combined_pool else pages(spec.value_dim),
-        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,))),
-        {name: jax.ShapeDtypeStruct(*reversed(shapes[name])) for name in ("layer_index", *options)},
-    )
-    return jax.jit(extend).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    def extend_ragged(q, k, v, cu_q_lens, cu_kv_lens, options):
+        return ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, AttentionOptions(**options), spec=spec)
+
+    q = jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype)
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,), (5,))]
+    given_options = {name: jax.ShapeDtypeStruct(*reversed(shapes[name])) for name in ("layer_index", *options)}
+    if page_size is None:
+        face, args = extend_ragged, (q, rows(head_dim), rows(spec.value_dim), *ints[2:], given_options)
+    else:
+        v_pages = None if spec.combined_pool else pages(spec.value_dim)
+        face, args = extend, (q, pages(head_dim), v_pages, *ints[:3], given_options)
+    return jax.jit(face).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -215,6 +229,7 @@ WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_di
         ("custom_mask", 64, 64, 8, 5),
         ("all", 192, 128, 64, 8),
         ("invariant", 64, 128, 256, 128),
+        ("chunk", 128, 128, None, 4),
     ],
 )
 def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_dim, page_size, group_size):
@@ -232,7 +247,8 @@ def test_mosaic_extend_lowers_for_cuda_with_every_feature(feature, head_dim, val
     if feature == "combined" and head_dim != value_dim:
         pytest.skip("one pool has one width")
     number = (1, 4, 5, 8, 128).index(group_size)
-    facts = (("bfloat16", "float16")[number % 2], head_dim, (8, 16, 64, 128, 256)[number], ("NHD", "HND")[number % 2])
+    page_size = (8, 16, None if feature != "combined" else 64, 128, 256)[number]
+    facts = (("bfloat16", "float16")[number % 2], head_dim, page_size, ("NHD", "HND")[number % 2])
     assert "mosaic_gpu" in lower_for_cuda(*facts, group_size, value_dim=value_dim, **FEATURES[feature])
 
 

@@ -14,6 +14,7 @@ _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (64, 80, 96, 128, 192, 256),
     "paged_extend": (64, 128, 192, 256),
+    "ragged_extend": (64, 128, 192, 256),
     "rotate_and_write": (64, 128, 256),
 }
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
@@ -25,6 +26,7 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": ("rope_theta",),
     "paged_extend": ("rope_theta",),
+    "ragged_extend": ("rope_theta", "batch_invariant"),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 
@@ -54,8 +56,8 @@ def refuses(call: AttentionCall) -> str | None:
             f"`mosaic` takes head_dim {', '.join(map(str, head_dims))} in {operation}, keys and values "
             f"{'alike' if alike else 'each'}, not {spec.head_dim} and {spec.value_dim}."
         )
-    page_sizes = _PAGE_SIZES[operation]
-    if call.page_size not in page_sizes:
+    page_sizes = _PAGE_SIZES.get(operation)
+    if page_sizes is not None and call.page_size not in page_sizes:
         return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
@@ -73,6 +75,7 @@ def refuses(call: AttentionCall) -> str | None:
 OPERATIONS: dict[Operation, Callable[..., Any]] = {
     "paged_decode": paged.paged_decode,
     "paged_extend": extend.paged_extend,
+    "ragged_extend": extend.ragged_extend,
     "rotate_and_write": rotate_and_write,
 }
 MOSAIC = Implementation(

@@ -31,6 +31,7 @@ from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_columns
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TileRows, Unit
 from jattn_kernels.mosaic.sm90.logits import LOG2E
+from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies, PoolPlace
 from jattn_kernels.spec import AttentionSpec
 
@@ -40,6 +41,7 @@ class ExtendKernel:
     """The kernel of one configuration.
 
     Attributes:
+        copies: Of a tile of keys or values.
         heads: Heads that share a tile's rows.
         tile_tokens: Tokens of a tile, each of them one row of each head.
         dtype: Of queries, keys, values and output.
@@ -47,14 +49,10 @@ class ExtendKernel:
 
     spec: AttentionSpec
     sizes: ExtendTiles
-    page_size: int
+    copies: PageCopies | RowCopies
     heads: int
     tile_tokens: int
     dtype: Any
-
-    @property
-    def copies(self) -> PageCopies:
-        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size)
 
     @property
     def head_blocks(self) -> int:
@@ -240,12 +238,12 @@ class ExtendKernel:
             plgpu.barrier_arrive(q_free)
 
     def _load_pages(self, operands, unit, place, pages_smem, full, free, last_v_full, begun):
-        """Tiles of k and v in turn; what lies past the last key is cleared from v."""
+        """Tiles of k and v in turn; what lies before the first key and past the last is cleared from v."""
         (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
-        k_ref, v_ref, table_ref = operands.k_pages, operands.v_pages, operands.page_table
+        k_ref, v_ref, table_ref = operands.k, operands.v, operands.places
         v_place = place._replace(of_values=1)
         (k_stages, v_stages), block_kv, copies = self.sizes.stages, self.sizes.block_kv, self.copies
-        # Only the sequence's last tile can be partly filled.
+        # Only the sequence's last tile can be partly filled, and its first where keys are not paged.
         whole = jnp.minimum(unit.end_tile, lax.div(unit.kv_len, block_kv))
 
         def pages_of(tile):
@@ -260,18 +258,24 @@ class ExtendKernel:
             stage = lax.rem(begun + tile, v_stages)
             pl.when(begun + tile >= v_stages)(lambda: plgpu.barrier_wait(v_free.at[stage]))
 
-            @pl.when(tile < whole)
+            is_whole = tile < whole
+            if unit.hidden is not None:
+                is_whole &= tile * block_kv >= unit.hidden
+
+            @pl.when(is_whole)
             def whole_tile():
                 copies.start(v_ref, v_place, pages, tile, v_smem.at[stage], v_full.at[stage])
 
-            @pl.when(tile >= whole)
-            def last_tile():
+            @pl.when(jnp.logical_not(is_whole))
+            def partly_filled_tile():
                 copies.start(v_ref, v_place, pages, tile, v_smem.at[stage], last_v_full)
                 plgpu.barrier_wait(last_v_full)
                 for row in range(0, block_kv, 64):
                     for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time
                         part = v_smem.at[stage, pl.ds(row, 64), pl.ds(column, 64)]
-                        tiles.zero_rows_from(part, unit.kv_len - tile * block_kv - row)
+                        key = tile * block_kv + row
+                        before = None if unit.hidden is None else unit.hidden - key
+                        tiles.zero_rows_from(part, unit.kv_len - key, before)
                 for _ in range(copies.copies):
                     plgpu.barrier_arrive(v_full.at[stage])
 

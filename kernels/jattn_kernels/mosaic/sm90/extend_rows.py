@@ -51,8 +51,13 @@ def token_bounds(
     options: AttentionOptions,
     spec: AttentionSpec,
     num_tokens: int,
+    hidden: Int[Array, " B"] | None = None,
 ) -> KeyBounds:
-    """The bounds of each token's keys; padded tokens see none."""
+    """The bounds of each token's keys; padded tokens see none.
+
+    Args:
+        hidden: Keys that come before a sequence's own ones and are counted with them.
+    """
     num_seqs = seq_lens.shape[0]
     q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -62,7 +67,11 @@ def token_bounds(
     if position is None:
         position = q_start[sequence] + token - cu_q_lens[sequence]
     kv_len = jnp.where(owner < num_seqs, seq_lens[sequence], 0)
-    return key_bounds(position, kv_start[sequence], kv_len, spec, masked=options.custom_mask is not None)
+    bounds = key_bounds(position, kv_start[sequence], kv_len, spec, masked=options.custom_mask is not None)
+    if hidden is None:
+        return bounds
+    before = hidden[sequence]
+    return KeyBounds(jnp.minimum(bounds.first, kv_len) + before, bounds.end + before, bounds.position + before)
 
 
 def key_ranges(
@@ -113,11 +122,13 @@ def mask_words(
     *,
     num_tokens: int,
     num_keys: int,
+    hidden: Int[Array, " B"] | None = None,
 ) -> Int[Array, "words T"]:
     """Of each token a bit for each key, 32 keys a word; masks are [q_len, seq_len] row-major, one after the other.
 
     Args:
-        num_keys: Keys a sequence at most, a multiple of 32.
+        num_keys: Keys a sequence at most, hidden ones included; a multiple of 32.
+        hidden: As in `token_bounds`.
     """
     if custom_mask.shape[0] == 0:
         custom_mask = jnp.zeros(1, bool)  # nothing can be gathered from no entry
@@ -128,8 +139,11 @@ def mask_words(
     kv_len = jnp.where(owner < seq_lens.shape[0], seq_lens[sequence], 0)
     row = jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[sequence]
     key = jnp.arange(num_keys, dtype=jnp.int32).reshape(-1, 1, _BITS)
+    if hidden is not None:
+        key = key - hidden[sequence][None, :, None]
     entry = (start[sequence] + row * kv_len)[None, :, None] + key
-    seen = custom_mask.at[entry].get(mode="fill", fill_value=False) & (key < kv_len[None, :, None])
+    owned = (key >= 0) & (key < kv_len[None, :, None])
+    seen = custom_mask.at[jnp.maximum(entry, 0)].get(mode="fill", fill_value=False) & owned
     bit = jnp.arange(_BITS, dtype=jnp.int32)[None, None]
     return jnp.sum(seen.astype(jnp.int32) << bit, axis=2, dtype=jnp.int32)
 

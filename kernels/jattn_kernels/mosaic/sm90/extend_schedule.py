@@ -47,11 +47,11 @@ class ExtendTiles:
         rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (held + staged)
         return itemsize * (keys + rows) + _OTHER_BYTES
 
-    def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int) -> str | None:
+    def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int | None) -> str | None:
         """Why the kernel cannot be compiled for these sizes, or None."""
         if self.block_kv % 64 or min(self.stages) < 2:
             return f"Extend tiles take a multiple of 64 keys and at least 2 stages. Got {self}."
-        if self.block_kv % page_size and page_size % self.block_kv:
+        if page_size is not None and self.block_kv % page_size and page_size % self.block_kv:
             return f"A tile of {self.block_kv} keys cannot be made of pages of {page_size}."
         if self.shared_memory_bytes(spec, itemsize) > SHARED_MEMORY_BYTES:
             needed = self.shared_memory_bytes(spec, itemsize)
@@ -89,7 +89,8 @@ class ExtendSchedule:
 
     Attributes:
         items: (sequence, first token, tokens, end of the key tiles, keys that the first token sees by the causal rule,
-            keys of the sequence) of each item, and its first key tile if it has `rows`; unused ones come last.
+            keys of the sequence) of each item, and if it has `rows` its first key tile, and if keys are not paged how
+            many that are the sequence before's are counted with them; unused items come last.
         num_items: How many are used.
         place: Where each token went: item * block_tokens + its number in the item.
         rows: None if each token sees all keys, or one more than the token before it.
@@ -113,19 +114,25 @@ def extend_schedule(
     spec: AttentionSpec,
     num_tokens: int,
     sizes: ExtendTiles,
+    hidden: Int[Array, " B"] | None = None,
 ) -> ExtendSchedule:
     """The work list of a step, the same for all layers of one kind.
 
     Args:
         options: Where queries and keys are, and whether a mask says what they see.
         num_tokens: Rows of q, padded tokens included.
+        hidden: As in `token_bounds`; None if keys are paged.
     """
     q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
+    bounds = None
+    if hidden is not None or _has_rows(spec, options):
+        bounds = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens, hidden)
     return longest_first(
         seq_lens,
         cu_q_lens,
         q_start - kv_start + 1,
-        token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens) if _has_rows(spec, options) else None,
+        bounds,
+        hidden,
         num_tokens=num_tokens,
         causal=spec.causal,
         heads=heads_per_tile(spec.group_size),
@@ -151,6 +158,7 @@ def longest_first(
     cu_q_lens: Int[Array, " B_plus_1"],
     limit: Int[Array, " B"],
     bounds: KeyBounds | None,
+    hidden: Int[Array, " B"] | None,
     *,
     num_tokens: int,
     causal: bool,
@@ -162,6 +170,7 @@ def longest_first(
     Args:
         limit: Keys that a request's first token sees by the causal rule; each next token sees one more.
         bounds: The keys of each token; None if `limit` and `causal` tell.
+        hidden: As in `token_bounds`.
         num_tokens: Rows of q, padded tokens included.
         heads: Heads that share a tile.
     """
@@ -185,7 +194,9 @@ def longest_first(
     if bounds is not None:
         ranges = key_ranges(bounds, first, tokens, block_tokens=block_tokens, block_kv=block_kv)
         key_tiles = ranges.end - ranges.first
-        fields += [ranges.end, first_limit, seq_lens[sequence], ranges.first]
+        kv_len = seq_lens[sequence] if hidden is None else (seq_lens + hidden)[sequence]
+        fields += [ranges.end, first_limit, kv_len, ranges.first]
+        fields += [] if hidden is None else [hidden[sequence]]
         by_row = functools.partial(of_rows, first_token=first, block_tokens=block_tokens, heads=heads)
         rows = RowBounds(*map(by_row, bounds), ranges=ranges.tiles)
     else:

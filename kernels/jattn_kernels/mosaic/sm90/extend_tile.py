@@ -23,7 +23,8 @@ class Operands(NamedTuple):
     """What the kernel reads; None where a call has no use for it.
 
     Attributes:
-        k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
+        k, v: Pages or rows, with a leading layer axis; the same array twice if it holds both.
+        places: The page table, or where each sequence's rows begin.
         items, num_items, rows: Of the schedule; `rows.position` with slopes only.
         layer: Which layer of the pages.
         slopes: ALiBi's, of each row of a tile for each block of heads.
@@ -33,9 +34,9 @@ class Operands(NamedTuple):
     """
 
     q: Any
-    k_pages: Any
-    v_pages: Any
-    page_table: Any
+    k: Any
+    v: Any
+    places: Any
     items: Any
     num_items: Any
     layer: Any
@@ -58,6 +59,7 @@ class Unit(NamedTuple):
     limit: Any
     kv_len: Any
     first_tile: Any = None
+    hidden: Any = None
 
     @property
     def begin_tile(self) -> Any:
