@@ -13,7 +13,7 @@ from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend, tiles
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
 from tests.kernels.cases import CASES, assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt
 
@@ -65,7 +65,7 @@ INTERPRETED = [
     derived("negative_scale", sm_scale=-0.5, q_lens=(5,), kv_lens=(13,), **ONE),
     derived("window_sinks_scales", of="sinks", window_left=70, **LONG, q_scale="rows", kv_scale="rows", **LAYERS),
     derived("window_of_both_sides_hnd", causal=False, window_left=90, window_right=20, page_layout="HND", **LONG),
-    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40, 0), q_start=(250, 44, 17)),
+    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40, 0), q_start=(270, 44, 17)),
     derived("alibi_soft_cap", of="alibi", logits_soft_cap=5.0, q_lens=(70, 3), kv_lens=(140, 9), q_start=(60, 6)),
     derived("alibi_not_causal_window", of="alibi", causal=False, window_left=40, page_size=16, **LONG),
     derived("q_positions_alibi", of="q_positions", alibi=True, sm_scale=-0.5, padding_rows=1, padding_tokens=2),
@@ -242,11 +242,12 @@ def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_di
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
-@pytest.mark.parametrize("group_size", [1, 4, 5, 8, 128])
-def test_mosaic_extend_lowers_for_cuda_with_every_feature(feature, head_dim, value_dim, group_size):
+def test_mosaic_extend_lowers_for_cuda_with_every_feature(feature, head_dim, value_dim):
     if feature == "combined" and head_dim != value_dim:
         pytest.skip("one pool has one width")
-    number = (1, 4, 5, 8, 128).index(group_size)
+    # Each feature with each group and page size, spread over the widths.
+    number = (list(FEATURES).index(feature) + WIDTHS.index((head_dim, value_dim))) % 5
+    group_size = (1, 4, 5, 8, 128)[number]
     page_size = (8, 16, None if feature != "combined" else 64, 128, 256)[number]
     facts = (("bfloat16", "float16")[number % 2], head_dim, page_size, ("NHD", "HND")[number % 2])
     assert "mosaic_gpu" in lower_for_cuda(*facts, group_size, value_dim=value_dim, **FEATURES[feature])
@@ -274,6 +275,26 @@ def test_chosen_tiles_fit(head_dim, value_dim, page_size):
 def test_tiles_refuse_what_would_not_compile(sizes, page_size, message):
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
     assert message in sizes.refuses(spec, 2, page_size)
+
+
+@pytest.mark.parametrize(
+    ("facts", "given", "own"),
+    [
+        ({}, (), False),
+        ({}, ("kv_start", "alibi_slopes"), False),
+        ({}, ("q_start",), True),
+        ({}, ("custom_mask",), True),
+        ({"causal": False}, ("q_start", "q_positions"), False),
+        ({"causal": False}, ("q_positions", "alibi_slopes"), True),
+        ({"causal": False, "window_right": 3}, ("q_start",), True),
+        ({"chunk_size": 8}, ("kv_start",), True),
+        ({"window_left": 8}, ("kv_start",), False),
+    ],
+    ids=str,
+)
+def test_extend_makes_its_own_schedule_where_lengths_alone_do_not_tell(facts, given, own):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64, **facts)
+    assert is_own(spec, AttentionOptions(**dict.fromkeys(given, jnp.zeros(1)))) == own
 
 
 def schedule_of(q_lens, kv_lens, num_tokens, **facts):

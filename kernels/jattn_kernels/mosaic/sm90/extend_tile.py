@@ -171,7 +171,7 @@ class TileRows:
             word = self._spread(mask[0])
             for number in range(1, len(mask)):
                 word = jnp.where(column < number * _MASK_BITS, word, self._spread(mask[number]))
-            seen &= (lax.shift_right_logical(word, lax.rem(column, _MASK_BITS)) & 1) == 1
+            seen &= (lax.shift_right_logical(word, column & (_MASK_BITS - 1)) & 1) == 1
         return seen
 
     def mask_words(self, tile: Any) -> list[jax.Array] | None:
