@@ -109,8 +109,12 @@ def test_xla_refuses_by_name(change, sentence):
                 {"operation": name, "spec": dataclasses.replace(HOPPER_CALL.spec, rope_theta=1e4)},
                 f"`mosaic` does not do `rope_theta` in {name}",
             )
-            for name in ("paged_decode", "paged_extend")
+            for name in ("paged_extend", "ragged_extend")
         ],
+        (
+            {"spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=64, rope_theta=1e4)},
+            "`mosaic` turns keys of head_dim 128 or 256, not 64",
+        ),
         *[
             ({"operation": "rotate_and_write", "features": frozenset({name})}, f"`mosaic` does not do `{name}`")
             for name in ("k_scale", "v_scale", "partial_rotary")

@@ -93,6 +93,9 @@ def _decode_features() -> list[Case]:
         ),
         ("fp8_verify_window_hnd", {**_FP8_KEYS, **verify, "spec": _spec(window_left=100, page_layout="HND")}),
         ("fp8_dim_192_128", {**_FP8_KEYS, "q_scale": "rows", "spec": _spec(head_dim=192, v_head_dim=128)}),
+        *((f"rope_dim_{dim}", {"spec": _spec(rope_theta=1e4, head_dim=dim)}) for dim in (128, 256)),
+        ("rope_verify", {"spec": _spec(rope_theta=5e5, rope_scale=8.0), **verify, "kv_start": (5, 0, 3, 64, 0, 70000)}),
+        ("rope_fp8", {**_FP8_KEYS, "spec": _spec(rope_theta=1e4)}),
         ("invariant", {"spec": _spec(batch_invariant=True), "kv_lens": (1024, 1, 64, 0, 1025, 3000)}),
         ("all", {"alibi": True, "sinks": True, "spec": _spec(logits_soft_cap=5.0, window_left=300), **verify}),
     ]

@@ -85,6 +85,11 @@ INTERPRETED = [
     case("fp8", kv_dtype="float8_e4m3fn", kv_scale="heads", kv_lens=(300, 9, 0)),
     case("fp8_e5m2_verify", kv_dtype="float8_e5m2", q_len=3, kv_lens=(70, 3), q_scale="rows", kv_scale="scalar"),
     case("fp8_queries", dtype="float8_e4m3fn", kv_dtype="float8_e5m2", q_scale="heads"),
+    case("rope", spec={"rope_theta": 1e4, "head_dim": 128}, kv_lens=(300, 9, 0)),
+    case(
+        "rope_verify", spec={"rope_theta": 5e5, "rope_scale": 8.0, "head_dim": 128}, q_len=3, kv_start=(5, 0, 3, 7000)
+    ),
+    case("rope_fp8", spec={"rope_theta": 1e4, "head_dim": 128}, kv_lens=(70, 9), kv_dtype="float8_e4m3fn"),
     case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
 

@@ -24,7 +24,7 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
 }
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
-    "paged_decode": ("rope_theta",),
+    "paged_decode": (),
     "paged_extend": ("rope_theta",),
     "ragged_extend": ("rope_theta", "batch_invariant"),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
@@ -62,6 +62,8 @@ def refuses(call: AttentionCall) -> str | None:
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
             return f"`mosaic` does not do `{name}` in {operation}."
+    if operation == "paged_decode" and spec.rope_theta is not None and spec.head_dim not in (128, 256):
+        return f"`mosaic` turns keys of head_dim 128 or 256, not {spec.head_dim}."
     if operation == "paged_decode" and "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
     if operation == "rotate_and_write" and heads_at_once(spec) is None:

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
+from jattn_kernels.rope import rotate
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.fetch import Fetcher
-from jattn_kernels.xla.rope import rotate
 from jattn_kernels.xla.scores import compute_dtype, logits_of
 from jattn_kernels.xla.tiles import QueryTiles
 from jattn_kernels.xla.visibility import TileKeys, key_range, visible

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, value_columns
 from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
-from jattn_kernels.mosaic.sm90.readied import Readied, widen
+from jattn_kernels.mosaic.sm90.readied import Readied, Turn, turn_keys, turn_queries_back, widen
 from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
 from jattn_kernels.schedule import DecodeSchedule
 from jattn_kernels.spec import AttentionSpec
@@ -51,6 +51,9 @@ class Operands(NamedTuple):
         logit_factor: Of the products of a sequence (or of all) and a head.
         out_factor: Of a head's output.
         mask: For each key of a sequence a bit for each token that sees it.
+        tile_turns: Of a rotary embedding the angles' cosine and sine for the first key of each tile. The queries are
+            then turned by their own numbers, float32, and [B, blocks of rows, H, rows].
+        key_turns: The same for each key of any tile, by its number there.
     """
 
     q: Any
@@ -67,6 +70,8 @@ class Operands(NamedTuple):
     logit_factor: Any = None
     out_factor: Any = None
     mask: Any = None
+    tile_turns: Any = None
+    key_turns: Any = None
 
 
 class Parts(NamedTuple):
@@ -94,11 +99,12 @@ class _Item(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What is known of an item's rows: scalars if they are of one token, vectors if of several, or None."""
+    """What is known of an item's rows: bounds, scalars if of one token, vectors if of several, or None; and queries."""
 
     first: Any
     end: Any
     position: Any
+    queries: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +141,15 @@ class DecodeKernel:
         return jnp.dtype(self.kv_dtype) != jnp.dtype(self.dtype)
 
     @property
+    def turns(self) -> bool:
+        """Whether queries and keys are turned before their product."""
+        return self.spec.rope_theta is not None
+
+    @property
+    def readies_keys(self) -> bool:
+        return self.widens or self.turns
+
+    @property
     def copies(self) -> PageCopies:
         is_wider = value_columns(self.spec) > self.spec.value_dim
         return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size, tiles.TILED_ROWS if is_wider else None)
@@ -169,15 +184,17 @@ class DecodeKernel:
         operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         filled = plgpu.Barrier(num_arrivals=self.copies.copies, num_barriers=sizes.stages)
         freed = plgpu.Barrier(num_barriers=sizes.stages)
+        q_shape = (2, sizes.block_rows, spec.head_dim)
         pl.run_scoped(
             lambda *scratch: self._body(operands, out_refs, *scratch),
-            tiles.tile((2, sizes.block_rows, spec.head_dim), self.dtype),
+            plgpu.SMEM((2, *q_shape[:0:-1]), jnp.float32) if self.turns else tiles.tile(q_shape, self.dtype),
             (
                 tiles.tile((sizes.stages, sizes.block_kv, spec.head_dim), self.kv_dtype),
                 tiles.tile((sizes.stages, sizes.block_kv, width), self.kv_dtype, copied_columns=spec.value_dim),
             ),
             Readied(
-                tiles.tile((sizes.block_kv, spec.head_dim), self.dtype) if self.widens else None,
+                tiles.tile(q_shape[1:], self.dtype) if self.turns else None,
+                tiles.tile((sizes.block_kv, spec.head_dim), self.dtype) if self.readies_keys else None,
                 tiles.tile((sizes.block_kv, width), self.dtype) if self.widens else None,
             ),
             tiles.tile((sizes.block_rows, sizes.block_kv), self.dtype, copied_columns=spec.value_dim),
@@ -213,7 +230,7 @@ class DecodeKernel:
         def memory():
             layer = operands.layer[0]
             block = lax.div(head, self.heads_a_block) * self.row_blocks + lax.axis_index("rows")
-            rows = pl.ds(block * self.sizes.block_rows, self.sizes.block_rows)
+            rows = block if self.turns else pl.ds(block * self.sizes.block_rows, self.sizes.block_rows)
 
             def load_item(number, now, following, state):
                 slot = lax.rem(number - begin, 2)
@@ -235,18 +252,29 @@ class DecodeKernel:
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def compute():
-            slopes = self._slopes(operands)
+            slopes, key_turns = self._slopes(operands), self._key_turns(operands)
 
             def attend_item(number, now, following, done):
                 slot = lax.rem(number - begin, 2)
-                rows = _Rows(
+                bounds = (
                     self._of_rows(operands.first, now),
                     now.end_key if operands.end is None else self._of_rows(operands.end, now),
                     self._of_rows(operands.position, now),
                 )
                 plgpu.barrier_wait(q_full.at[slot])
+                rows = _Rows(*bounds, self._queries(q_smem.at[slot]))
                 acc, top, total = self._attend(
-                    operands, now, rows, slopes, q_smem.at[slot], pages_smem, readied, p_smem, full, free, done
+                    operands,
+                    now,
+                    rows,
+                    (slopes, key_turns),
+                    q_smem.at[slot],
+                    pages_smem,
+                    readied,
+                    p_smem,
+                    full,
+                    free,
+                    done,
                 )
                 plgpu.barrier_arrive(q_free.at[slot])
                 factor = None if operands.out_factor is None else operands.out_factor[head]
@@ -294,31 +322,35 @@ class DecodeKernel:
         pages = lax.fori_loop(0, jnp.where(item.first < item.end, 0, 1), skip_item, pages)
         return begun + item.end - item.first, pages
 
-    def _attend(self, operands, item, rows, slopes, q_smem, pages_smem, readied, p_smem, full, free, done):
+    def _attend(self, operands, item, rows, constants, q_smem, pages_smem, readied, p_smem, full, free, done):
         """Unnormalised output [Hv, rows], largest scaled score (base 2) and sum of each row."""
         block_rows, block_kv, stages = self.sizes.block_rows, self.sizes.block_kv, self.sizes.stages
         (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
         shape = (block_kv, block_rows)
+        slopes, key_turns = constants
         factor = None
         if operands.logit_factor is not None:
             of = jnp.minimum(item.sequence, operands.logit_factor.shape[0] - 1)
             factor = operands.logit_factor[of, lax.axis_index("head")]
 
         def attend_tile(tile, carry):
-            acc, top, total, mask = carry
+            acc, top, total, (mask, turn) = carry
             stage = lax.rem(done + tile - item.first, stages)
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
-            next_mask = self._mask_words(operands, item, tile + 1)
+            ahead = self._ahead(operands, item, tile + 1)
 
-            keys, values = k_smem.at[stage], v_smem.at[stage]
+            values = readied.values if self.widens else v_smem.at[stage]
+            if self.turns:
+                turn_queries_back(rows.queries, readied.queries, turn)
             plgpu.barrier_wait(k_full.at[stage])
-            if self.widens:
-                widen(keys, readied.keys)
+            if self.readies_keys:
+                self._ready_keys(k_smem.at[stage], readied.keys, key_turns)
                 plgpu.barrier_arrive(k_free.at[stage])
-                keys, values = readied
 
             def scores(ref):
-                plgpu.wgmma(ref, keys, q_smem.transpose((1, 0)))
+                keys = readied.keys if self.readies_keys else k_smem.at[stage]
+                queries = readied.queries if self.turns else q_smem
+                plgpu.wgmma(ref, keys, queries.transpose((1, 0)))
                 if self.widens:
                     plgpu.barrier_wait(v_full.at[stage])
                     widen(v_smem.at[stage], values)
@@ -326,7 +358,7 @@ class DecodeKernel:
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*shape))
-            if not self.widens:
+            if not self.readies_keys:
                 plgpu.barrier_arrive(k_free.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
             s = base2_logits(s, self.spec, factor=factor, slope=slopes, distance=distance)
@@ -347,14 +379,14 @@ class DecodeKernel:
             acc = tiles.accumulate(acc, values.transpose((1, 0)), p_smem.transpose((1, 0)))
             if not self.widens:
                 plgpu.barrier_arrive(v_free.at[stage])
-            return acc, new_top, total, next_mask
+            return acc, new_top, total, ahead
 
         per_row = plgpu.Layout.WGMMA.reduce(0)
         start = (
             plgpu.layout_cast(jnp.zeros((value_columns(self.spec), block_rows), jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((block_rows,), -jnp.inf, jnp.float32), per_row),
             plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA),
-            self._mask_words(operands, item, item.first),
+            self._ahead(operands, item, item.first),
         )
         acc, top, total, _ = lax.fori_loop(item.first, item.end, attend_tile, start)
         return acc, top, total.sum(axis=0)
@@ -382,14 +414,37 @@ class DecodeKernel:
         slopes = plgpu.load(operands.slopes.at[rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         return self._spread(slopes)
 
-    def _mask_words(self, operands, item, tile):
-        """A word for each key of a tile."""
-        if operands.mask is None:
+    def _ahead(self, operands, item, tile):
+        """What memory holds for a tile: mask words of its keys, and the turn of its first key. Read a tile ahead."""
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        mask = turn = None
+        if operands.mask is not None:
+            block_kv = self.sizes.block_kv
+            first = jnp.minimum(tile, operands.mask.shape[1] // block_kv - 1) * block_kv
+            mask = load(operands.mask.at[item.sequence, pl.ds(first, block_kv)])
+        if self.turns:
+            which = jnp.minimum(tile, operands.tile_turns.cos.shape[0] - 1)
+            turn = Turn(*(load(part.at[which]) for part in operands.tile_turns))
+        return mask, turn
+
+    def _key_turns(self, operands):
+        if not self.turns:
             return None
-        block_kv = self.sizes.block_kv
-        first = jnp.minimum(tile, operands.mask.shape[1] // block_kv - 1) * block_kv
-        words = operands.mask.at[item.sequence, pl.ds(first, block_kv)]
-        return plgpu.load(words, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return Turn(*(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in operands.key_turns))
+
+    def _ready_keys(self, source, target, key_turns):
+        if self.widens:
+            widen(source, target)
+        if self.turns:
+            turn_keys(target if self.widens else source, target, key_turns)
+
+    def _queries(self, q_smem):
+        """Both halves of queries that are turned for each tile, in registers."""
+        if not self.turns:
+            return None
+        half = self.spec.head_dim // 2
+        halves = (q_smem.at[pl.ds(begin, half)] for begin in (0, half))
+        return tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in halves)
 
     def _visible(self, key, rows, mask):
         """Which keys of a tile each row sees."""

@@ -7,6 +7,7 @@ from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 _BLOCK_KV = 64
+_ROWS_OF_TWO_BLOCKS = 32
 _WGMMA_BYTES = 2  # of a number in a product
 _TILES_A_PART = 16  # where results must not depend on the batch
 
@@ -33,10 +34,12 @@ class DecodeTiles:
         """Bytes of one block."""
         width = value_columns(spec)
         tile = self.block_kv * (spec.head_dim + width)
-        readied = tile if kv_itemsize < _WGMMA_BYTES else 0
+        readied = tile if kv_itemsize < _WGMMA_BYTES else self.block_kv * spec.head_dim if spec.rope_theta else 0
         rows = self.block_rows * (2 * spec.head_dim + self.block_kv)
-        results = 4 * self.block_rows * (width + 1)
-        return kv_itemsize * self.stages * tile + _WGMMA_BYTES * (readied + rows) + results + tiles.RESERVED_BYTES
+        floats = self.block_rows * (width + 1)
+        if spec.rope_theta is not None:
+            rows, floats = rows - self.block_rows * spec.head_dim, floats + 2 * self.block_rows * spec.head_dim
+        return kv_itemsize * self.stages * tile + _WGMMA_BYTES * (readied + rows) + 4 * floats + tiles.RESERVED_BYTES
 
 
 def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
@@ -49,8 +52,9 @@ def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> Deco
     rows = num_tokens * spec.group_size
     block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
     tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
-    for blocks_per_sm in (2, 1):
-        for stages in (4, 3, 2):
+    # A warpgroup that holds more rows has no registers left for a neighbour.
+    for blocks_per_sm, most_stages in ((2, 4), (1, 6)) if block_rows <= _ROWS_OF_TWO_BLOCKS else ((1, 6),):
+        for stages in range(most_stages, 1, -1):
             sizes = DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, tiles_a_part)
             if sizes.shared_memory_bytes(spec, kv_itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
                 return sizes

@@ -1,11 +1,11 @@
-"""The kernel of paged extend on Hopper: ragged queries over pages, two warpgroups that take turns at the tensor core.
+"""The kernel of extend on Hopper: ragged queries over keys, two warpgroups that take turns at the tensor core.
 
 grid (blocks)             as many as the GPU has SMs; each takes every blocks-th unit of work, the longest first
   a unit                  an item of the schedule (up to `block_tokens` tokens of one request) and a block of heads
   memory warpgroup        TMA: the next unit's q, then k and v a tile of `block_kv` keys at a time, some tiles ahead
   compute warpgroups      64 rows each: S = q k^T, online softmax in base 2, acc += P v; then acc / sum and lse out
   q_full, q_free          memory -> compute, and back: a warpgroup's q has arrived; is in the form that wgmma reads
-  k_full, v_full          memory -> compute: the copies of a tile have arrived, and hold nothing past the last key
+  k_full, v_full          memory -> compute: the copies of a tile have arrived, and v holds nothing but the request's
   k_free, v_free          both compute -> memory: the tile may be overwritten
   turn                    compute <-> compute: while one multiplies, the other does its softmax
 shared memory: q of both as it arrives and as wgmma reads it, tiles of k and of v; the output takes q's place
@@ -14,6 +14,10 @@ A tile's 64 rows are some heads of one group times as many tokens as fit, head b
 once a kv head even if it has only a few tokens, and the warpgroups of a long one see nearly the same keys. Requests
 begin at any token, while wgmma's tiles are made of 8 rows: queries and results pass through untiled staging memory,
 where any row may begin, rather than through copies in XLA, which would read and write all of q and out once more.
+
+Of a request's tiles of keys a unit reads those that some row of it sees, and a warpgroup skips what no row of its own
+sees. Only tiles that some of its rows do not see whole are masked; where neither window nor chunk, mask nor position
+is given, one number a unit tells which. Features that a call does not use leave nothing in its kernel.
 """
 
 import dataclasses

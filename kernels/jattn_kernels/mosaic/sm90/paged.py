@@ -14,7 +14,9 @@ from jattn_kernels.mosaic.sm90.decode import DecodeKernel, Operands
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, value_columns
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
+from jattn_kernels.mosaic.sm90.readied import Turn
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
+from jattn_kernels.rope import rotate, turned
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
@@ -84,10 +86,21 @@ def paged_decode(
             return of_tokens[:, 0]
         return _padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
 
+    tile_turns = key_turns = None
+    if spec.rope_theta is not None:
+        # By their numbers in the table: how far a query is from a key is all that matters.
+        q = rotate(q.astype(jnp.float32), bounds.position, theta=spec.rope_theta, scale=spec.rope_scale)
+        tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
+        tile_turns = _turn(tile * sizes.block_kv, spec, jnp.float32)
+        key_turns = _turn(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16)
+
+    by_head = _by_head(q, spec, sizes, shared)
+    if spec.rope_theta is not None:
+        by_head = by_head.reshape(q.shape[0], -1, sizes.block_rows, spec.head_dim).swapaxes(2, 3)
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
     scaled = q_size.size > 1 or options.q_scale is not None or options.k_scale is not None
     operands = Operands(
-        q=_by_head(q, spec, sizes, shared),
+        q=by_head,
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=page_table,
@@ -110,6 +123,8 @@ def paged_decode(
             num_tokens=num_tokens,
             num_keys=max(max_keys + -max_keys % sizes.block_kv, sizes.block_kv),
         ),
+        tile_turns=tile_turns,
+        key_turns=key_turns,
     )
     parts = kernel(operands, schedule)
     out, lse = combine_parts(parts, schedule)
@@ -150,6 +165,12 @@ def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
     """Whether 8 rows of q as it is hold whole heads, so that it need not be padded."""
     groups = {64: (2, 4), 128: (1, 2, 4), 256: (1, 2, 4)}.get(value_columns(spec), ())
     return num_tokens == 1 and spec.group_size in groups and spec.num_q_heads % TILED_ROWS == 0
+
+
+def _turn(position: Int[Array, " n"], spec: AttentionSpec, dtype: Any) -> Turn:
+    assert spec.rope_theta is not None
+    angle = turned(position, spec.head_dim, theta=spec.rope_theta, scale=spec.rope_scale)
+    return Turn(jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype))
 
 
 def _in_range(

@@ -1,20 +1,57 @@
-"""Tiles that wgmma cannot take as they were copied: numbers of 8 bits are widened first."""
+"""Tiles that wgmma cannot take as they were copied: numbers of 8 bits are widened, and rows are turned.
+
+A rotation by a position is one by the tile's first position and one by what is left. So keys are turned only by their
+number in the tile, from one small table for all tiles, and the few queries are turned back by the tile's first key.
+"""
 
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 
 class Readied(NamedTuple):
-    """Where a tile of keys and one of values are made ready; None where they are read as they were copied."""
+    """Where tiles are made ready; None where they are read as they were copied."""
 
+    queries: Any
     keys: Any
     values: Any
+
+
+class Turn(NamedTuple):
+    """Cosine and sine of the angle of each pair, of one position or of each of some."""
+
+    cos: Any
+    sin: Any
 
 
 def widen(source: Any, target: Any) -> None:
     """fp8 into float16, which holds every such number exactly."""
     narrow = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
     target[...] = narrow.astype(jnp.float16)
+    plgpu.commit_smem()
+
+
+def turn_keys(source: Any, target: Any, turn: Turn) -> None:
+    """Pairs (i, i + H / 2) of each key turned on by its own angles."""
+    half = source.shape[-1] // 2
+    first, second = (
+        plgpu.load(source.at[:, pl.ds(begin, half)], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        for begin in (0, half)
+    )
+    cos, sin = (part.astype(jnp.float32) for part in turn)
+    target[:, pl.ds(0, half)] = (first * cos - second * sin).astype(target.dtype)
+    target[:, pl.ds(half, half)] = (second * cos + first * sin).astype(target.dtype)
+    plgpu.commit_smem()
+
+
+def turn_queries_back(halves: tuple[Any, Any], target: Any, turn: Turn) -> None:
+    """Pairs of all queries, [H / 2, rows] each half, turned back by the same angles."""
+    first, second = halves
+    half = first.shape[0]
+    cos, sin = (lax.broadcast_in_dim(part, first.shape, [0]) for part in turn)
+    for begin, part in ((0, first * cos + second * sin), (half, second * cos - first * sin)):
+        target.at[:, pl.ds(begin, half)].transpose((1, 0))[...] = part.astype(target.dtype)
     plgpu.commit_smem()

@@ -7,15 +7,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-def rotate(
-    x: Float[Array, "W S K H"], position: Int[Array, "W S"], *, theta: float, scale: float
-) -> Float[Array, "W S K H"]:
-    """Pairs (i, i + H / 2) of each row turned by (position / scale) * theta^(-2 i / H), in float32."""
-    width = x.shape[-1]
+def turned(position: Int[Array, "*rows"], width: int, *, theta: float, scale: float) -> Float[Array, "*rows half"]:
+    """The angle of each pair of a row of `width` numbers: (position / scale) * theta^(-2 i / width)."""
     turns = theta ** (-2.0 * np.arange(width // 2) / width) / scale / math.tau
     # Angles are counted in 2^-32 turns and wrap as integers do: exact far beyond where float32 positions blur them.
     steps = np.round(turns % 1.0 * 2**32).astype(np.uint64).astype(np.uint32).view(np.int32)
-    angle = (position[:, :, None, None] * steps[None, None, None]).astype(jnp.float32) * np.float32(math.tau / 2**32)
+    steps = jnp.broadcast_to(jnp.asarray(steps), (*position.shape, width // 2))
+    return (position[..., None] * steps).astype(jnp.float32) * np.float32(math.tau / 2**32)
+
+
+def rotate(
+    x: Float[Array, "W S K H"], position: Int[Array, "W S"], *, theta: float, scale: float
+) -> Float[Array, "W S K H"]:
+    """Pairs (i, i + H / 2) of each row turned by their angles, in float32."""
+    angle = turned(position, x.shape[-1], theta=theta, scale=scale)[:, :, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
