@@ -43,7 +43,7 @@ def derived(name, of="plain", *, among=PAGED, heads=(4, 2), head_dim=64, dtype="
 
 ONE = {"heads": (1, 1)}
 LAYERS = {"num_layers": 2, "layer_index": 1}
-LONG = {"q_lens": (40, 9, 3), "kv_lens": (300, 9, 20)}  # more tiles of keys than one
+LONG = {"heads": (2, 1), "q_lens": (40, 3), "kv_lens": (300, 20)}  # more tiles of keys than one
 INTERPRETED = [
     derived("plain"),
     derived("not_causal_float16", of="not_causal", dtype="float16", **ONE),
@@ -63,20 +63,45 @@ INTERPRETED = [
     derived("dim_128", head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), page_size=16),
     derived("dim_256", head_dim=256, q_lens=(9, 2), kv_lens=(70, 2), heads=(2, 1), page_size=128),
     derived("negative_scale", sm_scale=-0.5, q_lens=(5,), kv_lens=(13,), **ONE),
-    derived("window_sinks_scales", of="sinks", window_left=70, **LONG, q_scale="rows", kv_scale="rows", **LAYERS),
-    derived("window_of_both_sides_hnd", causal=False, window_left=90, window_right=20, page_layout="HND", **LONG),
-    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40, 0), q_start=(270, 44, 17)),
-    derived("alibi_soft_cap", of="alibi", logits_soft_cap=5.0, q_lens=(70, 3), kv_lens=(140, 9), q_start=(60, 6)),
-    derived("alibi_not_causal_window", of="alibi", causal=False, window_left=40, page_size=16, **LONG),
-    derived("q_positions_alibi", of="q_positions", alibi=True, sm_scale=-0.5, padding_rows=1, padding_tokens=2),
-    derived("mask_window_q_positions", of="padding", window_left=130, kv_lens=(150, 1, 0, 70), q_lens=(9, 1, 3, 20)),
+    derived(
+        "window_sinks_scales",
+        of="sinks",
+        window_left=70,
+        **{**LONG, "heads": (2, 2)},
+        q_scale="rows",
+        kv_scale="rows",
+        **LAYERS,
+    ),
+    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40), q_start=(270, 44)),
+    derived(
+        "alibi_soft_cap",
+        of="alibi",
+        heads=(2, 1),
+        logits_soft_cap=5.0,
+        q_lens=(40, 3),
+        kv_lens=(140, 9),
+        q_start=(90, 6),
+    ),
+    derived("alibi_windows", of="alibi", causal=False, window_left=40, window_right=9, page_size=16, **LONG),
+    derived(
+        "mask_window_q_positions",
+        of="padding",
+        heads=(2, 1),
+        window_left=130,
+        kv_lens=(150, 1, 0, 70),
+        q_lens=(9, 1, 3, 20),
+    ),
     derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
     derived("combined_page_256", **LAYERS, combined_pool="pages_first", page_size=256, **LONG),
-    derived("dim_64_128_soft_cap", v_head_dim=128, logits_soft_cap=5.0, **ONE),
     derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
     derived("ragged_encoder", among=RAGGED, of="encoder", q_lens=(9, 0, 70), kv_lens=(9, 0, 130), **ONE),
 ]
 SLOW = [
+    derived("window_of_both_sides_hnd", causal=False, window_left=90, window_right=20, page_layout="HND", **LONG),
+    derived(
+        "q_positions_alibi", of="q_positions", heads=(2, 1), alibi=True, sm_scale=-0.5, padding_rows=1, padding_tokens=2
+    ),
+    derived("dim_64_128_soft_cap", v_head_dim=128, logits_soft_cap=5.0, **ONE),
     derived("group_64", heads=(64, 1), q_lens=(3, 0), kv_lens=(9, 4)),
     derived("group_71", heads=(71, 1), q_lens=(3, 5), kv_lens=(9, 5)),
     *(
