@@ -7,7 +7,7 @@ from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 _BLOCK_KV = 64
-_ROWS_OF_TWO_BLOCKS = 32
+_FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
 _TILES_A_PART = 16  # where results must not depend on the batch
 
@@ -19,8 +19,9 @@ class DecodeTiles:
     Attributes:
         block_rows: Query rows of a block: tokens times group, a multiple of 8.
         block_kv: Keys a tile.
-        stages: Tiles in shared memory.
+        stages: Tiles in shared memory, a multiple of `warpgroups`.
         blocks_per_sm: Blocks that fit on an SM at the same time.
+        warpgroups: How many compute, taking turns at the tiles of an item.
         tiles_a_part: How many tiles a part has where sequences are cut at multiples; None where they are cut evenly.
     """
 
@@ -28,22 +29,24 @@ class DecodeTiles:
     block_kv: int
     stages: int
     blocks_per_sm: int
+    warpgroups: int = 1
     tiles_a_part: int | None = None
 
     def shared_memory_bytes(self, spec: AttentionSpec, kv_itemsize: int) -> int:
         """Bytes of one block."""
-        width = value_columns(spec)
-        tile = self.block_kv * (spec.head_dim + width)
-        readied = tile if kv_itemsize < _WGMMA_BYTES else self.block_kv * spec.head_dim if spec.rope_theta else 0
-        rows = self.block_rows * (2 * spec.head_dim + self.block_kv)
-        floats = self.block_rows * (width + 1)
-        if spec.rope_theta is not None:
-            rows, floats = rows - self.block_rows * spec.head_dim, floats + 2 * self.block_rows * spec.head_dim
-        return kv_itemsize * self.stages * tile + _WGMMA_BYTES * (readied + rows) + 4 * floats + tiles.RESERVED_BYTES
+        width, dim, turns = value_columns(spec), spec.head_dim, spec.rope_theta is not None
+        widens = kv_itemsize < _WGMMA_BYTES
+        copied = kv_itemsize * self.stages * self.block_kv * (dim + width)
+        queries = 2 * self.block_rows * dim * (4 if turns else _WGMMA_BYTES)
+        # Of each compute warpgroup: probabilities, and what is made ready.
+        own = self.block_rows * self.block_kv + (self.block_rows * dim if turns else 0)
+        own += (self.block_kv * dim if widens or turns else 0) + (self.block_kv * width if widens else 0)
+        results = 4 * self.block_rows * (width + 1 + (self.warpgroups - 1) * (width + 2))
+        return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + tiles.RESERVED_BYTES
 
 
 def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
-    """As many stages of 64 keys as let two blocks share an SM, or else one block have it.
+    """As many stages of 64 keys as let two blocks share an SM, or one block have it, with two compute warpgroups.
 
     Args:
         kv_itemsize: Bytes of a number of a key or value.
@@ -52,10 +55,12 @@ def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> Deco
     rows = num_tokens * spec.group_size
     block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
     tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
-    # A warpgroup that holds more rows has no registers left for a neighbour.
-    for blocks_per_sm, most_stages in ((2, 4), (1, 6)) if block_rows <= _ROWS_OF_TWO_BLOCKS else ((1, 6),):
-        for stages in range(most_stages, 1, -1):
-            sizes = DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, tiles_a_part)
+    # One warpgroup keeps up with the memory if all that it does is attend few rows.
+    is_light = block_rows <= _FEW_ROWS and kv_itemsize == _WGMMA_BYTES and spec.rope_theta is None
+    for blocks_per_sm, warpgroups in ((2, 1), (1, 1)) if is_light else ((1, 2), (1, 1)):
+        most_stages = 8 if warpgroups > 1 else 4
+        for stages in range(most_stages, 1, -warpgroups):
+            sizes = DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
             if sizes.shared_memory_bytes(spec, kv_itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
                 return sizes
     raise AssertionError(f"no tiles fit {spec}")

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.combine import combine_parts
-from jattn_kernels.mosaic.sm90.decode import DecodeKernel, Operands
+from jattn_kernels.mosaic.sm90.decode import decode
+from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Operands
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, value_columns
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
@@ -63,14 +64,14 @@ def paged_decode(
     rows = num_tokens * spec.group_size
     sizes = choose_tiles(spec, k_pages.dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
-    kernel = DecodeKernel(
+    config = DecodeConfig(
         spec,
         sizes,
         page_size,
         num_tokens,
         row_blocks=-(-rows // sizes.block_rows),
         heads_a_block=sizes.block_rows // spec.group_size if shared else 1,
-        dtype=dtype,
+        dtype=jnp.dtype(dtype),
         kv_dtype=k_pages.dtype,
         out_dtype=out_dtype,
     )
@@ -126,7 +127,7 @@ def paged_decode(
         tile_turns=tile_turns,
         key_turns=key_turns,
     )
-    parts = kernel(operands, schedule)
+    parts = decode(config, operands, schedule)
     out, lse = combine_parts(parts, schedule)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]

@@ -1,0 +1,292 @@
+"""A compute warpgroup of the decode kernel: attention of an item's tiles, of which each warpgroup takes its share."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode_memory import turns_of, walk
+from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.readied import Turn, turn_keys, turn_queries_back, widen
+
+_THREADS = 128
+
+
+class _Rows(NamedTuple):
+    """What is known of an item's rows: bounds, scalars if of one token, vectors if of several, or None; and queries."""
+
+    first: Any
+    end: Any
+    position: Any
+    queries: Any
+
+
+class _State(NamedTuple):
+    """Of some keys: unnormalised output [width, rows], and each row's largest logit in base 2 and sum."""
+
+    acc: Any
+    top: Any
+    total: Any
+
+
+class Compute:
+    """One compute warpgroup.
+
+    Args:
+        number: Which one: a Python number.
+    """
+
+    def __init__(self, config: DecodeConfig, operands: Operands, scratch: Scratch, number: int):
+        self._config, self._operands, self._number = config, operands, number
+        own = lax.axis_index("warpgroup")
+        self._readied = jax.tree.map(lambda ref: ref.at[own], scratch.readied)
+        self._p_smem = scratch.p.at[own]
+        self._scratch = scratch
+        self._shape = (config.sizes.block_kv, config.sizes.block_rows)
+        self._head, self._row_block = lax.axis_index("head"), lax.axis_index("rows")
+        self._slopes = self._load_slopes()
+        self._key_turns = self._load_key_turns()
+
+    def run(self, out_refs, begin, end) -> None:
+        """What the warpgroup does for the items [begin, end)."""
+        scratch, others = self._scratch, range(1, self._config.sizes.warpgroups)
+
+        def attend_item(number, now, following, done):
+            slot = lax.rem(number - begin, 2)
+            bounds = (
+                self._of_rows(self._operands.first, now),
+                now.end_key if self._operands.end is None else self._of_rows(self._operands.end, now),
+                self._of_rows(self._operands.position, now),
+            )
+            plgpu.barrier_wait(scratch.q_full.at[slot])
+            q_smem = scratch.q.at[slot]
+            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, done)
+            plgpu.barrier_arrive(scratch.q_free.at[slot])
+            if self._number:
+                self._hand_over(state, is_first=number == begin)
+            else:
+                for other in others:
+                    state = self._merged(state, other)
+                self._store(state, out_refs, now, number)
+            return done + turns_of(now, self._config) * self._config.sizes.warpgroups
+
+        walk(self._operands, begin, end, attend_item, jnp.int32(0))
+        if self._number:
+            # The first warpgroup has taken the last result: nothing may be under way when the block ends.
+            pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.handed_free.at[self._number - 1]))
+        else:
+            plgpu.wait_smem_to_gmem(0)
+
+    def _attend(self, item: Item, rows: _Rows, q_smem, done) -> _State:
+        """This warpgroup's tiles of an item: each `warpgroups`-th, from its own number on."""
+        config, scratch, operands = self._config, self._scratch, self._operands
+        block_kv, stages, warpgroups = self._shape[0], config.sizes.stages, config.sizes.warpgroups
+        (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = scratch.pages, scratch.full, scratch.free
+        factor = None
+        if operands.logit_factor is not None:
+            of = jnp.minimum(item.sequence, operands.logit_factor.shape[0] - 1)
+            factor = operands.logit_factor[of, self._head]
+
+        def stage_of(turn):
+            return lax.rem(done + turn * warpgroups + self._number, stages)
+
+        def tile_of(turn):
+            return item.first + turn * warpgroups + self._number
+
+        def attend_tile(turn, carry):
+            (acc, top, total), (mask, tile_turn) = carry
+            tile, stage = tile_of(turn), stage_of(turn)
+            key = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
+            ahead = self._ahead(item, tile_of(turn + 1))
+            values = self._readied.values if config.widens else v_smem.at[stage]
+            if config.turns:
+                turn_queries_back(rows.queries, self._readied.queries, tile_turn)
+            plgpu.barrier_wait(k_full.at[stage])
+            if config.readies_keys:
+                self._ready_keys(k_smem.at[stage])
+                plgpu.barrier_arrive(k_free.at[stage])
+
+            def scores(ref):
+                keys = self._readied.keys if config.readies_keys else k_smem.at[stage]
+                queries = self._readied.queries if config.turns else q_smem
+                plgpu.wgmma(ref, keys, queries.transpose((1, 0)))
+                if config.widens:
+                    plgpu.barrier_wait(v_full.at[stage])
+                    widen(v_smem.at[stage], values)
+                    plgpu.barrier_arrive(v_free.at[stage])
+                return ref[...]
+
+            s = pl.run_scoped(scores, tiles.accumulator(*self._shape))
+            if not config.readies_keys:
+                plgpu.barrier_arrive(k_free.at[stage])
+            distance = None if rows.position is None else key - self._spread(rows.position)
+            s = base2_logits(s, config.spec, factor=factor, slope=self._slopes, distance=distance)
+            s = jnp.where(self._visible(key, rows, mask), s, -jnp.inf)
+
+            new_top = jnp.maximum(top, s.max(axis=0))
+            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            p = jnp.exp2(s - self._spread(shift))
+            keep = jnp.exp2(top - shift)
+            self._p_smem.transpose((1, 0))[...] = p.astype(config.dtype)
+            plgpu.commit_smem()
+            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [1])
+            total = total * self._spread(keep) + p  # summed over the keys in the end
+            if not config.widens:
+                plgpu.barrier_wait(v_full.at[stage])
+            keys_left = item.end_key - tile * block_kv
+            pl.when(keys_left < block_kv)(lambda: tiles.zero_rows_from(values, keys_left))
+            acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))
+            if not config.widens:
+                plgpu.barrier_arrive(v_free.at[stage])
+            return _State(acc, new_top, total), ahead
+
+        def skip_tile(turn):
+            """An empty one: the memory warpgroup waits for it too."""
+            stage = stage_of(turn)
+            for filled, freed in zip(scratch.full, scratch.free, strict=True):
+                plgpu.barrier_wait(filled.at[stage])
+                plgpu.barrier_arrive(freed.at[stage])
+
+        start = _State(
+            plgpu.layout_cast(jnp.zeros((config.width, self._shape[1]), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full(self._shape[1:], -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(0)),
+            plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA),
+        )
+        turns = lax.div(jnp.maximum(item.end - item.first - self._number, 0) + warpgroups - 1, warpgroups)
+        state, _ = lax.fori_loop(0, turns, attend_tile, (start, self._ahead(item, tile_of(0))))
+        if self._number:
+            pl.loop(turns, turns_of(item, config))(skip_tile)
+        return _State(state.acc, state.top, state.total.sum(axis=0))
+
+    def _hand_over(self, state: _State, *, is_first) -> None:
+        """Gives this warpgroup's part of an item to the first one."""
+        which = self._number - 1
+        pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(self._scratch.handed_free.at[which]))
+        for smem, part in zip(self._scratch.handed, state, strict=True):
+            smem[which] = part
+        plgpu.barrier_arrive(self._scratch.handed_full.at[which])
+
+    def _merged(self, state: _State, other: int) -> _State:
+        """The first warpgroup's part of an item with another's, always in this order."""
+        which = other - 1
+        plgpu.barrier_wait(self._scratch.handed_full.at[which])
+        layouts = (plgpu.Layout.WGMMA, *[plgpu.Layout.WGMMA.reduce(0)] * 2)
+        handed = _State(
+            *(
+                plgpu.load(smem.at[which], layout=layout, optimized=False)
+                for smem, layout in zip(self._scratch.handed, layouts, strict=True)
+            )
+        )
+        plgpu.barrier_arrive(self._scratch.handed_free.at[which])
+        top = jnp.maximum(state.top, handed.top)
+        shift = jnp.where(top == -jnp.inf, 0.0, top)
+        weights = [jnp.exp2(part.top - shift) for part in (state, handed)]
+        spread = [lax.broadcast_in_dim(weight, state.acc.shape, [1]) for weight in weights]
+        return _State(
+            state.acc * spread[0] + handed.acc * spread[1], top, state.total * weights[0] + handed.total * weights[1]
+        )
+
+    def _spread(self, of_rows):
+        """A number of each row, or one for all, for every key."""
+        return lax.broadcast_in_dim(of_rows, self._shape, [1]) if jnp.ndim(of_rows) else of_rows
+
+    def _of_rows(self, ref, item: Item):
+        """What memory holds of an item's rows."""
+        if ref is None:
+            return None
+        if self._config.num_tokens == 1:
+            return ref[item.sequence]
+        rows = pl.ds(self._row_block * self._shape[1], self._shape[1])
+        return plgpu.load(ref.at[item.sequence, rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+    def _load_slopes(self):
+        if self._operands.slopes is None:
+            return None
+        block = lax.div(self._head, self._config.heads_a_block) * self._config.row_blocks + self._row_block
+        rows = pl.ds(block * self._shape[1], self._shape[1])
+        slopes = plgpu.load(self._operands.slopes.at[rows], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return self._spread(slopes)
+
+    def _load_key_turns(self):
+        if not self._config.turns:
+            return None
+        parts = self._operands.key_turns
+        return Turn(*(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in parts))
+
+    def _ahead(self, item: Item, tile):
+        """What memory holds for a tile: mask words of its keys, and the turn of its first key. Read a tile ahead."""
+        operands, block_kv = self._operands, self._shape[0]
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        mask = turn = None
+        if operands.mask is not None:
+            first = jnp.minimum(tile, operands.mask.shape[1] // block_kv - 1) * block_kv
+            mask = load(operands.mask.at[item.sequence, pl.ds(first, block_kv)])
+        if self._config.turns:
+            which = jnp.minimum(tile, operands.tile_turns.cos.shape[0] - 1)
+            turn = Turn(*(load(part.at[which]) for part in operands.tile_turns))
+        return mask, turn
+
+    def _ready_keys(self, source) -> None:
+        target = self._readied.keys
+        if self._config.widens:
+            widen(source, target)
+        if self._config.turns:
+            turn_keys(target if self._config.widens else source, target, self._key_turns)
+
+    def _queries(self, q_smem):
+        """Both halves of queries that are turned for each tile, in registers."""
+        if not self._config.turns:
+            return None
+        half = self._config.spec.head_dim // 2
+        halves = (q_smem.at[pl.ds(begin, half)] for begin in (0, half))
+        return tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in halves)
+
+    def _visible(self, key, rows: _Rows, mask):
+        """Which keys of a tile each row sees."""
+        seen = key < self._spread(rows.end)
+        if rows.first is not None:
+            seen &= key >= self._spread(rows.first)
+        if mask is not None:
+            row = plgpu.broadcasted_iota(jnp.int32, key.shape, 1, layout=plgpu.Layout.WGMMA)
+            token = lax.div(self._row_block * self._shape[1] + row, self._config.spec.group_size)
+            bit = lax.shift_right_logical(lax.broadcast_in_dim(mask, key.shape, [0]), token)
+            seen &= (bit & 1) == 1
+        return seen
+
+    def _store(self, state: _State, out_refs, item: Item, number) -> None:
+        """The result of an item: where the sequence's lies, or among the parts."""
+        config, head, row_block = self._config, self._head, self._row_block
+        out_ref, lse_ref, part_outs_ref, part_lses_ref = out_refs
+        out_smem, lse_smem = self._scratch.result
+        empty = state.top == -jnp.inf
+        safe_total = jnp.where(empty, 1.0, state.total)
+        out = state.acc / lax.broadcast_in_dim(safe_total, state.acc.shape, [1])
+        if self._operands.out_factor is not None:
+            out = out * self._operands.out_factor[head]
+        plgpu.wait_smem_to_gmem(0)  # the last item's
+        out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        lse_smem[...] = jnp.where(empty, -jnp.inf, (state.top + jnp.log2(safe_total)) / LOG2E)
+        plgpu.commit_smem()
+
+        @pl.when(item.parts > 1)
+        def store_part():
+            rows = pl.ds(row_block * config.sizes.block_rows, config.sizes.block_rows)
+            plgpu.copy_smem_to_gmem(out_smem, part_outs_ref.at[number, head, rows])
+            plgpu.copy_smem_to_gmem(lse_smem, part_lses_ref.at[number, head, rows])
+
+        @pl.when(item.parts == 1)
+        def store_sequence():
+            own = lax.rem(head, config.heads_a_block) * config.rows
+            shape = (config.rows, config.width)
+            layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(math.prod(shape) // _THREADS, 8))
+            result = plgpu.load(out_smem.at[pl.ds(own, config.rows)], layout=layout, optimized=False)
+            out_ref[item.sequence, head, pl.ds(row_block * config.rows, config.rows)] = result.astype(config.out_dtype)
+            for row in range(config.rows):
+                lse_ref[item.sequence, head, row_block * config.rows + row] = lse_smem[own + row]

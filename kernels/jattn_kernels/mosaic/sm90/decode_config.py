@@ -1,0 +1,141 @@
+"""What the decode kernel is compiled for, and what it reads."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, value_columns
+from jattn_kernels.mosaic.sm90.tiles import PageCopies
+from jattn_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """The static facts of one kernel.
+
+    Attributes:
+        num_tokens: Query tokens a sequence, `group_size` rows each.
+        row_blocks: Blocks of rows of a head.
+        heads_a_block: Heads that share one block of 8 rows; each computes all of it.
+        dtype: Of queries, of keys and values unless they are fp8, and of the probabilities.
+        kv_dtype: Of keys and values.
+        out_dtype: Of the output.
+    """
+
+    spec: AttentionSpec
+    sizes: DecodeTiles
+    page_size: int
+    num_tokens: int
+    row_blocks: int
+    heads_a_block: int
+    dtype: Any
+    kv_dtype: Any
+    out_dtype: Any
+
+    @property
+    def rows(self) -> int:
+        """Rows that a block of one head has of its own."""
+        return self.sizes.block_rows // self.heads_a_block
+
+    @property
+    def width(self) -> int:
+        """Columns of a value in shared memory and in results."""
+        return value_columns(self.spec)
+
+    @property
+    def widens(self) -> bool:
+        """Whether tiles of keys and values are widened before their products."""
+        return self.kv_dtype != self.dtype
+
+    @property
+    def turns(self) -> bool:
+        """Whether queries and keys are turned before their product."""
+        return self.spec.rope_theta is not None
+
+    @property
+    def readies_keys(self) -> bool:
+        """Whether wgmma reads keys from elsewhere than where they were copied to."""
+        return self.widens or self.turns
+
+    @property
+    def copies(self) -> PageCopies:
+        most_rows = tiles.TILED_ROWS if self.width > self.spec.value_dim else None
+        return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size, most_rows)
+
+
+class Operands(NamedTuple):
+    """What the kernel reads; None where a call has no use for it.
+
+    Attributes:
+        q: The rows of one kv head after another, each token by token. A head's rows fill whole blocks of rows, or
+            several heads share one block.
+        k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
+        layer: Which layer of the pages.
+        items, starts: Of the schedule.
+        first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
+            one token, of each row of a head if several. Of one token, `end` is in the schedule.
+        slopes: ALiBi's, of each row of all heads.
+        logit_factor: Of the products of a sequence (or of all) and a head.
+        out_factor: Of a head's output.
+        mask: For each key of a sequence a bit for each token that sees it.
+        tile_turns: Of a rotary embedding the angles' cosine and sine for the first key of each tile. The queries are
+            then turned by their own numbers, float32, and [B, blocks of rows, H, rows].
+        key_turns: The same for each key of any tile, by its number there.
+    """
+
+    q: Any
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
+    layer: Any
+    items: Any
+    starts: Any
+    first: Any = None
+    end: Any = None
+    position: Any = None
+    slopes: Any = None
+    logit_factor: Any = None
+    out_factor: Any = None
+    mask: Any = None
+    tile_turns: Any = None
+    key_turns: Any = None
+
+
+class Item(NamedTuple):
+    """A part of a sequence: tiles [first, end) of it."""
+
+    sequence: Any
+    first: Any
+    end: Any
+    parts: Any
+    end_key: Any
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block; what is of each compute warpgroup has them as its first axis.
+
+    Attributes:
+        q: Two items' queries.
+        pages: `stages` tiles of keys, and of values.
+        readied: A `Readied` of each compute warpgroup.
+        p: Probabilities of each compute warpgroup.
+        handed: Unnormalised output, largest score and sum of each compute warpgroup but the first; None if it is alone.
+        result: Output and lse of an item.
+        q_full, q_free: memory -> compute: an item's q has arrived; back: is no longer needed.
+        full: memory -> compute, of keys and of values: the copies of a tile have arrived.
+        free: compute -> memory, of keys and of values: the tile may be overwritten.
+        handed_full, handed_free: Of `handed`, between the first compute warpgroup and each other one.
+    """
+
+    q: Any
+    pages: Any
+    readied: Any
+    p: Any
+    handed: Any
+    result: Any
+    q_full: Any
+    q_free: Any
+    full: Any
+    free: Any
+    handed_full: Any
+    handed_free: Any

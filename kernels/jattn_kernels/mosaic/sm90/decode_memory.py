@@ -1,0 +1,108 @@
+"""The memory warpgroup of the decode kernel: it copies queries and tiles, item after item, `stages` tiles ahead."""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Operands, Scratch
+from jattn_kernels.mosaic.sm90.tiles import PoolPlace
+
+
+def read_item(operands: Operands, number) -> Item:
+    """An item of the schedule; the last one in place of one behind it."""
+    number = jnp.minimum(number, operands.items.shape[0] - 1)
+    return Item(*(operands.items[number, field] for field in range(5)))
+
+
+def turns_of(item: Item, config: DecodeConfig):
+    """How many tiles of an item each compute warpgroup takes, or the first one if they do not come out even."""
+    return lax.div(item.end - item.first + config.sizes.warpgroups - 1, config.sizes.warpgroups)
+
+
+def walk(operands: Operands, begin, end, visit, state):
+    """Calls `visit(number, item, next item, state) -> state` for each of some items, which is read an item ahead."""
+
+    def step(number, carry):
+        now, state = carry
+        following = read_item(operands, number + 1)
+        return following, visit(number, now, following, state)
+
+    return lax.fori_loop(begin, end, step, (read_item(operands, begin), state))[1]
+
+
+def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end) -> None:
+    """What the memory warpgroup does for the items [begin, end)."""
+    block_rows, stages = config.sizes.block_rows, config.sizes.stages
+    layer, head = operands.layer[0], lax.axis_index("head")
+    block = lax.div(head, config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
+    rows = block if config.turns else pl.ds(block * block_rows, block_rows)
+
+    def copy_item(number, now, following, state):
+        slot = lax.rem(number - begin, 2)
+        pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
+        plgpu.copy_gmem_to_smem(operands.q.at[now.sequence, rows], scratch.q.at[slot], scratch.q_full.at[slot])
+        return _copy_tiles(config, operands, scratch, now, following, (layer, head), state)
+
+    first_item = read_item(operands, begin)
+    first_pages = _pages(config, operands, first_item, first_item.first)
+    done, _ = walk(operands, begin, end, copy_item, (jnp.int32(0), first_pages))
+
+    @pl.loop(jnp.maximum(begin, end - 2), end)
+    def wait_for_the_last_queries(number):
+        plgpu.barrier_wait(scratch.q_free.at[lax.rem(number - begin, 2)])
+
+    @pl.loop(jnp.maximum(done, stages), done + stages)
+    def wait_for_the_last_tiles(step):
+        for freed in scratch.free:
+            plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
+
+
+def _pages(config: DecodeConfig, operands: Operands, item: Item, tile):
+    return config.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0))
+
+
+def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, place, state):
+    """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
+    stages, block_kv, warpgroups = config.sizes.stages, config.sizes.block_kv, config.sizes.warpgroups
+    begun, pages = state
+
+    def each_of_stage(step):
+        stage = lax.rem(step, stages)
+        parts = zip((operands.k_pages, operands.v_pages), scratch.pages, scratch.full, scratch.free, strict=True)
+        for of_values, (pages_ref, smem, filled, freed) in enumerate(parts):
+            pl.when(step >= stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[stage]))
+            yield PoolPlace(*place, of_values), pages_ref, smem.at[stage], filled.at[stage]
+
+    def copy_tile(tile, pages):
+        is_last = tile + 1 == item.end
+        source = jax.tree.map(lambda of_next, own: jnp.where(is_last, of_next, own), following, item)
+        next_pages = _pages(config, operands, source, jnp.where(is_last, following.first, tile + 1))
+        is_whole = (tile + 1) * block_kv <= item.end_key
+        for where, pages_ref, smem, filled in each_of_stage(begun + tile - item.first):
+            start = functools.partial(config.copies.start, pages_ref, where, pages, tile, smem, filled)
+            pl.when(is_whole)(start)
+            pl.when(jnp.logical_not(is_whole))(functools.partial(start, item.end_key))
+        return next_pages
+
+    def skip_item(_, pages):
+        return _pages(config, operands, following, following.first)
+
+    pages = lax.fori_loop(item.first, item.end, copy_tile, pages)
+    pages = lax.fori_loop(0, jnp.where(item.first < item.end, 0, 1), skip_item, pages)
+    done = begun + item.end - item.first
+    if warpgroups == 1:
+        return done, pages
+    # Every warpgroup takes the same number of tiles of an item, some of them empty.
+    rounded = begun + turns_of(item, config) * warpgroups
+
+    @pl.loop(done, rounded)
+    def fill_up(step):
+        for _, _, _, filled in each_of_stage(step):
+            for _ in range(config.copies.copies):
+                plgpu.barrier_arrive(filled)
+
+    return rounded, pages
