@@ -105,26 +105,43 @@ def test_xla_refuses_by_name(change, sentence):
     ("change", "sentence"),
     [
         *[
-            ({"features": frozenset({name})}, f"`mosaic` does not do `{name}`")
-            for name in ("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks")
-        ],
-        *[
-            ({"spec": dataclasses.replace(HOPPER_CALL.spec, **{name: value})}, f"`mosaic` does not do `{name}`")
-            for name, value in (
-                ("logits_soft_cap", 30.0),
-                ("window_left", 5),
-                ("chunk_size", 8),
-                ("rope_theta", 1e4),
-                ("combined_pool", "kv_first"),
+            (
+                {"operation": name, "spec": dataclasses.replace(HOPPER_CALL.spec, rope_theta=1e4)},
+                f"`mosaic` does not do `rope_theta` in {name}",
             )
+            for name in ("paged_extend", "ragged_extend")
+        ],
+        (
+            {"spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=64, rope_theta=1e4)},
+            "`mosaic` turns keys of head_dim 128 or 256, not 64",
+        ),
+        *[
+            ({"operation": "rotate_and_write", "features": frozenset({name})}, f"`mosaic` does not do `{name}`")
+            for name in ("k_scale", "v_scale", "partial_rotary")
         ],
         *[
             ({"operation": name, "page_size": None}, f"`mosaic` does not do {name}")
-            for name in ("ragged_extend", "mla_decode", "mla_extend")
+            for name in ("mla_decode", "mla_extend")
         ],
-        ({"kv_dtype": "float8_e4m3fn"}, "`mosaic` takes bfloat16 or float16, .* not bfloat16 and float8_e4m3fn"),
-        ({"q_dtype": "float8_e5m2", "kv_dtype": "float8_e5m2"}, "`mosaic` takes bfloat16 or float16"),
-        ({"spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)}, "does not promise `batch_invariant`"),
+        (
+            {"operation": "paged_extend", "kv_dtype": "float8_e4m3fn"},
+            "`mosaic` does not take bfloat16 queries and float8_e4m3fn keys in paged_extend",
+        ),
+        ({"q_dtype": "float32", "kv_dtype": "float32"}, "`mosaic` does not take float32 queries and float32 keys"),
+        ({"q_dtype": "float16"}, "`mosaic` does not take float16 queries and bfloat16 keys in paged_decode"),
+        (
+            {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=80)},
+            "`mosaic` takes head_dim 64, 128, 192, 256 in paged_extend, keys and values each, not 80 and 80",
+        ),
+        (
+            {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)},
+            "`mosaic` does not do `batch_invariant` in ragged_extend",
+        ),
+        ({"operation": "paged_extend", "page_size": 4}, "takes page_size 8, .*, 256 in paged_extend, not 4"),
+        (
+            {"features": frozenset({"custom_mask"}), "num_tokens": 33},
+            "`mosaic` takes masks of 32 query tokens a sequence in paged_decode, not 33",
+        ),
     ],
     ids=str,
 )
@@ -159,7 +176,7 @@ def test_faces_ignore_a_schedule_that_xla_does_not_need():
     assert jnp.array_equal(paged_decode(*decode_arguments(), spec=SPEC, schedule=jnp.arange(3)), plain)
 
 
-@pytest.mark.parametrize("kv_dtype", [None, jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("kv_dtype", [None, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("operation", [None, "mla_decode"])
 def test_make_schedule_asks_about_the_calls_that_it_is_for(monkeypatch, operation, kv_dtype):
     monkeypatch.setattr(attention, "default_device", lambda: HOPPER_CALL.device)

@@ -1,8 +1,10 @@
 """On an NVIDIA GPU, every implementation against the oracle: the table of cases, and cases of kernels' sizes."""
 
+import functools
 import itertools
 from typing import Any
 
+import chex
 import jax
 import pytest
 
@@ -11,6 +13,7 @@ from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import IMPLEMENTATIONS
 from tests.kernels.cases import CASES, Case, assert_close, build
+from tests.kernels.chunked_prompt import chunked_prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +23,7 @@ _LENS = (130, 1, 64, 0, 257, 1500)
 _BATCHES: dict[Any, dict[str, Any]] = {
     "paged_decode": {"q_lens": (1,) * 6, "padding_rows": 2},
     "paged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
+    "ragged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
 }
 
 
@@ -98,6 +102,90 @@ def _decode_features() -> list[Case]:
     return [_case("paged_decode", name, **fields) for name, fields in cases]
 
 
+def _extend_features() -> list[Case]:
+    """What extend does beyond the causal rule, alone and together, with windows that begin past the first tile."""
+    few_keys = {"kv_lens": (40, 0, 64, 1, 100, 9)}
+    tree = {"q_lens": (6,) * 6, **_NO_EMPTY, "tree": (-1, 0, 0, 1, 1, -1), "padding_tokens": 5}
+    cases = [
+        *(
+            (f"dim_{dim}_{value}", {"spec": _spec(head_dim=dim, v_head_dim=value)})
+            for dim, value in itertools.product((64, 128, 192, 256), repeat=2)
+        ),
+        ("page_256", {"page_size": 256}),
+        ("page_256_dim_256_hnd", {"page_size": 256, "spec": _spec(head_dim=256, page_layout="HND")}),
+        ("combined_pages_first", {"spec": _spec(combined_pool="pages_first")}),
+        ("combined_kv_first", {"spec": _spec(combined_pool="kv_first"), "num_layers": 2, "layer_index": 1}),
+        *(
+            (f"window_{left}_group_{group}", {"spec": _spec(window_left=left, num_kv_heads=8 // group)})
+            for left, group in itertools.product((0, 20, 200), (1, 4, 8))
+        ),
+        ("window_more_queries_than_keys", {"spec": _spec(window_left=20), **few_keys}),
+        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=30)}),
+        ("window_right", {"spec": _spec(causal=False, window_right=3)}),
+        ("window_q_start", {"spec": _spec(window_left=50), "q_start": (90, 0, 3, 64, 200, 1000)}),
+        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
+        ("chunk_and_window", {"spec": _spec(chunk_size=100, window_left=64, num_kv_heads=8)}),
+        *((f"soft_cap_dim_{dim}", {"spec": _spec(logits_soft_cap=5.0, head_dim=dim)}) for dim in (64, 128, 256)),
+        ("soft_cap_negative_scale", {"spec": _spec(logits_soft_cap=5.0, sm_scale=-0.5)}),
+        ("alibi", {"alibi": True}),
+        ("alibi_not_causal", {"alibi": True, "spec": _spec(causal=False, num_kv_heads=8)}),
+        ("alibi_q_start", {"alibi": True, "q_start": (90, 0, 3, 64, 200, 1000)}),
+        ("alibi_window", {"alibi": True, "spec": _spec(window_left=100)}),
+        ("sinks", {"sinks": True}),
+        ("scales", {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}),
+        ("q_positions", {"q_positions": True}),
+        ("q_positions_window_alibi", {"q_positions": True, "alibi": True, "spec": _spec(window_left=100)}),
+        *(
+            (f"custom_mask_dim_{dim}_group_{group}", {"custom_mask": True, "spec": spec})
+            for dim, group in itertools.product((64, 128, 256), (1, 4, 8))
+            for spec in [_spec(head_dim=dim, num_kv_heads=8 // group)]
+        ),
+        ("custom_mask_window", {"custom_mask": True, "spec": _spec(window_left=100)}),
+        ("tree", {**tree, "spec": _spec(num_q_heads=32, window_left=100)}),
+        ("invariant", {"spec": _spec(batch_invariant=True)}),
+        (
+            "all",
+            {
+                "custom_mask": True,
+                "q_positions": True,
+                "alibi": True,
+                "sinks": True,
+                "num_layers": 2,
+                "layer_index": 1,
+                "q_scale": "rows",
+                "kv_scale": "rows",
+                "spec": _spec(logits_soft_cap=5.0, window_left=300, head_dim=192, v_head_dim=128),
+            },
+        ),
+    ]
+    return [_case("paged_extend", name, **fields) for name, fields in cases]
+
+
+def _ragged_features() -> list[Case]:
+    """Keys that are not paged, whose requests begin at any row, at sizes of arrays that divide by 8 and do not."""
+    cases = [
+        *(
+            (f"{dtype}_dim_{dim}_{value}", {"dtype": dtype, "spec": _spec(head_dim=dim, v_head_dim=value)})
+            for dtype, (dim, value) in itertools.product(
+                ("bfloat16", "float16"), ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+            )
+        ),
+        *(
+            (f"group_{q}_of_{kv}", {"spec": _spec(num_q_heads=q, num_kv_heads=kv)})
+            for q, kv in ((2, 2), (5, 1), (32, 8))
+        ),
+        *((f"one_of_{keys}_keys", {"q_lens": (9,), "kv_lens": (keys,)}) for keys in (5, 128, 1000)),
+        ("encoder", {"spec": _spec(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
+        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=30)}),
+        ("window_soft_cap", {"spec": _spec(window_left=200, logits_soft_cap=5.0)}),
+        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
+        ("alibi_sinks", {"alibi": True, "sinks": True}),
+        ("q_scale", {"q_scale": "rows", "kv_scale": "heads"}),
+        ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": _spec(window_left=300)}),
+    ]
+    return [_case("ragged_extend", name, **fields) for name, fields in cases]
+
+
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 _WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
@@ -113,6 +201,8 @@ KERNEL_SIZED: tuple[Case, ...] = (
     _case("paged_decode", "one_long", kv_lens=(5000,), q_lens=(1,), spec=_spec(num_q_heads=4, num_kv_heads=1)),
     _case("paged_decode", "long_beside_short", kv_lens=(5000, *range(20)), q_lens=(1,) * 21),
     *_kernel_sized("paged_extend"),
+    *_extend_features(),
+    *_ragged_features(),
     _case("paged_extend", "more_queries_than_keys", kv_lens=(40, 0, 64, 1, 100, 9)),
 )
 
@@ -134,6 +224,17 @@ def test_gpu_agrees_with_the_oracle(case, implementation):
     assert_close(case, inputs, out, lse)
 
 
+@pytest.mark.parametrize("facts", [{}, {"window_left": 200}, {"logits_soft_cap": 5.0}], ids=str)
+def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(facts):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    spec = _spec(batch_invariant=True, **facts)
+    prompt = chunked_prompt(spec, num_tokens=1000, cut=333)
+    attend = functools.partial(jattn_kernels.paged_extend, spec=spec, return_lse=True, implementation="mosaic")
+    for alone, beside in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
+        chex.assert_trees_all_equal(alone, beside[prompt.tokens])
+
+
 @pytest.mark.parametrize("case", KERNEL_SIZED, ids=lambda case: case.name)
 def test_mosaic_refuses_nothing_that_it_is_made_for(case):
     if default_device().compute_capability != HOPPER:
@@ -145,7 +246,7 @@ def test_mosaic_refuses_nothing_that_it_is_made_for(case):
         spec=case.spec,
         q_dtype=case.dtype,
         kv_dtype=case.kv_dtype or case.dtype,
-        page_size=case.page_size,
+        page_size=None if case.operation == "ragged_extend" else case.page_size,
         features=frozenset(options),
     )
     assert mosaic.refuses(call) is None

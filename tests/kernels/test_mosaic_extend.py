@@ -12,11 +12,15 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend, tiles
-from jattn_kernels.mosaic.sm90.extend import paged_extend
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, choose_tiles, extend_schedule, heads_per_tile
+from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
 from tests.kernels.cases import CASES, assert_close, build
+from tests.kernels.chunked_prompt import chunked_prompt
 
-NAMED = {case.name.removeprefix("paged_extend_"): case for case in CASES if case.operation == "paged_extend"}
+PAGED, RAGGED = (
+    {case.name.removeprefix(f"{operation}_"): case for case in CASES if case.operation == operation}
+    for operation in ("paged_extend", "ragged_extend")
+)
 
 
 @pytest.fixture
@@ -28,9 +32,9 @@ def interpreter(monkeypatch):
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def derived(name, of="plain", *, heads=(4, 2), head_dim=64, dtype="bfloat16", **fields):
+def derived(name, of="plain", *, among=PAGED, heads=(4, 2), head_dim=64, dtype="bfloat16", **fields):
     """A case of the table in a form that the kernel takes; `fields` of the case or of its spec."""
-    source = NAMED[of]
+    source = among[of]
     spec_names = {field.name for field in dataclasses.fields(AttentionSpec)}
     facts = {key: fields.pop(key) for key in spec_names & fields.keys()}
     spec = dataclasses.replace(source.spec, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, **facts)
@@ -38,6 +42,8 @@ def derived(name, of="plain", *, heads=(4, 2), head_dim=64, dtype="bfloat16", **
 
 
 ONE = {"heads": (1, 1)}
+LAYERS = {"num_layers": 2, "layer_index": 1}
+LONG = {"heads": (2, 1), "q_lens": (40, 3), "kv_lens": (300, 20)}  # more tiles of keys than one
 INTERPRETED = [
     derived("plain"),
     derived("not_causal_float16", of="not_causal", dtype="float16", **ONE),
@@ -57,8 +63,45 @@ INTERPRETED = [
     derived("dim_128", head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), page_size=16),
     derived("dim_256", head_dim=256, q_lens=(9, 2), kv_lens=(70, 2), heads=(2, 1), page_size=128),
     derived("negative_scale", sm_scale=-0.5, q_lens=(5,), kv_lens=(13,), **ONE),
+    derived(
+        "window_sinks_scales",
+        of="sinks",
+        window_left=70,
+        **{**LONG, "heads": (2, 2)},
+        q_scale="rows",
+        kv_scale="rows",
+        **LAYERS,
+    ),
+    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40), q_start=(270, 44)),
+    derived(
+        "alibi_soft_cap",
+        of="alibi",
+        heads=(2, 1),
+        logits_soft_cap=5.0,
+        q_lens=(40, 3),
+        kv_lens=(140, 9),
+        q_start=(90, 6),
+    ),
+    derived("alibi_windows", of="alibi", causal=False, window_left=40, window_right=9, page_size=16, **LONG),
+    derived(
+        "mask_window_q_positions",
+        of="padding",
+        heads=(2, 1),
+        window_left=130,
+        kv_lens=(150, 1, 0, 70),
+        q_lens=(9, 1, 3, 20),
+    ),
+    derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
+    derived("combined_page_256", **LAYERS, combined_pool="pages_first", page_size=256, **LONG),
+    derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
+    derived("ragged_encoder", among=RAGGED, of="encoder", q_lens=(9, 0, 70), kv_lens=(9, 0, 130), **ONE),
 ]
 SLOW = [
+    derived("window_of_both_sides_hnd", causal=False, window_left=90, window_right=20, page_layout="HND", **LONG),
+    derived(
+        "q_positions_alibi", of="q_positions", heads=(2, 1), alibi=True, sm_scale=-0.5, padding_rows=1, padding_tokens=2
+    ),
+    derived("dim_64_128_soft_cap", v_head_dim=128, logits_soft_cap=5.0, **ONE),
     derived("group_64", heads=(64, 1), q_lens=(3, 0), kv_lens=(9, 4)),
     derived("group_71", heads=(71, 1), q_lens=(3, 5), kv_lens=(9, 5)),
     *(
@@ -81,6 +124,8 @@ SLOW = [
 
 def attend(case, inputs):
     options = AttentionOptions(**{key: value for key, value in inputs.kwargs.items() if key != "spec"})
+    if case.operation == "ragged_extend":
+        return ragged_extend(*inputs.args, options, spec=case.spec)
     return paged_extend(*inputs.args, options, spec=case.spec, page_size=case.page_size)
 
 
@@ -96,20 +141,64 @@ def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
     assert not gpu_callbacks.get_races().races_found
 
 
-def lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, causal):
-    spec = AttentionSpec(
-        num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, page_layout=page_layout, causal=causal
-    )
-    page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
-    pages = jax.ShapeDtypeStruct((3, 10, *page, head_dim), dtype)
-    q = jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype)
+def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch):
+    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, blocks=1)
+    monkeypatch.setattr(extend, "choose_tiles", lambda spec: sizes)
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True, window_left=40)
+    prompt = chunked_prompt(spec, num_tokens=80, cut=33)
+    whole = paged_extend(*prompt.whole, AttentionOptions(), spec=spec, page_size=16)
+    chunked = paged_extend(*prompt.chunked, AttentionOptions(), spec=spec, page_size=16)
+    for alone, beside in zip(whole, chunked, strict=True):
+        np.testing.assert_array_equal(alone, beside[prompt.tokens])
 
-    def extend(q, k_pages, v_pages, table, lens, cu_q_lens, layer):
-        options = AttentionOptions(layer_index=layer)
+
+def lower_for_cuda(
+    dtype, head_dim, page_size, page_layout, group_size, *, options=(), value_dim=None, given=False, **facts
+):
+    spec = AttentionSpec(
+        num_q_heads=2 * group_size,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        v_head_dim=value_dim,
+        page_layout=page_layout,
+        **facts,
+    )
+    page = (page_size, 2) if page_layout == "NHD" else (2, page_size)  # not of ragged keys
+    leading = {None: (3, 10), "pages_first": (3, 10, 2), "kv_first": (3, 2, 10)}[spec.combined_pool]
+    shapes = {
+        **dict.fromkeys(("q_start", "kv_start"), (jnp.int32, (4,))),
+        **dict.fromkeys(("k_scale", "v_scale"), (jnp.float32, (3, 2))),
+        **dict.fromkeys(("alibi_slopes", "sinks"), (jnp.float32, (spec.num_q_heads,))),
+        "q_scale": (jnp.float32, (4, 2)),
+        "q_positions": (jnp.int32, (101,)),
+        "custom_mask": (jnp.bool_, (999,)),
+        "layer_index": (jnp.int32, ()),
+    }
+
+    def pages(width):
+        return jax.ShapeDtypeStruct((*leading, *page, width), dtype)
+
+    def rows(width):
+        return jax.ShapeDtypeStruct((3, 1001, 2, width), dtype)
+
+    def extend(q, k_pages, v_pages, table, lens, cu_q_lens, options):
+        facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": 2}
+        schedule = make_schedule(lens, cu_q_lens, **facts) if given else None
+        options = AttentionOptions(**options, schedule=schedule)
         return paged_extend(q, k_pages, v_pages, table, lens, cu_q_lens, options, spec=spec, page_size=page_size)
 
-    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,), ())]
-    return jax.jit(extend).trace(q, pages, pages, *ints).lower(lowering_platforms=("cuda",)).as_text()
+    def extend_ragged(q, k, v, cu_q_lens, cu_kv_lens, options):
+        return ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, AttentionOptions(**options), spec=spec)
+
+    q = jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype)
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,), (5,))]
+    given_options = {name: jax.ShapeDtypeStruct(*reversed(shapes[name])) for name in ("layer_index", *options)}
+    if page_size is None:
+        face, args = extend_ragged, (q, rows(head_dim), rows(spec.value_dim), *ints[2:], given_options)
+    else:
+        v_pages = None if spec.combined_pool else pages(spec.value_dim)
+        face, args = extend, (q, pages(head_dim), v_pages, *ints[:3], given_options)
+    return jax.jit(face).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -120,7 +209,8 @@ def test_mosaic_extend_lowers_for_cuda(head_dim, page_size, page_layout):
     number = (8, 16, 32, 64, 128).index(page_size)
     dtype = ("bfloat16", "float16")[number % 2]
     group_size = (1, 4, 5, 8, 128)[number]
-    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, page_layout == "NHD")
+    causal = page_layout == "NHD"
+    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, causal=causal)
 
 
 @pytest.mark.slow
@@ -130,17 +220,72 @@ def test_mosaic_extend_lowers_for_cuda(head_dim, page_size, page_layout):
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("group_size", [1, 4, 5, 8, 128])
 def test_mosaic_extend_lowers_for_cuda_in_every_combination(dtype, head_dim, page_size, page_layout, group_size):
-    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size, True)
+    assert "mosaic_gpu" in lower_for_cuda(dtype, head_dim, page_size, page_layout, group_size)
+
+
+NAMES_OF_SCALES = ("q_scale", "k_scale", "v_scale")
+FEATURES = {
+    "window": {"window_left": 100, "given": True},
+    "window_of_both_sides": {"window_left": 100, "window_right": 3, "causal": False},
+    "chunk": {"chunk_size": 64, "options": ("kv_start",)},
+    "soft_cap": {"logits_soft_cap": 30.0},
+    "alibi": {"options": ("alibi_slopes",)},
+    "alibi_not_causal": {"options": ("alibi_slopes", "q_start"), "causal": False},
+    "sinks_scales": {"options": ("sinks", *NAMES_OF_SCALES)},
+    "q_positions": {"options": ("q_positions",)},
+    "custom_mask": {"options": ("custom_mask",)},
+    "combined": {"combined_pool": "pages_first"},
+    "invariant": {"batch_invariant": True},
+    "invariant_window": {"batch_invariant": True, "window_left": 100},
+    "all": {
+        "options": ("custom_mask", "q_positions", "alibi_slopes", "sinks", *NAMES_OF_SCALES),
+        "window_left": 100,
+        "logits_soft_cap": 30.0,
+    },
+}
+WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_dim in (64, 128, 192, 256)]
+
+
+@pytest.mark.parametrize(
+    ("feature", "head_dim", "value_dim", "page_size", "group_size"),
+    [
+        ("window", 128, 128, 16, 4),
+        ("chunk", 256, 256, 256, 1),
+        ("custom_mask", 64, 64, 8, 5),
+        ("all", 192, 128, 64, 8),
+        ("invariant", 64, 128, 256, 128),
+        ("chunk", 128, 128, None, 4),
+    ],
+)
+def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_dim, page_size, group_size):
+    lowered = lower_for_cuda(
+        "bfloat16", head_dim, page_size, "NHD", group_size, value_dim=value_dim, **FEATURES[feature]
+    )
+    assert "mosaic_gpu" in lowered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+def test_mosaic_extend_lowers_for_cuda_with_every_feature(feature, head_dim, value_dim):
+    if feature == "combined" and head_dim != value_dim:
+        pytest.skip("one pool has one width")
+    # Each feature with each group and page size, spread over the widths.
+    number = (list(FEATURES).index(feature) + WIDTHS.index((head_dim, value_dim))) % 5
+    group_size = (1, 4, 5, 8, 128)[number]
+    page_size = (8, 16, None if feature != "combined" else 64, 128, 256)[number]
+    facts = (("bfloat16", "float16")[number % 2], head_dim, page_size, ("NHD", "HND")[number % 2])
+    assert "mosaic_gpu" in lower_for_cuda(*facts, group_size, value_dim=value_dim, **FEATURES[feature])
 
 
 def test_heads_per_tile_leaves_few_rows_empty():
     assert [heads_per_tile(group) for group in (1, 4, 5, 7, 8, 33, 64, 71, 128)] == [1, 4, 5, 7, 8, 3, 32, 1, 32]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [8, 128])
-def test_chosen_tiles_fit(head_dim, page_size):
-    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim)
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+@pytest.mark.parametrize("page_size", [8, 256])
+def test_chosen_tiles_fit(head_dim, value_dim, page_size):
+    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim, v_head_dim=value_dim)
     assert choose_tiles(spec).refuses(spec, 2, page_size) is None
 
 
@@ -157,18 +302,62 @@ def test_tiles_refuse_what_would_not_compile(sizes, page_size, message):
     assert message in sizes.refuses(spec, 2, page_size)
 
 
-def test_schedule_covers_every_token_once_longest_first():
-    lengths, kv_lens, num_tokens = np.array([1, 0, 70, 9]), np.array([500, 3, 70, 0]), 91
-    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64)
-    ints = [jnp.asarray(values, jnp.int32) for values in (kv_lens, [0, *np.cumsum(lengths)], kv_lens - lengths + 1)]
-    sizes = choose_tiles(spec)
-    schedule = jax.jit(extend_schedule, static_argnames=("spec", "num_tokens", "sizes"))(
-        *ints, spec=spec, num_tokens=num_tokens, sizes=sizes
+@pytest.mark.parametrize(
+    ("facts", "given", "own"),
+    [
+        ({}, (), False),
+        ({}, ("kv_start", "alibi_slopes"), False),
+        ({}, ("q_start",), True),
+        ({}, ("custom_mask",), True),
+        ({"causal": False}, ("q_start", "q_positions"), False),
+        ({"causal": False}, ("q_positions", "alibi_slopes"), True),
+        ({"causal": False, "window_right": 3}, ("q_start",), True),
+        ({"chunk_size": 8}, ("kv_start",), True),
+        ({"window_left": 8}, ("kv_start",), False),
+    ],
+    ids=str,
+)
+def test_extend_makes_its_own_schedule_where_lengths_alone_do_not_tell(facts, given, own):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64, **facts)
+    assert is_own(spec, AttentionOptions(**dict.fromkeys(given, jnp.zeros(1)))) == own
+
+
+def schedule_of(q_lens, kv_lens, num_tokens, **facts):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64, **facts)
+    lens, offsets = (jnp.asarray(values, jnp.int32) for values in (kv_lens, [0, *np.cumsum(q_lens)]))
+    schedule = jax.jit(make_schedule, static_argnames=("spec", "num_tokens", "kv_itemsize"))(
+        lens, offsets, spec=spec, num_tokens=num_tokens, kv_itemsize=2
     )
+    assert isinstance(schedule, ExtendSchedule)
+    return schedule
+
+
+@pytest.mark.parametrize("window_left", [None, 200])
+def test_schedule_covers_every_token_once_longest_first(window_left):
+    num_tokens = 91
+    schedule = schedule_of([1, 0, 70, 9], [500, 3, 70, 0], num_tokens, window_left=window_left)
     items = np.asarray(schedule.items)
     covered = np.concatenate([np.arange(first, first + tokens) for _, first, tokens, *_ in items])
     np.testing.assert_array_equal(np.sort(covered), np.arange(num_tokens))
-    np.testing.assert_array_equal(items[:, 3], np.sort(items[:, 3])[::-1])
-    assert items[0, 3] == -(-500 // sizes.block_kv)
+    first_tiles = 0 if window_left is None else items[:, 6]
+    key_tiles = items[:, 3] - first_tiles
+    np.testing.assert_array_equal(key_tiles, np.sort(key_tiles)[::-1])
+    assert items[0, 3] == -(-500 // schedule.block_kv)
     for token, place in enumerate(np.asarray(schedule.place)):
         assert items[place // schedule.block_tokens, 1] + place % schedule.block_tokens == token
+
+
+@pytest.mark.parametrize(
+    ("facts", "item", "tiles"),
+    [
+        # 32 tokens at 968 .. 999, 16 a tile of rows; 128 keys a tile of keys.
+        ({"window_left": 300}, (5, 8), [[5, 6, 7, 8], [5, 6, 7, 8]]),
+        ({"window_left": 970}, (0, 8), [[0, 1, 7, 8], [0, 1, 7, 8]]),
+        ({"chunk_size": 984}, (0, 8), [[0, 0, 7, 8], [7, 8, 8, 8]]),
+        ({"causal": False, "window_left": 10, "window_right": 0}, (7, 8), [[7, 8, 8, 8], [7, 8, 8, 8]]),
+    ],
+)
+def test_schedule_skips_tiles_that_no_row_sees_and_knows_those_that_all_see(facts, item, tiles):
+    schedule = schedule_of([32], [1000], 32, **facts)
+    np.testing.assert_array_equal(schedule.items[0, np.array([6, 3])], item)
+    np.testing.assert_array_equal(schedule.rows.ranges[0], tiles)

@@ -11,16 +11,22 @@ from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {"paged_decode": (64, 80, 96, 128, 192, 256)}
-_PAGE_SIZES: dict[Operation, tuple[int, ...]] = {"paged_decode": (8, 16, 32, 64, 128, 256)}
+_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
+    "paged_decode": (64, 80, 96, 128, 192, 256),
+    "paged_extend": (64, 128, 192, 256),
+    "ragged_extend": (64, 128, 192, 256),
+    "rotate_and_write": (64, 128, 256),
+}
+_PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
+    "paged_decode": (8, 16, 32, 64, 128, 256),
+    "paged_extend": (8, 16, 32, 64, 128, 256),
+    "rotate_and_write": (8, 16, 32, 64, 128),
+}
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
-    "paged_extend": (
-        *("q_positions", "custom_mask", "q_scale", "k_scale", "v_scale", "alibi_slopes", "sinks"),
-        *("logits_soft_cap", "window_left", "window_right", "chunk_size", "rope_theta", "combined_pool"),
-        "batch_invariant",
-    ),
+    "paged_extend": ("rope_theta",),
+    "ragged_extend": ("rope_theta", "batch_invariant"),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 
@@ -43,22 +49,22 @@ def refuses(call: AttentionCall) -> str | None:
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} keys in {operation}."
     if fp8 and (spec.head_dim % 64 or spec.value_dim % 64):
         return f"`mosaic` takes fp8 keys of head_dim 64, 128, 192 or 256, not {spec.head_dim} and {spec.value_dim}."
-    head_dims = _HEAD_DIMS.get(operation, (64, 128, 256))
-    alike = operation != "paged_decode"
+    head_dims = _HEAD_DIMS[operation]
+    alike = operation == "rotate_and_write"
     if {spec.head_dim, spec.value_dim} - set(head_dims) or (alike and spec.value_dim != spec.head_dim):
         return (
             f"`mosaic` takes head_dim {', '.join(map(str, head_dims))} in {operation}, keys and values "
             f"{'alike' if alike else 'each'}, not {spec.head_dim} and {spec.value_dim}."
         )
-    page_sizes = _PAGE_SIZES.get(operation, (8, 16, 32, 64, 128))
-    if call.page_size not in page_sizes:
+    page_sizes = _PAGE_SIZES.get(operation)
+    if page_sizes is not None and call.page_size not in page_sizes:
         return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
             return f"`mosaic` does not do `{name}` in {operation}."
     if operation == "paged_decode" and spec.rope_theta is not None and spec.head_dim not in (128, 256):
         return f"`mosaic` turns keys of head_dim 128 or 256, not {spec.head_dim}."
-    if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
+    if operation == "paged_decode" and "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
     if operation == "rotate_and_write" and heads_at_once(spec) is None:
         return (
@@ -71,6 +77,7 @@ def refuses(call: AttentionCall) -> str | None:
 OPERATIONS: dict[Operation, Callable[..., Any]] = {
     "paged_decode": paged.paged_decode,
     "paged_extend": extend.paged_extend,
+    "ragged_extend": extend.ragged_extend,
     "rotate_and_write": rotate_and_write,
 }
 MOSAIC = Implementation(

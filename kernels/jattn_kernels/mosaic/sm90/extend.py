@@ -1,43 +1,26 @@
-"""Paged extend on Hopper: the work list, the kernel, and its results put back in their places."""
+"""Extend on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
+from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, mask_words, of_rows
 from jattn_kernels.mosaic.sm90.extend_schedule import (
-    COMPUTE_WARPGROUPS,
     ExtendSchedule,
     ExtendTiles,
     choose_tiles,
     extend_schedule,
     heads_per_tile,
+    is_own,
 )
+from jattn_kernels.mosaic.sm90.extend_tile import Operands
 from jattn_kernels.mosaic.sm90.paged import stacked
+from jattn_kernels.mosaic.sm90.row_copies import RowCopies
+from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies
+from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
-
-
-def paged_extend(
-    q: Float[Array, "T N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
-    """Output and lse of ragged queries over paged keys."""
-    layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
-    sizes = choose_tiles(spec)
-    schedule = options.schedule
-    if schedule is None:
-        q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
-        limit = q_start - kv_start + 1
-        schedule = extend_schedule(seq_lens, cu_q_lens, limit, spec=spec, num_tokens=q.shape[0], sizes=sizes)
-    return extend(q, k_pages, v_pages, page_table, schedule, layer, spec=spec, sizes=sizes, page_size=page_size)
 
 
 def make_schedule(
@@ -54,44 +37,141 @@ def make_schedule(
     Args:
         num_tokens: Rows of q, padded tokens included.
     """
-    limit = seq_lens - jnp.diff(cu_q_lens) + 1
-    return extend_schedule(seq_lens, cu_q_lens, limit, spec=spec, num_tokens=num_tokens, sizes=choose_tiles(spec))
+    sizes = choose_tiles(spec)
+    return extend_schedule(seq_lens, cu_q_lens, AttentionOptions(), spec=spec, num_tokens=num_tokens, sizes=sizes)
 
 
-def extend(
+def paged_extend(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
     page_table: Int[Array, "B max_pages"],
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    options: AttentionOptions,
+    *,
+    spec: AttentionSpec,
+    page_size: int,
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """Output and lse of ragged queries over paged keys.
+
+    Raises:
+        NotImplementedError: The kernel cannot be compiled for these sizes.
+    """
+    sizes = choose_tiles(spec)
+    if (reason := sizes.refuses(spec, q.dtype.itemsize, page_size)) is not None:
+        raise NotImplementedError(reason)
+    schedule = options.schedule
+    if schedule is None or is_own(spec, options):
+        schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes)
+    mask = None
+    if options.custom_mask is not None:
+        num_keys = _whole_tiles(page_table.shape[1] * page_size, sizes)
+        mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=q.shape[0], num_keys=num_keys)
+    copies = PageCopies.of(spec, sizes.block_kv, page_size)
+    keys_and_values = stacked(k_pages, v_pages, options.layer_index)
+    return _extend(q, keys_and_values, page_table, schedule, options, mask, spec=spec, sizes=sizes, copies=copies)
+
+
+def ragged_extend(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "*L S K H"],
+    v: Float[Array, "*L S K Hv"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    cu_kv_lens: Int[Array, " B_plus_1"],
+    options: AttentionOptions,
+    *,
+    spec: AttentionSpec,
+) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+    """Output and lse of ragged queries over ragged keys.
+
+    Raises:
+        NotImplementedError: The kernel cannot be compiled for these sizes.
+    """
+    sizes = choose_tiles(spec)
+    if (reason := sizes.refuses(spec, q.dtype.itemsize, None)) is not None:
+        raise NotImplementedError(reason)
+    seq_lens, hidden = jnp.diff(cu_kv_lens), cu_kv_lens[:-1] % TILED_ROWS
+    schedule = extend_schedule(
+        seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes, hidden=hidden
+    )
+    layer, k, v = stacked(k, v, options.layer_index)
+    num_rows = k.shape[1]
+    mask = None
+    if options.custom_mask is not None:
+        mask = mask_words(
+            options.custom_mask,
+            seq_lens,
+            cu_q_lens,
+            num_tokens=q.shape[0],
+            num_keys=_whole_tiles(num_rows + TILED_ROWS, sizes),
+            hidden=hidden,
+        )
+    # A copy may pass the end of an array, but may not be larger than it.
+    missing = max(sizes.block_kv - num_rows, -num_rows % TILED_ROWS)
+    if missing:
+        k, v = (jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) for rows in (k, v))
+    copies = RowCopies(sizes.block_kv)
+    return _extend(q, (layer, k, v), cu_kv_lens, schedule, options, mask, spec=spec, sizes=sizes, copies=copies)
+
+
+def _extend(
+    q: Float[Array, "T N H"],
+    keys_and_values: tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]],
+    places: Int[Array, "..."],
     schedule: ExtendSchedule,
-    layer: Int[Array, "1"],
+    options: AttentionOptions,
+    mask: Int[Array, "words T"] | None,
     *,
     spec: AttentionSpec,
     sizes: ExtendTiles,
-    page_size: int,
+    copies: PageCopies | RowCopies,
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
-    """Output and natural-log lse of every token; 0 and -inf where it sees nothing, and for padded tokens.
+    """Output and lse by token.
 
     Args:
-        k_pages, v_pages: With a leading layer axis.
-        layer: Which layer of the pages.
-
-    Raises:
-        NotImplementedError: The kernel cannot be compiled for `sizes`.
+        keys_and_values: As `stacked` gives them.
+        places: The page table, or where each sequence's rows begin.
     """
-    if (reason := sizes.refuses(spec, q.dtype.itemsize, page_size)) is not None:
-        raise NotImplementedError(reason)
     assert schedule.block_kv == sizes.block_kv
-    heads = heads_per_tile(spec.group_size)
-    block_tokens = schedule.block_tokens
-    tile_tokens = block_tokens // COMPUTE_WARPGROUPS
-    num_tokens, num_heads, _ = q.shape
+    num_tokens, heads = q.shape[0], heads_per_tile(spec.group_size)
+    tile_tokens = schedule.block_tokens // COMPUTE_WARPGROUPS
     # A copy may pass the end of an array, but may not be larger than it.
     missing = max(0, tile_tokens - num_tokens)
-    if missing:
-        q = jnp.pad(q, ((0, missing), (0, 0), (0, 0)))
-    kernel = ExtendKernel(spec, sizes, page_size, heads, tile_tokens, q.dtype)
-    out, lse = kernel(q, k_pages, v_pages, page_table, schedule.items, schedule.num_items, layer)
+    layer, k, v = keys_and_values
+    slopes, rows = options.alibi_slopes, schedule.rows
+    scaled = options.q_scale is not None or options.k_scale is not None
+    first_token = schedule.items[:, 1]
+    operands = Operands(
+        q=jnp.pad(q, ((0, missing), (0, 0), (0, 0))) if missing else q,
+        k=k,
+        v=v,
+        places=places,
+        items=schedule.items,
+        num_items=schedule.num_items,
+        layer=layer,
+        rows=rows if rows is None or slopes is not None else rows._replace(position=None),
+        slopes=None if slopes is None else _slopes(slopes, spec, heads),
+        logit_factor=logit_factors(options, spec) if scaled else None,
+        out_factor=None
+        if options.v_scale is None
+        else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
+        mask=None if mask is None else of_rows(mask, first_token, block_tokens=schedule.block_tokens, heads=heads),
+    )
+    out, lse = ExtendKernel(spec, sizes, copies, heads, tile_tokens, q.dtype)(operands)
     lse = lse[..., : heads * tile_tokens].reshape(*lse.shape[:3], heads, tile_tokens)
-    lse = lse.transpose(0, 2, 4, 1, 3).reshape(-1, num_heads)
-    return out[:num_tokens], lse[schedule.place]
+    lse = lse.transpose(0, 2, 4, 1, 3).reshape(-1, spec.num_q_heads)
+    out, lse = out[:num_tokens], lse[schedule.place]
+    if options.sinks is not None:
+        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
+    return out, lse
+
+
+def _whole_tiles(num_keys: int, sizes: ExtendTiles) -> int:
+    return max(num_keys + -num_keys % sizes.block_kv, sizes.block_kv)
+
+
+def _slopes(slopes: Float[Array, " N"], spec: AttentionSpec, heads: int) -> Float[Array, "blocks rows"]:
+    """ALiBi's slope of each row of a tile, for each block of heads."""
+    rows = jnp.repeat(slopes.astype(jnp.float32).reshape(-1, heads), WGMMA_ROWS // heads, axis=1)
+    return jnp.pad(rows, ((0, 0), (0, WGMMA_ROWS - rows.shape[1])))

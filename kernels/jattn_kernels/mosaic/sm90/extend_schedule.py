@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jattn_kernels.call import AttentionOptions
+from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, RowBounds, key_ranges, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, SHARED_MEMORY_BYTES, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
-COMPUTE_WARPGROUPS = 2  # that compute
 _ENOUGH_ROWS = 56  # of 64 in use, rather than more heads in a tile
+_ITEMSIZE = 2  # of bfloat16 and float16
 _OTHER_BYTES = 2048 + 512  # Mosaic's own for reductions, and more than all barriers take
 
 
@@ -44,11 +47,11 @@ class ExtendTiles:
         rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (held + staged)
         return itemsize * (keys + rows) + _OTHER_BYTES
 
-    def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int) -> str | None:
+    def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int | None) -> str | None:
         """Why the kernel cannot be compiled for these sizes, or None."""
         if self.block_kv % 64 or min(self.stages) < 2:
             return f"Extend tiles take a multiple of 64 keys and at least 2 stages. Got {self}."
-        if self.block_kv % page_size and page_size % self.block_kv:
+        if page_size is not None and self.block_kv % page_size and page_size % self.block_kv:
             return f"A tile of {self.block_kv} keys cannot be made of pages of {page_size}."
         if self.shared_memory_bytes(spec, itemsize) > SHARED_MEMORY_BYTES:
             needed = self.shared_memory_bytes(spec, itemsize)
@@ -57,18 +60,18 @@ class ExtendTiles:
 
 
 def choose_tiles(spec: AttentionSpec) -> ExtendTiles:
-    """As many keys a tile as the registers of a warpgroup can hold scores and output for."""
-    if spec.head_dim <= 64:
-        return ExtendTiles(block_kv=128, k_stages=4, v_stages=4)
-    if spec.head_dim <= 128:
-        return ExtendTiles(block_kv=128, k_stages=3, v_stages=2)
-    return ExtendTiles(block_kv=64, k_stages=2, v_stages=2)
+    """As many keys a tile as the registers of a warpgroup can hold scores and output for, and as many stages as fit."""
+    for block_kv in (128, 64) if spec.value_dim <= 128 else (64,):
+        for stages in ((4, 4), (3, 3), (3, 2), (2, 2)):
+            sizes = ExtendTiles(block_kv, *stages)
+            if sizes.shared_memory_bytes(spec, _ITEMSIZE) <= SHARED_MEMORY_BYTES:
+                return sizes
+    raise AssertionError(f"no tiles fit {spec}")
 
 
 def staged_columns(spec: AttentionSpec) -> int:
     """Columns of q and of the output that are in staging memory at once."""
-    widest = max(spec.head_dim, spec.value_dim)
-    return widest if widest <= 128 else 64
+    return spec.head_dim if spec.head_dim == spec.value_dim <= 128 else 64
 
 
 def heads_per_tile(group_size: int) -> int:
@@ -85,42 +88,98 @@ class ExtendSchedule:
     """What each block of the kernel does, for every head. Padded tokens have items too, without keys.
 
     Attributes:
-        items: (sequence, first token, tokens, key tiles, keys that the first token sees by the causal rule, keys of
-            the sequence) of each item; unused ones come last.
+        items: (sequence, first token, tokens, end of the key tiles, keys that the first token sees by the causal rule,
+            keys of the sequence) of each item, and if it has `rows` its first key tile, and if keys are not paged how
+            many that are the sequence before's are counted with them; unused items come last.
         num_items: How many are used.
         place: Where each token went: item * block_tokens + its number in the item.
+        rows: None if each token sees all keys, or one more than the token before it.
         block_tokens: Query tokens an item; static.
         block_kv: Keys a tile; static.
     """
 
-    items: Int[Array, "W 6"]
+    items: Int[Array, "W fields"]
     num_items: Int[Array, "1"]
     place: Int[Array, " T"]
+    rows: RowBounds | None
     block_tokens: int = dataclasses.field(metadata={"static": True})
     block_kv: int = dataclasses.field(metadata={"static": True})
+
+
+def extend_schedule(
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    options: AttentionOptions,
+    *,
+    spec: AttentionSpec,
+    num_tokens: int,
+    sizes: ExtendTiles,
+    hidden: Int[Array, " B"] | None = None,
+) -> ExtendSchedule:
+    """The work list of a step, the same for all layers of one kind.
+
+    Args:
+        options: Where queries and keys are, and whether a mask says what they see.
+        num_tokens: Rows of q, padded tokens included.
+        hidden: As in `token_bounds`; None if keys are paged.
+    """
+    q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
+    bounds = None
+    if hidden is not None or _has_rows(spec, options):
+        bounds = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens, hidden)
+    return longest_first(
+        seq_lens,
+        cu_q_lens,
+        q_start - kv_start + 1,
+        bounds,
+        hidden,
+        num_tokens=num_tokens,
+        causal=spec.causal,
+        heads=heads_per_tile(spec.group_size),
+        block_kv=sizes.block_kv,
+    )
+
+
+def is_own(spec: AttentionSpec, options: AttentionOptions) -> bool:
+    """Whether a call needs another work list than its lengths alone would give."""
+    moved = options.q_start is not None or options.q_positions is not None
+    biased = options.alibi_slopes is not None and moved
+    return depends_on_places(spec, options) or options.custom_mask is not None or biased
+
+
+def _has_rows(spec: AttentionSpec, options: AttentionOptions) -> bool:
+    narrow = is_narrow(spec) or spec.window_right is not None
+    placed = options.q_positions is not None and (spec.causal or options.alibi_slopes is not None)
+    return narrow or placed or options.custom_mask is not None
 
 
 def longest_first(
     seq_lens: Int[Array, " B"],
     cu_q_lens: Int[Array, " B_plus_1"],
     limit: Int[Array, " B"],
+    bounds: KeyBounds | None,
+    hidden: Int[Array, " B"] | None,
     *,
     num_tokens: int,
     causal: bool,
-    block_tokens: int,
+    heads: int,
     block_kv: int,
 ) -> ExtendSchedule:
     """Items in the order of falling work, so that the last blocks to run are short.
 
     Args:
         limit: Keys that a request's first token sees by the causal rule; each next token sees one more.
+        bounds: The keys of each token; None if `limit` and `causal` tell.
+        hidden: As in `token_bounds`.
         num_tokens: Rows of q, padded tokens included.
+        heads: Heads that share a tile.
     """
     num_seqs = seq_lens.shape[0]
+    block_tokens = COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads)
     # The padded tokens are one more request. A request wastes less than a block.
-    bounds = jnp.concatenate([jnp.minimum(cu_q_lens, num_tokens), jnp.full(1, num_tokens, jnp.int32)])
+    offsets = jnp.concatenate([jnp.minimum(cu_q_lens, num_tokens), jnp.full(1, num_tokens, jnp.int32)])
     num_items = (num_tokens + min(num_seqs + 1, num_tokens) * (block_tokens - 1)) // block_tokens
-    counts = -(-jnp.diff(bounds) // block_tokens)
+    counts = -(-jnp.diff(offsets) // block_tokens)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     starts = ends - counts
 
@@ -128,46 +187,36 @@ def longest_first(
     request = jnp.minimum(jnp.searchsorted(ends, item, side="right"), num_seqs).astype(jnp.int32)
     sequence = jnp.minimum(request, num_seqs - 1)
     row = (item - starts[request]) * block_tokens
-    first = bounds[request] + row
-    tokens = jnp.clip(bounds[request + 1] - first, 0, block_tokens)
+    first = offsets[request] + row
+    tokens = jnp.clip(offsets[request + 1] - first, 0, block_tokens)
     first_limit = limit[sequence] + row
-    visible = seq_lens[sequence]
-    if causal:
-        visible = jnp.minimum(visible, first_limit + tokens - 1)
-    has_keys = (request < num_seqs) & (tokens > 0) & (visible > 0)
-    key_tiles = jnp.where(has_keys, -(-visible // block_kv), 0)
+    fields, rows = [sequence, first, tokens], None
+    if bounds is not None:
+        ranges = key_ranges(bounds, first, tokens, block_tokens=block_tokens, block_kv=block_kv)
+        key_tiles = ranges.end - ranges.first
+        kv_len = seq_lens[sequence] if hidden is None else (seq_lens + hidden)[sequence]
+        fields += [ranges.end, first_limit, kv_len, ranges.first]
+        fields += [] if hidden is None else [hidden[sequence]]
+        by_row = functools.partial(of_rows, first_token=first, block_tokens=block_tokens, heads=heads)
+        rows = RowBounds(*map(by_row, bounds), ranges=ranges.tiles)
+    else:
+        visible = seq_lens[sequence]
+        if causal:
+            visible = jnp.minimum(visible, first_limit + tokens - 1)
+        has_keys = (request < num_seqs) & (tokens > 0) & (visible > 0)
+        key_tiles = jnp.where(has_keys, -(-visible // block_kv), 0)
+        fields += [key_tiles, first_limit, seq_lens[sequence]]
     order = jnp.argsort(jnp.where(tokens > 0, -key_tiles, 1), stable=True)
-    items = jnp.stack([sequence, first, tokens, key_tiles, first_limit, seq_lens[sequence]], axis=1)[order]
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(bounds[1:-1], token, side="right").astype(jnp.int32)
-    row = token - bounds[owner]
+    owner = jnp.searchsorted(offsets[1:-1], token, side="right").astype(jnp.int32)
+    row = token - offsets[owner]
     position = jnp.argsort(order).astype(jnp.int32)[starts[owner] + row // block_tokens]
     return ExtendSchedule(
-        items=items,
+        items=jnp.stack(fields, axis=1)[order],
         num_items=jnp.sum(tokens > 0, dtype=jnp.int32, keepdims=True),
         place=position * block_tokens + row % block_tokens,
+        rows=jax.tree.map(lambda of_items: of_items[order], rows),
         block_tokens=block_tokens,
         block_kv=block_kv,
-    )
-
-
-def extend_schedule(
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    limit: Int[Array, " B"],
-    *,
-    spec: AttentionSpec,
-    num_tokens: int,
-    sizes: ExtendTiles,
-) -> ExtendSchedule:
-    """The work list of a step, the same for all layers of one kind; `limit` as `longest_first` takes it."""
-    return longest_first(
-        seq_lens,
-        cu_q_lens,
-        limit,
-        num_tokens=num_tokens,
-        causal=spec.causal,
-        block_tokens=COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads_per_tile(spec.group_size)),
-        block_kv=sizes.block_kv,
     )

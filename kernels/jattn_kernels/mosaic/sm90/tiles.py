@@ -99,11 +99,18 @@ def add_product(
     return accumulate(acc, p_smem, v_smem, meanwhile)
 
 
-def zero_rows_from(v_smem: Any, first: jax.Array) -> None:
-    """Clears the rows that no request owns: 0 * NaN is NaN, so masking the probabilities is not enough."""
+def zero_rows_from(v_smem: Any, first: jax.Array, before: jax.Array | None = None) -> None:
+    """Clears the rows that the request does not own: 0 * NaN is NaN, so masking the probabilities is not enough.
+
+    Args:
+        before: Rows before this one are cleared too.
+    """
     v = plgpu.load(v_smem, layout=plgpu.Layout.WGMMA, optimized=False)
     rows = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-    v_smem[...] = jnp.where(rows < first, v, jnp.zeros_like(v))
+    owned = rows < first
+    if before is not None:
+        owned &= rows >= before
+    v_smem[...] = jnp.where(owned, v, jnp.zeros_like(v))
     plgpu.commit_smem()
 
 

@@ -1,0 +1,160 @@
+"""Extend's rows, in XLA: what is known of query tokens, in the order in which the kernel's tiles have their rows.
+
+A warpgroup's tile has 64 rows: for each of its heads the tile's tokens, one after the other.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jattn_kernels.call import AttentionOptions
+from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, key_bounds
+from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.spec import AttentionSpec
+
+COMPUTE_WARPGROUPS = 2  # that compute: an item's tiles
+_BITS = 32  # of a mask's word
+
+
+class RowBounds(NamedTuple):
+    """What the rows of each item's tiles see, where it is not told by the number of the row.
+
+    Attributes:
+        first, end, position: Of each row, as in `KeyBounds`.
+        ranges: Tiles of keys, of each tile of rows: the first that some row sees, the first and the end of those that
+            all rows see whole, and the end of all.
+    """
+
+    first: Int[Array, "W tiles rows"]
+    end: Int[Array, "W tiles rows"]
+    position: Int[Array, "W tiles rows"]
+    ranges: Int[Array, "W tiles 4"]
+
+
+class KeyRanges(NamedTuple):
+    """Tiles of keys that rows see.
+
+    Attributes:
+        first, end: Of each item.
+        tiles: As `RowBounds.ranges`.
+    """
+
+    first: Int[Array, " W"]
+    end: Int[Array, " W"]
+    tiles: Int[Array, "W tiles 4"]
+
+
+def token_bounds(
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    options: AttentionOptions,
+    spec: AttentionSpec,
+    num_tokens: int,
+    hidden: Int[Array, " B"] | None = None,
+) -> KeyBounds:
+    """The bounds of each token's keys; padded tokens see none.
+
+    Args:
+        hidden: Keys that come before a sequence's own ones and are counted with them.
+    """
+    num_seqs = seq_lens.shape[0]
+    q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = _owners(cu_q_lens, num_tokens)
+    sequence = jnp.minimum(owner, num_seqs - 1)
+    position = options.q_positions
+    if position is None:
+        position = q_start[sequence] + token - cu_q_lens[sequence]
+    kv_len = jnp.where(owner < num_seqs, seq_lens[sequence], 0)
+    bounds = key_bounds(position, kv_start[sequence], kv_len, spec, masked=options.custom_mask is not None)
+    if hidden is None:
+        return bounds
+    before = hidden[sequence]
+    return KeyBounds(jnp.minimum(bounds.first, kv_len) + before, bounds.end + before, bounds.position + before)
+
+
+def key_ranges(
+    bounds: KeyBounds, first_token: Int[Array, " W"], tokens: Int[Array, " W"], *, block_tokens: int, block_kv: int
+) -> KeyRanges:
+    """The tiles of keys that items of consecutive tokens see; none of them begins at 0 and ends there.
+
+    Args:
+        bounds: Of each token.
+    """
+    token = _tokens_of_tiles(first_token, block_tokens)
+    owned = token < (first_token + tokens)[:, None, None]
+    first, end = bounds.first[token], bounds.end[token]
+    sees = owned & (first < end)
+    far = jnp.iinfo(jnp.int32).max // block_kv
+    begins = jnp.min(jnp.where(sees, first // block_kv, far), axis=2)
+    ends = jnp.max(jnp.where(sees, -(-end // block_kv), 0), axis=2)
+    whole_from = jnp.max(jnp.where(owned, -(-first // block_kv), 0), axis=2)
+    whole_to = jnp.min(jnp.where(owned, jnp.where(sees, end // block_kv, 0), far), axis=2)
+
+    item_end = jnp.max(ends, axis=1)
+    item_first = jnp.minimum(jnp.min(begins, axis=1), item_end)
+    nothing = ends == 0
+    begins = jnp.where(nothing, item_first[:, None], begins)
+    ends = jnp.where(nothing, item_first[:, None], ends)
+    whole_from = jnp.clip(whole_from, begins, ends)
+    whole_to = jnp.clip(whole_to, whole_from, ends)
+    return KeyRanges(item_first, item_end, jnp.stack([begins, whole_from, whole_to, ends], axis=2))
+
+
+def of_rows(
+    of_tokens: Int[Array, "*lists T"], first_token: Int[Array, " W"], *, block_tokens: int, heads: int
+) -> Int[Array, "*lists W tiles rows"]:
+    """Numbers of tokens, for each row of the tiles; rows of no token get another's.
+
+    Args:
+        heads: Heads that share a tile.
+    """
+    by_tile = jnp.concatenate([of_tokens[..., _tokens_of_tiles(first_token, block_tokens)]] * heads, axis=-1)
+    missing = WGMMA_ROWS - by_tile.shape[-1]
+    return jnp.pad(by_tile, [(0, 0)] * (by_tile.ndim - 1) + [(0, missing)])
+
+
+def mask_words(
+    custom_mask: Bool[Array, " M"],
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    *,
+    num_tokens: int,
+    num_keys: int,
+    hidden: Int[Array, " B"] | None = None,
+) -> Int[Array, "words T"]:
+    """Of each token a bit for each key, 32 keys a word; masks are [q_len, seq_len] row-major, one after the other.
+
+    Args:
+        num_keys: Keys a sequence at most, hidden ones included; a multiple of 32.
+        hidden: As in `token_bounds`.
+    """
+    if custom_mask.shape[0] == 0:
+        custom_mask = jnp.zeros(1, bool)  # nothing can be gathered from no entry
+    sizes = seq_lens * jnp.diff(cu_q_lens)
+    start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    owner = _owners(cu_q_lens, num_tokens)
+    sequence = jnp.minimum(owner, seq_lens.shape[0] - 1)
+    kv_len = jnp.where(owner < seq_lens.shape[0], seq_lens[sequence], 0)
+    row = jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[sequence]
+    key = jnp.arange(num_keys, dtype=jnp.int32).reshape(-1, 1, _BITS)
+    if hidden is not None:
+        key = key - hidden[sequence][None, :, None]
+    entry = (start[sequence] + row * kv_len)[None, :, None] + key
+    owned = (key >= 0) & (key < kv_len[None, :, None])
+    seen = custom_mask.at[jnp.maximum(entry, 0)].get(mode="fill", fill_value=False) & owned
+    bit = jnp.arange(_BITS, dtype=jnp.int32)[None, None]
+    return jnp.sum(seen.astype(jnp.int32) << bit, axis=2, dtype=jnp.int32)
+
+
+def _owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:
+    """The sequence of each token; as many as there are for padded ones."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    return jnp.sum(cu_q_lens[1:, None] <= token[None], axis=0, dtype=jnp.int32)
+
+
+def _tokens_of_tiles(first_token: Int[Array, " W"], block_tokens: int) -> Int[Array, "W tiles tokens"]:
+    """The tokens of each item's tiles, and some that they do not have; gathers clamp those past the end."""
+    within = jnp.arange(block_tokens, dtype=jnp.int32).reshape(1, COMPUTE_WARPGROUPS, -1)
+    return first_token[:, None, None] + within

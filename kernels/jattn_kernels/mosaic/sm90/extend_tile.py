@@ -1,0 +1,198 @@
+"""On the device: what extend's kernel reads, a block's unit of work, and what is known of the rows of one tile."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.mosaic.sm90.logits import base2_logits
+from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.spec import AttentionSpec
+
+_MASK_BITS = 32  # of a word
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+Span = tuple[Literal["skip", "masked", "whole"], Any, Any]
+
+
+class Operands(NamedTuple):
+    """What the kernel reads; None where a call has no use for it.
+
+    Attributes:
+        k, v: Pages or rows, with a leading layer axis; the same array twice if it holds both.
+        places: The page table, or where each sequence's rows begin.
+        items, num_items, rows: Of the schedule; `rows.position` with slopes only.
+        layer: Which layer of the pages.
+        slopes: ALiBi's, of each row of a tile for each block of heads.
+        logit_factor: Of the products of a sequence (or of all) and a key head.
+        out_factor: Of a value head.
+        mask: For each row of each tile a bit for each key, 32 keys a word, words first.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    places: Any
+    items: Any
+    num_items: Any
+    layer: Any
+    rows: Any = None
+    slopes: Any = None
+    logit_factor: Any = None
+    out_factor: Any = None
+    mask: Any = None
+
+
+class Unit(NamedTuple):
+    """What a block does at one time: an item's fields, and the block of heads."""
+
+    item: Any
+    heads: Any
+    sequence: Any
+    first: Any
+    tokens: Any
+    end_tile: Any
+    limit: Any
+    kv_len: Any
+    first_tile: Any = None
+    hidden: Any = None
+
+    @property
+    def begin_tile(self) -> Any:
+        """The first tile of keys."""
+        return 0 if self.first_tile is None else self.first_tile
+
+    def begun(self, done: Any) -> Any:
+        """The number of tile 0 among all tiles of a block, of which `done` come before this unit's."""
+        return done if self.first_tile is None else done - self.first_tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileRows:
+    """What is known of the rows of a warpgroup's tile; None where no feature asks for it.
+
+    Attributes:
+        tile_tokens: Tokens that a tile has room for.
+        tokens: Tokens that it has.
+        limit: Keys that the first of them sees by the causal rule.
+        first, end, position: Of each row, as in `KeyBounds`; None if `limit` tells.
+        ranges: As in `RowBounds`.
+        slope: ALiBi's, of each row.
+        factor: Of all products.
+        mask: Where the rows' words are.
+    """
+
+    spec: AttentionSpec
+    block_kv: int
+    tile_tokens: int
+    unit: Unit
+    tokens: Any
+    limit: Any
+    first: Any = None
+    end: Any = None
+    position: Any = None
+    ranges: Any = None
+    slope: Any = None
+    factor: Any = None
+    mask: Any = None
+
+    @classmethod
+    def load(cls, operands: Operands, unit: Unit, warpgroup: Any, kv_head: Any, **facts: Any) -> "TileRows":
+        """Reads what memory holds of a tile's rows.
+
+        Args:
+            kv_head: Gives the key head of the unit.
+            facts: The other attributes.
+        """
+        if operands.rows is not None:
+            for name in ("first", "end", "position"):
+                ref = getattr(operands.rows, name)
+                facts[name] = None if ref is None else _load(ref.at[unit.item, warpgroup])
+            facts["ranges"] = [operands.rows.ranges[unit.item, warpgroup, number] for number in range(4)]
+        if operands.slopes is not None:
+            facts["slope"] = _load(operands.slopes.at[unit.heads])
+        if operands.logit_factor is not None:
+            of = jnp.minimum(unit.sequence, operands.logit_factor.shape[0] - 1)
+            facts["factor"] = operands.logit_factor[of, kv_head(unit)]
+        if operands.mask is not None:
+            facts["mask"] = operands.mask.at[:, unit.item, warpgroup]
+        return cls(unit=unit, **facts)
+
+    @property
+    def only_scaled(self) -> bool:
+        """Whether a factor that is known at compile time is all that makes logits of products."""
+        return self.spec.logits_soft_cap is None and self.slope is None and self.factor is None
+
+    def spans(self) -> list[Span]:
+        """Spans of tiles, (what to do, first, end); "whole" where all rows see all keys, and the last is to skip."""
+        unit, causal = self.unit, self.spec.causal
+        # Masked or whole, logits are rounded differently: it must not depend on what other rows of a tile see.
+        mask_all = self.mask is not None or self.spec.batch_invariant
+        if self.ranges is not None:
+            begin, whole_from, whole_to, end = self.ranges
+            seen: list[Span] = [("masked", begin, whole_from), ("whole", whole_from, whole_to)]
+            seen = [("masked", begin, end)] if mask_all else [*seen, ("masked", whole_to, end)]
+            return [("skip", unit.first_tile, begin), *seen, ("skip", end, unit.end_tile)]
+        # Keys that the tile's first and last token see.
+        least = jnp.clip(self.limit, 0, unit.kv_len) if causal else unit.kv_len
+        most = jnp.clip(self.limit + self.tokens - 1, 0, unit.kv_len) if causal else unit.kv_len
+        end = jnp.where(self.tokens > 0, jnp.minimum(pl.cdiv(most, self.block_kv), unit.end_tile), 0)
+        whole_to = jnp.minimum(lax.div(least, self.block_kv), end)
+        seen = [("masked", 0, end)] if mask_all else [("whole", 0, whole_to), ("masked", whole_to, end)]
+        return [*seen, ("skip", end, unit.end_tile)]
+
+    def logits(self, products: jax.Array, tile: Any) -> jax.Array:
+        """Logits over ln 2."""
+        slope = distance = None
+        if self.slope is not None:
+            slope = self._spread(self.slope)
+            position = self.limit - 1 + self._token() if self.position is None else self.position
+            distance = self._column() - self._spread(position - tile * self.block_kv)
+        return base2_logits(products, self.spec, factor=self.factor, slope=slope, distance=distance)
+
+    def visible(self, tile: Any, mask: list[jax.Array] | None) -> jax.Array:
+        """Which keys of a tile each row sees.
+
+        Args:
+            mask: What `mask_words` gave.
+        """
+        key, column = tile * self.block_kv, self._column()
+        if self.end is None:
+            if not self.spec.causal:
+                return column < self.unit.kv_len - key
+            return column < self._spread(jnp.minimum(self.limit + self._token(), self.unit.kv_len) - key)
+        seen = column < self._spread(self.end - key)
+        seen &= column >= self._spread(self.first - key)
+        if mask is not None:
+            word = self._spread(mask[0])
+            for number in range(1, len(mask)):
+                word = jnp.where(column < number * _MASK_BITS, word, self._spread(mask[number]))
+            seen &= (lax.shift_right_logical(word, column & (_MASK_BITS - 1)) & 1) == 1
+        return seen
+
+    def mask_words(self, tile: Any) -> list[jax.Array] | None:
+        """A tile's words of each row."""
+        if self.mask is None:
+            return None
+        words = self.block_kv // _MASK_BITS
+        return [_load(self.mask.at[tile * words + number]) for number in range(words)]
+
+    def _column(self) -> jax.Array:
+        shape = (WGMMA_ROWS, self.block_kv)
+        return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+    def _token(self) -> jax.Array:
+        """The number of each row's token in the tile."""
+        row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_PER_ROW)
+        return lax.rem(row, self.tile_tokens)
+
+    def _spread(self, of_rows: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(of_rows, (WGMMA_ROWS, self.block_kv), [0])
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=_PER_ROW, optimized=False)

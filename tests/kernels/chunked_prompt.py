@@ -1,0 +1,47 @@
+"""One prompt, prefilled whole and alone, or in two chunks beside another request."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jattn_kernels.spec import AttentionSpec
+
+_PAGE_SIZE = 16
+_NEIGHBOUR = 5  # tokens of the other request
+
+
+class ChunkedPrompt(NamedTuple):
+    """Arguments of `paged_extend`, and the prompt's tokens among the chunked call's."""
+
+    whole: tuple[Any, ...]
+    chunked: tuple[Any, ...]
+    tokens: slice
+
+
+def chunked_prompt(spec: AttentionSpec, num_tokens: int, cut: int, dtype: str = "bfloat16") -> ChunkedPrompt:
+    """A prompt of which the first chunk has `cut` tokens; both chunks are requests of one call, over the same pages."""
+    rng = np.random.default_rng(0)
+    num_pages = -(-num_tokens // _PAGE_SIZE)
+    pages = (1 + num_pages, _PAGE_SIZE, spec.num_kv_heads)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+        for shape in (
+            (num_tokens, spec.num_q_heads, spec.head_dim),
+            (*pages, spec.head_dim),
+            (*pages, spec.value_dim),
+        )
+    )
+    own, other = np.arange(1, 1 + num_pages), np.zeros(num_pages)
+    both = jnp.concatenate([q[:_NEIGHBOUR], q])
+    lens, offsets = (_NEIGHBOUR, cut, num_tokens), (0, _NEIGHBOUR, _NEIGHBOUR + cut, _NEIGHBOUR + num_tokens)
+    return ChunkedPrompt(
+        whole=(q, k, v, _ints([own]), _ints([num_tokens]), _ints([0, num_tokens])),
+        chunked=(both, k, v, _ints([other, own, own]), _ints(lens), _ints(offsets)),
+        tokens=slice(_NEIGHBOUR, None),
+    )
+
+
+def _ints(values: Any) -> jax.Array:
+    return jnp.asarray(np.asarray(values, np.int32))
