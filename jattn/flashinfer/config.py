@@ -79,8 +79,13 @@ class FlashInferConfig:
         """The backend of a model's layers, one given of each kind.
 
         Raises:
-            NotImplementedError: Layers differ in their heads or windows, or attend within chunks.
+            NotImplementedError: Layers differ in their heads or windows, or attend within chunks; drafted tokens.
         """
+        if options.speculative_num_draft_tokens > 1:
+            raise NotImplementedError(
+                "Engines verify drafted tokens through `flash_attention`, not `flashinfer`, whose verification takes a "
+                f"tree's mask. Got speculative_num_draft_tokens={options.speculative_num_draft_tokens}."
+            )
         shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in layers}
         windows = {layer.sliding_window_size for layer in layers} - {-1}
         if len(shapes) != 1 or len(windows) > 1:
