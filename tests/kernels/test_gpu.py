@@ -6,6 +6,7 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jattn_kernels
@@ -233,6 +234,24 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
     attend = functools.partial(jattn_kernels.paged_extend, spec=spec, return_lse=True, implementation="mosaic")
     for alone, beside in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
         chex.assert_trees_all_equal(alone, beside[prompt.tokens])
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_mosaic_decode_of_a_request_is_the_same_to_the_bit_in_any_batch(kv_dtype):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    lens = (700, 3000, 1025, 64, 5000, 0, 2)
+    case = _case(
+        "paged_decode", "bits", spec=_spec(batch_invariant=True), kv_lens=lens, q_lens=(1,) * 7, padding_rows=0
+    )
+    q, *pools, page_table, seq_lens = build(case).args
+    pools = [pool.astype(kv_dtype) for pool in pools]
+    attend = functools.partial(jattn_kernels.paged_decode, spec=case.spec, return_lse=True, implementation="mosaic")
+    whole = attend(q, *pools, page_table, seq_lens)
+    for rows in ([1], [4, 1], [6, 6, 1, 0, 2, 4, 5, 3]):
+        index = jnp.array(rows, jnp.int32)
+        part = attend(q[index], *pools, page_table[index], seq_lens[index])
+        chex.assert_trees_all_equal([x[index] for x in whole], list(part))
 
 
 @pytest.mark.parametrize("case", KERNEL_SIZED, ids=lambda case: case.name)

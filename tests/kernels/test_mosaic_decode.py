@@ -41,14 +41,12 @@ def case(name, *, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype="bfloat16
 
 INTERPRETED = [
     case("plain"),
-    case("float16", dtype="float16"),
-    case("split", kv_lens=(600, 9)),
+    case("split", kv_lens=(600, 9), dtype="float16"),
     case("many_items_a_worker", kv_lens=(70, 3, 0, 65, 130, 1, 16), spec={"num_q_heads": 2, "num_kv_heads": 1}),
     case("boundaries", kv_lens=(127, 128, 129), page_size=32),
     case("verify", q_len=4, kv_lens=(130, 4, 2)),
     case("verify_more_rows_than_one_block", q_len=5, kv_lens=(40,), spec={"num_q_heads": 32}),
     case("group_5", spec={"num_q_heads": 5, "num_kv_heads": 1}),
-    case("group_1", spec={"num_q_heads": 2}),
     case("dim_128_hnd_layers", spec={"head_dim": 128, "page_layout": "HND"}, num_layers=2, layer_index=1),
     case("dim_256", spec={"head_dim": 256, "num_q_heads": 2, "num_kv_heads": 1}, kv_lens=(70, 3)),
     case("heads_share_rows", spec={"num_q_heads": 16, "num_kv_heads": 4}, kv_lens=(300, 9, 0)),
@@ -56,40 +54,27 @@ INTERPRETED = [
     case("page_8", page_size=8),
     case("page_larger_than_a_tile", page_size=128, spec={"head_dim": 128}, kv_lens=(200, 64)),
     case("positions", q_len=2, kv_start=(0, 5, 0, 64), q_start=(12, 4, 0, 100)),
-    case("not_causal", spec={"causal": False}, q_len=2),
     case("padding_rows", padding_rows=2),
-    case("page_256", page_size=256, spec={"head_dim": 128}, kv_lens=(300, 64)),
-    case("combined_pages_first", spec={"combined_pool": "pages_first"}),
     case(
-        "combined_kv_first_hnd", spec={"combined_pool": "kv_first", "page_layout": "HND"}, num_layers=2, layer_index=1
+        "wide_page_kv_first_hnd",
+        page_size=256,
+        spec={"combined_pool": "kv_first", "page_layout": "HND"},
+        kv_lens=(300,),
     ),
     case("dim_80", spec={"head_dim": 80}),
-    case("dim_96", spec={"head_dim": 96}, kv_lens=(300, 9), dtype="float16"),
-    case("dim_192_128", spec={"head_dim": 192, "v_head_dim": 128}),
-    case("dim_192", spec={"head_dim": 192}, kv_lens=(300, 9)),
-    case("window", spec={"window_left": 70}, kv_lens=(300, 9, 70, 200)),
-    case("window_zero", spec={"window_left": 0}),
-    case("window_verify", spec={"window_left": 70}, q_len=3, kv_lens=(300, 9, 70)),
-    case("window_of_both_sides", spec={"causal": False, "window_left": 5, "window_right": 2}, q_len=2),
-    case("chunk", spec={"chunk_size": 64}, kv_lens=(300, 64, 65, 9), kv_start=(0, 0, 5, 64)),
-    case("chunk_verify", spec={"chunk_size": 16}, q_len=4, kv_lens=(65, 64, 9)),
-    case("soft_cap", spec={"logits_soft_cap": 5.0, "sm_scale": 1.0}),
-    case("alibi", alibi=True),
-    case("alibi_heads_share_rows", alibi=True, spec={"num_q_heads": 16, "num_kv_heads": 4}),
-    case("alibi_verify_soft_cap", alibi=True, q_len=3, kv_lens=(70, 3), spec={"logits_soft_cap": 5.0, "causal": False}),
-    case("sinks", sinks=True, kv_lens=(300, 1, 0)),
-    case("scales", q_scale="rows", kv_scale="rows", num_layers=2, layer_index=1),
-    case("q_positions", q_len=3, kv_lens=(70, 3, 64), q_positions=True),
-    case("custom_mask", q_len=3, kv_lens=(130, 3, 0, 64), custom_mask=True),
-    case("tree", q_len=6, kv_lens=(70, 6, 24), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
-    case("fp8", kv_dtype="float8_e4m3fn", kv_scale="heads", kv_lens=(300, 9, 0)),
-    case("fp8_e5m2_verify", kv_dtype="float8_e5m2", q_len=3, kv_lens=(70, 3), q_scale="rows", kv_scale="scalar"),
-    case("fp8_queries", dtype="float8_e4m3fn", kv_dtype="float8_e5m2", q_scale="heads"),
-    case("rope", spec={"rope_theta": 1e4, "head_dim": 128}, kv_lens=(300, 9, 0)),
+    case("dim_192_128", spec={"head_dim": 192, "v_head_dim": 128}, kv_lens=(70, 3)),
     case(
-        "rope_verify", spec={"rope_theta": 5e5, "rope_scale": 8.0, "head_dim": 128}, q_len=3, kv_start=(5, 0, 3, 7000)
+        "window_sinks_alibi", spec={"window_left": 70, "num_q_heads": 16}, kv_lens=(300, 9, 0), sinks=True, alibi=True
     ),
-    case("rope_fp8", spec={"rope_theta": 1e4, "head_dim": 128}, kv_lens=(70, 9), kv_dtype="float8_e4m3fn"),
+    case("chunk_soft_cap", spec={"chunk_size": 64, "logits_soft_cap": 5.0}, kv_lens=(130, 65), kv_start=(5, 64)),
+    case("windows_verify", spec={"causal": False, "window_left": 5, "window_right": 2}, q_len=2, kv_lens=(70, 3)),
+    case("alibi_verify", alibi=True, q_len=3, kv_lens=(70, 3), spec={"causal": False}),
+    case("tree", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
+    case(
+        "fp8", kv_dtype="float8_e4m3fn", q_scale="rows", kv_scale="rows", kv_lens=(300, 9), num_layers=2, layer_index=1
+    ),
+    case("fp8_queries", dtype="float8_e4m3fn", kv_dtype="float8_e5m2", kv_lens=(70, 0), q_scale="heads"),
+    case("rope_verify", q_len=3, kv_lens=(70, 3), kv_start=(5, 7000), spec={"rope_theta": 5e5, "head_dim": 128}),
     case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
 
@@ -132,3 +117,40 @@ def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
 
         traced = jax.jit(decode).trace(q, pages, pages, table, ints, jax.ShapeDtypeStruct((), jnp.int32))
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+_FEATURES = {
+    "window": ({"window_left": 5}, {}),
+    "chunk_soft_cap_negative_scale": ({"chunk_size": 64, "logits_soft_cap": 5.0, "sm_scale": -0.1}, {}),
+    "alibi_sinks": ({}, {"alibi_slopes": ((8,), "float32"), "sinks": ((8,), "float32")}),
+    "mask": ({}, {"custom_mask": ((500,), "bool")}),
+    "scales": ({}, {"q_scale": ((4, 2), "float32"), "k_scale": ((3, 2), "float32"), "v_scale": ((), "float32")}),
+    "pages_first_hnd": ({"combined_pool": "pages_first", "page_layout": "HND"}, {}),
+    "rope": ({"rope_theta": 1e4}, {}),
+    "dim_80": ({"head_dim": 80}, {}),
+    "dim_192_128": ({"head_dim": 192, "v_head_dim": 128}, {}),
+    "invariant": ({"batch_invariant": True}, {}),
+    "fp8": ({}, {"kv_dtype": "float8_e4m3fn"}),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("feature", _FEATURES)
+def test_mosaic_decode_with_a_feature_lowers_for_cuda(feature, num_tokens):
+    fields, options = _FEATURES[feature]
+    spec = AttentionSpec(**({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | fields))
+    kv_dtype = options.get("kv_dtype", "bfloat16")
+    given = {name: jax.ShapeDtypeStruct(*facts) for name, facts in options.items() if name != "kv_dtype"}
+    page = (16, 2) if spec.page_layout == "NHD" else (2, 16)
+    lead = (3, 10, 2) if spec.combined_pool else (3, 10)
+    k, v = (jax.ShapeDtypeStruct((*lead, *page, width), kv_dtype) for width in (spec.head_dim, spec.value_dim))
+    q = jax.ShapeDtypeStruct((4, num_tokens, 8, spec.head_dim), "bfloat16")
+    ints, table = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 6), jnp.int32)
+
+    def decode(q, k, v, table, lens, layer, given):
+        v = None if spec.combined_pool else v
+        options = AttentionOptions(layer_index=layer, **given)
+        return paged.paged_decode(q, k, v, table, lens, options, spec=spec, page_size=16)
+
+    traced = jax.jit(decode).trace(q, k, v, table, ints, jax.ShapeDtypeStruct((), jnp.int32), given)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -230,7 +230,7 @@ class Compute:
     def _ahead(self, item: Item, tile):
         """What memory holds for a tile: mask words of its keys, and the turn of its first key. Read a tile ahead."""
         operands, block_kv = self._operands, self._shape[0]
-        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        load: Any = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         mask = turn = None
         if operands.mask is not None:
             first = jnp.minimum(tile, operands.mask.shape[1] // block_kv - 1) * block_kv
@@ -244,7 +244,7 @@ class Compute:
         target = self._readied.keys
         if self._config.widens:
             widen(source, target)
-        if self._config.turns:
+        if self._key_turns is not None:
             turn_keys(target if self._config.widens else source, target, self._key_turns)
 
     def _queries(self, q_smem):

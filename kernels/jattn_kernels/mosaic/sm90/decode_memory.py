@@ -37,15 +37,14 @@ def walk(operands: Operands, begin, end, visit, state):
 def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end) -> None:
     """What the memory warpgroup does for the items [begin, end)."""
     block_rows, stages = config.sizes.block_rows, config.sizes.stages
-    layer, head = operands.layer[0], lax.axis_index("head")
-    block = lax.div(head, config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
+    block = lax.div(lax.axis_index("head"), config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
     rows = block if config.turns else pl.ds(block * block_rows, block_rows)
 
     def copy_item(number, now, following, state):
         slot = lax.rem(number - begin, 2)
         pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
         plgpu.copy_gmem_to_smem(operands.q.at[now.sequence, rows], scratch.q.at[slot], scratch.q_full.at[slot])
-        return _copy_tiles(config, operands, scratch, now, following, (layer, head), state)
+        return _copy_tiles(config, operands, scratch, now, following, state)
 
     first_item = read_item(operands, begin)
     first_pages = _pages(config, operands, first_item, first_item.first)
@@ -65,9 +64,10 @@ def _pages(config: DecodeConfig, operands: Operands, item: Item, tile):
     return config.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0))
 
 
-def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, place, state):
+def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, state):
     """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
     stages, block_kv, warpgroups = config.sizes.stages, config.sizes.block_kv, config.sizes.warpgroups
+    layer, head = operands.layer[0], lax.axis_index("head")
     begun, pages = state
 
     def each_of_stage(step):
@@ -75,7 +75,7 @@ def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item
         parts = zip((operands.k_pages, operands.v_pages), scratch.pages, scratch.full, scratch.free, strict=True)
         for of_values, (pages_ref, smem, filled, freed) in enumerate(parts):
             pl.when(step >= stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[stage]))
-            yield PoolPlace(*place, of_values), pages_ref, smem.at[stage], filled.at[stage]
+            yield PoolPlace(layer, head, of_values), pages_ref, smem.at[stage], filled.at[stage]
 
     def copy_tile(tile, pages):
         is_last = tile + 1 == item.end

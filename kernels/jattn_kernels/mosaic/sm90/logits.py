@@ -32,6 +32,7 @@ def base2_logits(
     if spec.logits_soft_cap is not None:
         logits = _capped(logits, spec.logits_soft_cap)
     if slope is not None:
+        assert distance is not None
         signed = distance if spec.causal else -jnp.abs(distance)
         logits = logits + slope * signed.astype(jnp.float32)
     return logits * LOG2E
