@@ -23,7 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
 PARTS = ("tests", "decode", "prefill", "decode_step")
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
-DEVICE_FILES = ("schedule.py", "merge.py", "pages.py", "scales.py", "shared_prefix.py", "spec.py", "dispatch.py")
+DEVICE_FILES = (
+    "schedule.py",
+    "merge.py",
+    "pages.py",
+    "rope.py",
+    "scales.py",
+    "shared_prefix.py",
+    "spec.py",
+    "dispatch.py",
+)
 
 Row = dict[str, Any]
 
@@ -159,7 +168,7 @@ def record_steps(recorder: Recorder, *, quick: bool) -> None:
     )
 
 
-def record_tests(recorder: Recorder, *, processes: int = 8) -> None:
+def record_tests(recorder: Recorder, *, processes: int = 12) -> None:
     """The GPU tests, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
