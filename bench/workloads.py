@@ -158,7 +158,8 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: floa
     """Normal numbers of this size; stacked arrays are made one at a time, so that the float32 ones stay small."""
 
     def part(key, shape):
-        return (jax.random.normal(key, shape, jnp.float32) * jnp.float32(size)).astype(dtype)
+        most = float(jnp.finfo(dtype).max)  # fp8 would make NaN of what is beyond
+        return jnp.clip(jax.random.normal(key, shape, jnp.float32) * jnp.float32(size), -most, most).astype(dtype)
 
     if len(shape) < 3:
         return part(key, shape)

@@ -13,6 +13,7 @@ DEVICES: Mapping[str, Device] = {"Hopper": Device("gpu", (9, 0)), "CPU": Device(
 _SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 _MLA_SPEC = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=192**-0.5)
 _FP8 = "float8_e4m3fn"
+_ALL_FP8: dict[str, Any] = {"q_dtype": _FP8, "kv_dtype": _FP8, "options": ("q_scale", "k_scale", "v_scale")}
 
 
 class FeatureRow(NamedTuple):
@@ -54,8 +55,10 @@ FEATURES: Mapping[str, tuple[AttentionCall, ...]] = {
     "one of stacked layers": _calls(options=("layer_index",)),
     "float16": _calls(q_dtype="float16", kv_dtype="float16"),
     "float32": _calls(q_dtype="float32", kv_dtype="float32"),
-    "fp8 pages": _calls(kv_dtype=_FP8, options=("k_scale", "v_scale")),
-    "fp8 pages and queries": _calls(q_dtype=_FP8, kv_dtype=_FP8, options=("q_scale", "k_scale", "v_scale")),
+    "fp8 pages, decode": _calls("paged_decode", kv_dtype=_FP8, options=("k_scale", "v_scale")),
+    "fp8 pages, extend": _calls("paged_extend", kv_dtype=_FP8, options=("k_scale", "v_scale")),
+    "fp8 pages and queries, decode": _calls("paged_decode", **_ALL_FP8),
+    "fp8 pages and queries, extend": _calls("paged_extend", **_ALL_FP8),
     "fp8 latent pages": _calls("mla_decode", "mla_extend", kv_dtype=_FP8, options=("k_scale", "v_scale")),
     "pages of one token": _calls(page_size=1),
     "heads before tokens in a page (HND)": _calls(page_layout="HND"),
@@ -73,7 +76,8 @@ FEATURES: Mapping[str, tuple[AttentionCall, ...]] = {
     "logits soft cap": _calls(logits_soft_cap=50.0),
     "ALiBi": _calls(options=("alibi_slopes",)),
     "sinks": _calls(options=("sinks",)),
-    "rotary embedding in the kernel": _calls(rope_theta=1e4),
+    "rotary embedding in the kernel, decode": _calls("paged_decode", rope_theta=1e4),
+    "rotary embedding in the kernel, extend": _calls("paged_extend", rope_theta=1e4),
     "rotary embedding with the page write": _calls("rotate_and_write"),
     "batch-invariant results": _calls(batch_invariant=True),
 }

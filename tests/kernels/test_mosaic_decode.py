@@ -1,5 +1,7 @@
 """The Hopper decode kernel on the CPU: against the oracle under the interpreter, and lowered for CUDA."""
 
+import itertools
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -98,9 +100,14 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
     np.testing.assert_array_equal(given, own)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
+_OFTEN_LOWERED = [(dtype, 128, page_size) for dtype in ("bfloat16", "float16") for page_size in (16, 128)]
+_LOWERED = itertools.product(("bfloat16", "float16"), (64, 80, 96, 128, 192, 256), (8, 16, 32, 64, 128, 256))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "page_size"),
+    [facts if facts in _OFTEN_LOWERED else pytest.param(*facts, marks=pytest.mark.slow) for facts in _LOWERED],
+)
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
     for group_size, num_tokens in ((4, 1), (5, 3)):
