@@ -45,43 +45,49 @@ INTERPRETED = [
     case("plain"),
     case("split", kv_lens=(600, 9), dtype="float16"),
     case("many_items_a_worker", kv_lens=(70, 3, 0, 65, 130, 1, 16), spec={"num_q_heads": 2, "num_kv_heads": 1}),
-    case("boundaries", kv_lens=(127, 128, 129), page_size=32),
-    case("verify", q_len=4, kv_lens=(130, 4, 2)),
     case("verify_more_rows_than_one_block", q_len=5, kv_lens=(40,), spec={"num_q_heads": 32}),
-    case("group_5", spec={"num_q_heads": 5, "num_kv_heads": 1}),
     case("dim_128_hnd_layers", spec={"head_dim": 128, "page_layout": "HND"}, num_layers=2, layer_index=1),
     case("dim_256", spec={"head_dim": 256, "num_q_heads": 2, "num_kv_heads": 1}, kv_lens=(70, 3)),
-    case("heads_share_rows", spec={"num_q_heads": 16, "num_kv_heads": 4}, kv_lens=(300, 9, 0)),
     case("heads_share_rows_dim_128", spec={"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 128}, kv_lens=(70, 9)),
-    case("page_8", page_size=8),
     case("page_larger_than_a_tile", page_size=128, spec={"head_dim": 128}, kv_lens=(200, 64)),
     case("positions", q_len=2, kv_start=(0, 5, 0, 64), q_start=(12, 4, 0, 100)),
     case("padding_rows", padding_rows=2),
+    case("dim_80", spec={"head_dim": 80}),
+    case(
+        "window_sinks_alibi", spec={"window_left": 70, "num_q_heads": 16}, kv_lens=(300, 9, 0), sinks=True, alibi=True
+    ),
+    case("chunk_soft_cap", spec={"chunk_size": 64, "logits_soft_cap": 5.0}, kv_lens=(130, 65), kv_start=(5, 64)),
+    case("tree", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
+    case(
+        "fp8", kv_dtype="float8_e4m3fn", q_scale="rows", kv_scale="rows", kv_lens=(300, 9), num_layers=2, layer_index=1
+    ),
+    case("rope_verify", q_len=3, kv_lens=(70, 3), kv_start=(5, 7000), spec={"rope_theta": 5e5, "head_dim": 128}),
+    case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
+]
+SLOW = [
+    case("boundaries", kv_lens=(127, 128, 129), page_size=32),
+    case("verify", q_len=4, kv_lens=(130, 4, 2)),
+    case("group_5", spec={"num_q_heads": 5, "num_kv_heads": 1}),
+    case("heads_share_rows", spec={"num_q_heads": 16, "num_kv_heads": 4}, kv_lens=(300, 9, 0)),
+    case("page_8", page_size=8),
     case(
         "wide_page_kv_first_hnd",
         page_size=256,
         spec={"combined_pool": "kv_first", "page_layout": "HND"},
         kv_lens=(300,),
     ),
-    case("dim_80", spec={"head_dim": 80}),
     case("dim_192_128", spec={"head_dim": 192, "v_head_dim": 128}, kv_lens=(70, 3)),
-    case(
-        "window_sinks_alibi", spec={"window_left": 70, "num_q_heads": 16}, kv_lens=(300, 9, 0), sinks=True, alibi=True
-    ),
-    case("chunk_soft_cap", spec={"chunk_size": 64, "logits_soft_cap": 5.0}, kv_lens=(130, 65), kv_start=(5, 64)),
     case("windows_verify", spec={"causal": False, "window_left": 5, "window_right": 2}, q_len=2, kv_lens=(70, 3)),
     case("alibi_verify", alibi=True, q_len=3, kv_lens=(70, 3), spec={"causal": False}),
-    case("tree", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
-    case(
-        "fp8", kv_dtype="float8_e4m3fn", q_scale="rows", kv_scale="rows", kv_lens=(300, 9), num_layers=2, layer_index=1
-    ),
     case("fp8_queries", dtype="float8_e4m3fn", kv_dtype="float8_e5m2", kv_lens=(70, 0), q_scale="heads"),
-    case("rope_verify", q_len=3, kv_lens=(70, 3), kv_start=(5, 7000), spec={"rope_theta": 5e5, "head_dim": 128}),
-    case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
 
 
-@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda case: case.name,
+)
 def test_mosaic_decode_agrees_with_the_oracle_without_races(hopper, case):
     inputs = build(case)
     out, lse = paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic")
