@@ -147,7 +147,9 @@ def generate(
             "last tokens earlier on; `draft-model` asks a smaller model."
         ),
     ] = None,
-    num_draft_tokens: Annotated[int, typer.Option(help="Tokens to draft in each step, with --speculative.")] = 4,
+    num_draft_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to draft in each step, with --speculative; 4 by default.")
+    ] = None,
     draft_model: Annotated[
         Path | None,
         typer.Option(
@@ -273,21 +275,24 @@ def _chats(path: Path, prompts: Sequence[str], system: str | None) -> list[str]:
 
 
 def _drafter(
-    speculative: Speculative | None, num_draft_tokens: int, draft_model: Path | None, layers: int | None
+    speculative: Speculative | None, num_draft_tokens: int | None, draft_model: Path | None, layers: int | None
 ) -> Any:
+    if speculative is None and num_draft_tokens is not None:
+        raise ValueError("`--num-draft-tokens` needs `--speculative`.")
     if speculative is not Speculative.DRAFT_MODEL and (draft_model is not None or layers is not None):
         raise ValueError("`--draft-model` and `--draft-layers` need `--speculative draft-model`.")
     if speculative is None:
         return None
+    given = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
     if speculative is Speculative.NGRAM:
         from jattn.serving.drafting import NgramDrafting
 
-        return NgramDrafting(num_draft_tokens=num_draft_tokens)
+        return NgramDrafting(**given)
     from jattn.serving.draft_model import DraftModel
 
     if draft_model is None and layers is None:
         raise ValueError("`--speculative draft-model` needs `--draft-model`, `--draft-layers` or both.")
-    return DraftModel(checkpoint=draft_model, num_layers=layers, num_draft_tokens=num_draft_tokens)
+    return DraftModel(checkpoint=draft_model, num_layers=layers, **given)
 
 
 def _default_checkpoint() -> Path:

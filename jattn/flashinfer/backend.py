@@ -44,8 +44,8 @@ class FlashInferAttnBackend(FlashInferConfig):
 
         Args:
             use_ragged: Whether an extend attends to its own keys as they come, and merges that with attention to those
-                in pages; None does in EXTEND and MIXED, as pymllm. Where kernels for pages are the faster ones, False
-                is faster.
+                in pages; None does in EXTEND and MIXED, as pymllm, unless the pool rounds keys: then what a query sees
+                of them would depend on where its prompt was cut.
             extend_no_prefix: The caller's promise that no sequence of an extend has keys from before.
 
         Raises:
@@ -60,7 +60,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             return self._verify(places, seq_lens, forward_batch.input_ids.shape[0], forward_batch.spec_info)
         cu_q_lens, num_tokens = forward_batch.cu_q_lens, forward_batch.input_ids.shape[0]
         if use_ragged is None:
-            use_ragged = not mode.is_draft_extend()
+            use_ragged = not mode.is_draft_extend() and self.kv_cache_dtype == self.q_dtype
         if not use_ragged:
             plans = self._plans(places, seq_lens, cu_q_lens, num_tokens)
             return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)

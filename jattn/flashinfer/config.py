@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jattn.backend import AttentionLayer, BackendOptions
 from jattn.flashinfer.metadata import WrapperDispatch, should_use_tensor_core
-from jattn.kv_cache_dtype import stored_dtype
+from jattn.kv_cache_dtype import KV_CACHE_DTYPES, stored_dtype
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -60,7 +60,14 @@ class FlashInferConfig:
 
     def __post_init__(self):
         for name in ("kv_cache_dtype", "q_dtype"):
-            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+            named = KV_CACHE_DTYPES.get(getattr(self, name)) if isinstance(getattr(self, name), str) else None
+            object.__setattr__(self, name, jnp.dtype(named or getattr(self, name)))
+        if self.sliding_window_size == -1:  # how engines say that there is none
+            object.__setattr__(self, "sliding_window_size", None)
+        for name, least in (("sliding_window_size", 0), ("num_draft_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be None or at least {least}. Got {name}={value}.")
         for name in ("req_to_token", "kv_indptr_buf", "kv_last_page_len_buf"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(getattr(value, "shape", value)))

@@ -51,7 +51,7 @@ def check_drafter(value: Any) -> None:
     Raises:
         ValueError: It is neither None nor a drafter.
     """
-    if value is not None and not isinstance(value, Drafter):
+    if value is not None and (isinstance(value, type) or not isinstance(value, Drafter)):
         raise ValueError(f"`speculative` must be None (off), an NgramDrafting or a DraftModel. Got {value!r}.")
 
 

@@ -136,6 +136,7 @@ def test_speculative_flags_make_the_drafter(llm, flags, expected):
         ("--draft-layers 2", "`--draft-model` and `--draft-layers` need `--speculative draft-model`."),
         ("--speculative ngram --draft-model x", "`--draft-layers` need `--speculative draft-model`."),
         ("--speculative draft-model", "needs `--draft-model`, `--draft-layers` or both."),
+        ("--num-draft-tokens 4", "`--num-draft-tokens` needs `--speculative`."),
         ("--speculative ngram --num-draft-tokens 0", "`num_draft_tokens` must be a whole number of at least 1. Got 0."),
     ],
 )

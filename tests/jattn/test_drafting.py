@@ -77,3 +77,5 @@ def test_ngram_drafting_refuses_what_is_out_of_range(arguments, sentence):
 def test_what_is_no_drafter_is_refused():
     with pytest.raises(ValueError, match=r"`speculative` must be .* Got 'ngram'"):
         check_drafter("ngram")
+    with pytest.raises(ValueError, match=r"`speculative` must be .* Got <class"):
+        check_drafter(NgramDrafting)

@@ -110,6 +110,18 @@ def test_flashinfers_surface_serves_the_same_text(model, engine):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("backend", ["flash_attention", "flashinfer"])
+def test_text_over_fp8_pages_does_not_depend_on_where_its_prompt_is_cut(model, backend):
+    texts = []
+    for prefill_tokens in (96, 8):
+        facts = {"backend": backend, "kv_cache_dtype": "fp8_e5m2", "prefill_tokens": prefill_tokens}
+        buckets = {"smallest_prefill_bucket": prefill_tokens, "smallest_decode_bucket": 8, "prefill_seqs": 1}
+        engine = Engine(model, dataclasses.replace(SMALL, **facts, **buckets, full_sampling=False))
+        prompts = random_prompts(6, model.vocab_size, 90, seed=3)
+        texts.append(run(engine, [engine.make_request(prompt, GREEDY) for prompt in prompts]))
+    assert texts[0] == texts[1]
+
+
 def test_crowd_in_one_bucket_gives_exactly_the_tokens_alone(model):
     one_bucket = dataclasses.replace(SMALL, num_pages=200, smallest_decode_bucket=8, prefill_seqs=1)
     engine = Engine(model, one_bucket)
