@@ -1,9 +1,6 @@
 """The command line hands on what it was told, prints text in order, and answers bad input with one sentence."""
 
-import contextlib
-import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import types
@@ -13,79 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import jattn.checkpoint
 from jattn import cli
 from jattn.serving.draft_model import DraftModel
 from jattn.serving.drafting import NgramDrafting
 from jattn.serving.request import DraftCounts, SamplingParams
-
-
-@dataclasses.dataclass
-class Delta:
-    index: int
-    text: str
-    finish_reason: str | None = None
-    token_ids: tuple[int, ...] = (0,)
-    error: str | None = None
-    output_index: int = 0
-
-
-@dataclasses.dataclass
-class Stats:
-    requests: int = 3
-    prompt_tokens: int = 1234
-    generated_tokens: int = 60
-    seconds: float = 4.0
-    time_to_first_token: float = 0.25
-    peak_pages: int = 7
-    num_pages: int = 99
-    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
-
-
-class FakeLLM:
-    """Gives the deltas, or raises the errors, that a test has put on the class."""
-
-    deltas: list
-    generation_config: dict
-    stats = Stats()
-    tokenizer = types.SimpleNamespace(
-        encode=lambda text, *, add_special_tokens: "special " * add_special_tokens + f"tokens of {text}"
-    )
-    init_error = stream_error = None
-
-    def __init__(self, path, **options):
-        type(self).path, type(self).options = path, options
-        if self.init_error:
-            raise self.init_error
-
-    def stream(self, prompts, sampling_params):
-        type(self).prompts, type(self).sampling_params = prompts, sampling_params
-        yield from self.deltas
-        if self.stream_error:
-            raise self.stream_error
-
-
-@pytest.fixture
-def llm(monkeypatch):
-    class LLM(FakeLLM):
-        deltas = [Delta(0, "one"), Delta(0, " two", "stop")]  # noqa: RUF012
-        generation_config = {}  # noqa: RUF012
-
-    module = types.ModuleType("jattn.serving.llm")
-    module.LLM = LLM
-    monkeypatch.setitem(sys.modules, "jattn.serving.llm", module)
-    monkeypatch.setattr(
-        jattn.checkpoint, "Checkpoint", lambda _: types.SimpleNamespace(generation_config=LLM.generation_config)
-    )
-    return LLM
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-
-
-def generate(*arguments):
-    return run("generate", "--model", "folder", *arguments)
+from tests.jattn.fake_llm import Delta, Stats, generate, run
 
 
 def test_version_is_the_packages():
@@ -270,55 +199,6 @@ def test_generate_prints_all_texts_of_a_prompt(llm):
     )
 
 
-@pytest.fixture
-def chat_folder(tmp_path):
-    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    template += "{{ raise_exception('Too rude.') if 'rude' in messages[-1].content }}"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    return tmp_path
-
-
-def chat(folder, *arguments):
-    return run("generate", "--model", folder, "--chat", *arguments)
-
-
-def test_chat_makes_each_prompt_a_conversation(llm, chat_folder):
-    llm.deltas = [Delta(1, "b", "stop"), Delta(0, "a", "stop")]
-    result = chat(chat_folder, "--prompt", "Hi", "--prompt", "Ho", "--system", "Be brief.")
-    assert llm.prompts == [f"tokens of <system>Be brief.<user>{text}" for text in ("Hi", "Ho")]
-    assert result.stdout == "==> 1 of 2 <==\nHi\n\na\n\n==> 2 of 2 <==\nHo\n\nb\n"
-
-
-def test_chat_of_one_prompt_prints_the_answer_alone(llm, chat_folder):
-    assert chat(chat_folder, "--prompt", "Hi").stdout == "one two\n"
-    assert llm.prompts == ["tokens of <user>Hi"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ([], "`--chat` needs a `--prompt` or a `--prompt-file`."),
-        (["--prompt", "rude"], "The chat template cannot render these messages: Too rude."),
-    ],
-)
-def test_chat_that_cannot_be_is_refused_before_the_model_loads(llm, chat_folder, arguments, sentence):
-    result = chat(chat_folder, *arguments)
-    assert (result.exit_code, result.stderr) == (2, f"error: {sentence}\n")
-    assert not hasattr(llm, "path")
-
-
-def test_chat_without_a_template_is_refused(llm, tmp_path):
-    result = chat(tmp_path, "--prompt", "Hi")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("error: The checkpoint has no chat template")
-
-
-def test_system_message_needs_chat(llm):
-    result = generate("--prompt", "x", "--system", "y")
-    assert (result.exit_code, result.stderr) == (2, "error: `--system` needs `--chat`.\n")
-    assert not hasattr(llm, "path")
-
-
 def test_generate_prints_the_first_unfinished_text_live(llm, capsys):
     prompts = ["X:", "Y:"]
     shown = []
@@ -399,55 +279,6 @@ def test_generate_error_without_a_message_is_named(llm):
 def test_generate_bug_keeps_its_traceback(llm):
     llm.init_error = TypeError("ours")
     assert generate().exception is llm.init_error
-
-
-@pytest.mark.parametrize("where", ["init_error", "stream_error"])
-def test_generate_interrupt_is_quiet(llm, where):
-    setattr(llm, where, KeyboardInterrupt())
-    result = generate("--prompt", "x")
-    assert result.exit_code == 130
-    assert result.stderr == ""
-
-
-@pytest.mark.parametrize("presses", [1, 2])
-def test_generate_interrupt_waits_for_the_delta_and_the_second_does_not(llm, presses):
-    class Deltas:
-        made = 0
-
-        def __iter__(self):
-            for text in "abc":
-                self.made += 1
-                if text == "b":
-                    for _ in range(presses):
-                        signal.raise_signal(signal.SIGINT)
-                yield Delta(0, text)
-
-    llm.deltas = Deltas()
-    result = generate("--prompt", "x")
-    assert result.exit_code == 130
-    assert result.stdout == {1: "ab", 2: "a"}[presses]
-    assert llm.deltas.made == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_generate_interrupt_that_got_lost_while_loading_still_counts(llm):
-    def init(self, *_, **__):
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-    llm.__init__ = init
-    result = generate("--prompt", "x")
-    assert (result.exit_code, result.stdout) == (130, "")
-
-
-def test_generate_leaves_an_ignored_interrupt_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with cli.Interrupts() as interrupts:
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            assert list(interrupts.deltas([1, 2])) == [1, 2]
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

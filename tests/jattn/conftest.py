@@ -1,0 +1,24 @@
+"""Fixtures of floor 2: the command line's LLM."""
+
+import sys
+import types
+
+import pytest
+
+import jattn.checkpoint
+from tests.jattn.fake_llm import Delta, FakeLLM
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    class LLM(FakeLLM):
+        deltas = [Delta(0, "one"), Delta(0, " two", "stop")]  # noqa: RUF012
+        generation_config = {}  # noqa: RUF012
+
+    module = types.ModuleType("jattn.serving.llm")
+    module.LLM = LLM
+    monkeypatch.setitem(sys.modules, "jattn.serving.llm", module)
+    monkeypatch.setattr(
+        jattn.checkpoint, "Checkpoint", lambda _: types.SimpleNamespace(generation_config=LLM.generation_config)
+    )
+    return LLM
