@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from jattn.checkpoint import Checkpoint
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
-from jattn.forward_batch import ForwardBatch, ForwardMode
-from jattn.kv_pool import make_pool
 from jattn.model import model_class
 from jattn.serving import engine as engine_module
 from jattn.serving import pool_memory
@@ -21,6 +18,7 @@ from jattn.serving import scheduler as scheduler_module
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
+from tests.jattn import one_pass
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SMALL = EngineConfig(
@@ -62,21 +60,7 @@ def random_prompts(count, vocab_size, longest, seed=0):
 
 def best_gap(model, tokens):
     """How far the best logit after `tokens` is ahead of the second best."""
-    pages = -(-len(tokens) // 8)
-    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=128, page_size=8))
-    pool = make_pool(model.kv_groups, num_pages=pages + 1, page_size=8, dtype=jnp.float32)
-    index = jnp.arange(len(tokens), dtype=jnp.int32)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        input_ids=jnp.array(tokens, jnp.int32),
-        positions=index,
-        seq_lens=jnp.array([len(tokens)], jnp.int32),
-        cu_q_lens=jnp.array([0, len(tokens)], jnp.int32),
-        out_cache_loc=(index + 8,),
-        page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],),
-    )
-    hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)
-    second, best = np.sort(np.asarray(model.compute_logits(hidden[-1:]))[0])[-2:]
+    second, best = np.sort(one_pass.logits(model, tokens, context=SMALL.max_context_len)[-1])[-2:]
     return best - second
 
 

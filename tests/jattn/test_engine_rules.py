@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
-from jattn.forward_batch import ForwardBatch, ForwardMode
-from jattn.kv_pool import make_pool
 from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn.serving.sampler import SamplingState, sample
+from tests.jattn import one_pass
 from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
 
 CONTEXT = CONFIG.max_context_len
@@ -25,36 +23,9 @@ def engine():
     return tiny_engine()
 
 
-@functools.cache
-def forward():
-    """All logits of one sequence, padded to the context."""
-    model, page_size = tiny_model(), CONFIG.page_size
-    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=CONTEXT, page_size=page_size))
-    pages = CONTEXT // page_size
-    index = jnp.arange(CONTEXT, dtype=jnp.int32)
-
-    def logits(tokens):
-        pool = make_pool(model.kv_groups, num_pages=pages + 1, page_size=page_size, dtype=jnp.float32)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            input_ids=tokens,
-            positions=index,
-            seq_lens=jnp.array([CONTEXT], jnp.int32),
-            cu_q_lens=jnp.array([0, CONTEXT], jnp.int32),
-            out_cache_loc=(index + page_size,),
-            page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],),
-        )
-        hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)
-        return model.compute_logits(hidden)
-
-    return jax.jit(logits)
-
-
 def model_logits(tokens):
     """After each of `tokens`."""
-    padded = np.zeros(CONTEXT, np.int32)
-    padded[: len(tokens)] = tokens
-    return np.asarray(forward()(jnp.asarray(padded)))[: len(tokens)]
+    return one_pass.logits(tiny_model(), tokens, context=CONTEXT, page_size=CONFIG.page_size)
 
 
 def log_softmax(logits):

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from jattn.checkpoint import Checkpoint
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
-from jattn.forward_batch import ForwardBatch, ForwardMode
-from jattn.kv_pool import make_pool
 from jattn.model import model_class
 from jattn.serving import engine as engine_module
 from jattn.serving.config import EngineConfig
@@ -23,6 +20,7 @@ from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn.serving.sampler import SamplingState, sample
 from jattn.serving.text import Tokenizer
+from tests.jattn import one_pass
 from tests.jattn.prompt_lookup import counted, prompt_lookup
 from tests.jattn.tiny import run
 
@@ -63,36 +61,8 @@ def draft_model():
     return DRAFT.load(checkpoint(), dtype=jnp.float32)
 
 
-@functools.cache
-def forward(model):
-    """Logits after each token of a text that is padded to the context, by one pass over all of it."""
-    length, page_size = PLAIN.max_context_len, PLAIN.page_size
-    pages, index = length // page_size, jnp.arange(length, dtype=jnp.int32)
-    dtype = model.vocabulary.embedding.dtype
-    backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=length, page_size=page_size, dtype=dtype.name))
-
-    @jax.jit
-    def logits(tokens):
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.EXTEND,
-            input_ids=tokens,
-            positions=index,
-            seq_lens=jnp.array([length], jnp.int32),
-            cu_q_lens=jnp.array([0, length], jnp.int32),
-            out_cache_loc=(index + page_size,),
-            page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],),
-        )
-        pool = make_pool(model.kv_groups, num_pages=pages + 1, page_size=page_size, dtype=dtype)
-        hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)
-        return model.compute_logits(hidden)
-
-    return logits
-
-
 def logits(model, text):
-    padded = np.zeros(PLAIN.max_context_len, np.int32)
-    padded[: len(text)] = text
-    return forward(model)(padded)[: len(text)]
+    return one_pass.logits(model, text, context=PLAIN.max_context_len, page_size=PLAIN.page_size)
 
 
 def encode(text):
