@@ -36,8 +36,7 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
 
     A captured graph of one stream runs so. Without the dependence XLA could run neighbours side by side. A decode call
     takes the output before it for its queries; an extend call, whose softmax must stay that of random queries, a page
-    table made from it, which costs one small kernel. All have the same lengths, so a schedule is computed once, as the
-    layers of a model share one; the peers' plan is not timed either.
+    table made from it, which costs one small kernel.
 
     Returns:
         The jitted function of `Arrays`, which gives the last output.
@@ -70,10 +69,10 @@ def measured(workload: AttentionWorkload, implementation: str, *, repeats: int =
     pools = num_pools(workload, calls)
     jax.eval_shape(
         functools.partial(workload.call, implementation=implementation),
-        jax.eval_shape(functools.partial(workload.arrays, pools)),
+        jax.eval_shape(lambda: workload.arrays(pools, implementation)),
         jax.ShapeDtypeStruct((), jnp.int32),
     )
-    arrays = workload.arrays(pools)
+    arrays = workload.arrays(pools, implementation)
     compiled = unrolled(workload, implementation, calls=calls, pools=pools).lower(arrays).compile()
     if not bool(jnp.all(jnp.isfinite(compiled(arrays)))):
         raise FloatingPointError(f"{workload.name}: `{implementation}` gives numbers that are not finite.")

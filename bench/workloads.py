@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn_kernels import paged_decode, paged_extend
+from jattn_kernels import make_schedule, paged_decode, paged_extend
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
 # Measured on an H200 with torch: a maximum over 4 GB, and large bf16 products of random numbers.
@@ -28,7 +28,11 @@ def ragged64_lens() -> tuple[int, ...]:
 
 
 class Arrays(NamedTuple):
-    """Arguments of an attention call; the pages of `pools` pools lie on a leading layer axis."""
+    """Arguments of an attention call; the pages of `pools` pools lie on a leading layer axis.
+
+    Attributes:
+        schedule: As `make_schedule` gives it: all layers of a step share it, and the peers' plan is not timed either.
+    """
 
     q: jax.Array
     k_pages: jax.Array
@@ -36,6 +40,7 @@ class Arrays(NamedTuple):
     page_table: jax.Array
     seq_lens: jax.Array
     cu_q_lens: jax.Array
+    schedule: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,8 +117,8 @@ class AttentionWorkload:
             return {"GBps": round(self.kv_bytes / time_us / 1e3, 2)}
         return {"TFLOPs": round(self.flops / time_us / 1e6, 2)}
 
-    def arrays(self, pools: int) -> Arrays:
-        """The arguments, with `pools` pools side by side."""
+    def arrays(self, pools: int, implementation: str | None) -> Arrays:
+        """The arguments of an implementation's calls, with `pools` pools side by side."""
         page_table, num_pages = random_page_table(self.kv_lens, self.page)
         q_dtype = "bfloat16" if self.kv.startswith("fp8") else DTYPES[self.kv]
         batch_size, q = len(self.kv_lens), self.q_tokens or 1
@@ -123,22 +128,39 @@ class AttentionWorkload:
         v_size = math.sqrt(sum(self.kv_lens) / batch_size / math.e) if self.q_tokens is None else 1.0
         q_shape = (batch_size, 1) if self.q_tokens is None else (batch_size * q,)
         pages = (pools, num_pages, *page, self.d)
+        seq_lens = jnp.asarray(self.kv_lens, jnp.int32)
+        cu_q_lens = jnp.arange(batch_size + 1, dtype=jnp.int32) * q
         return Arrays(
             q=random_normal(keys[0], (*q_shape, self.hq, self.d), q_dtype),
             k_pages=random_normal(keys[1], pages, DTYPES[self.kv]),
             v_pages=random_normal(keys[2], pages, DTYPES[self.kv], size=v_size),
             page_table=jnp.asarray(page_table),
-            seq_lens=jnp.asarray(self.kv_lens, jnp.int32),
-            cu_q_lens=jnp.arange(batch_size + 1, dtype=jnp.int32) * q,
+            seq_lens=seq_lens,
+            cu_q_lens=cu_q_lens,
+            schedule=make_schedule(
+                seq_lens,
+                None if self.q_tokens is None else cu_q_lens,
+                spec=self.spec,
+                num_tokens=1 if self.q_tokens is None else batch_size * q,
+                dtype=q_dtype,
+                kv_dtype=DTYPES[self.kv],
+                page_size=self.page,
+                implementation=implementation,
+            ),
         )
 
     def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
         """One call over one of the pools."""
-        arguments = {"spec": self.spec, "layer_index": pool, "implementation": implementation}
+        arguments = {
+            "spec": self.spec,
+            "layer_index": pool,
+            "schedule": arrays.schedule,
+            "implementation": implementation,
+        }
         if self.q_tokens is None:
             out = paged_decode(*arrays[:5], **arguments)
         else:
-            out = paged_extend(*arrays, **arguments)
+            out = paged_extend(*arrays[:6], **arguments)
         assert isinstance(out, jax.Array)
         return out
 

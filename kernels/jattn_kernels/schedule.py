@@ -19,15 +19,13 @@ class DecodeSchedule:
         items: (sequence, first tile, end tile, parts of the sequence, end of its keys) of each part, in the order of
             the sequences. A sequence without keys has one empty part; unused items come last.
         starts: Where each worker's items begin, and where the last one's end.
-        offsets: Where each sequence's items begin, and where the last one's end.
-        split: The sequences of more than one part; -1 where there are fewer.
+        split: (sequence, first item, end item) of those of more than one part; -1 where there are fewer.
         block_kv: Keys a tile; static.
     """
 
     items: Int[Array, "W 5"]
     starts: Int[Array, " workers_plus_1"]
-    offsets: Int[Array, " B_plus_1"]
-    split: Int[Array, " most_split"]
+    split: Int[Array, "most_split 3"]
     block_kv: int = dataclasses.field(metadata={"static": True})
 
 
@@ -61,8 +59,7 @@ def split_evenly(
     return DecodeSchedule(
         items=jnp.stack([sequence, first + shift, end + shift, counts[sequence], end_keys[sequence]], axis=1),
         starts=_starts(jnp.where(used, worker, workers), workers),
-        offsets=offsets,
-        split=_split_sequences(counts, min(batch_size, workers)),
+        split=_split_sequences(offsets, min(batch_size, workers)),
         block_kv=block_kv,
     )
 
@@ -100,8 +97,7 @@ def split_at_multiples(
     return DecodeSchedule(
         items=jnp.stack([sequence, first, end, counts[sequence], end_keys[sequence]], axis=1),
         starts=_starts(jnp.where(used, worker, workers), workers),
-        offsets=offsets,
-        split=_split_sequences(counts, batch_size),
+        split=_split_sequences(offsets, batch_size),
         block_kv=block_kv,
     )
 
@@ -129,12 +125,14 @@ def _starts(worker: Int[Array, " W"], workers: int) -> Int[Array, " workers_plus
     return _owner(worker, jnp.arange(workers + 1, dtype=jnp.int32) - 1)
 
 
-def _split_sequences(counts: Int[Array, " B"], most: int) -> Int[Array, " most"]:
+def _split_sequences(offsets: Int[Array, " B_plus_1"], most: int) -> Int[Array, "most 3"]:
+    """Those of more than one item, each with its items' bounds."""
+    first, end = offsets[:-1], offsets[1:]
     # A sequence's place among the split ones is how many of them come before it.
-    is_split = counts > 1
+    is_split = end - first > 1
     place = jnp.where(is_split, jnp.cumsum(is_split, dtype=jnp.int32) - 1, most)
-    sequences = jnp.arange(counts.shape[0], dtype=jnp.int32)
-    return jnp.full(most, -1, jnp.int32).at[place].set(sequences, mode="drop")
+    rows = jnp.stack([jnp.arange(first.shape[0], dtype=jnp.int32), first, end], axis=1)
+    return jnp.full((most, 3), -1, jnp.int32).at[place].set(rows, mode="drop")
 
 
 def _owner(ends: Int[Array, " n"], at: Int[Array, " m"]) -> Int[Array, " m"]:

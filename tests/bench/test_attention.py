@@ -26,7 +26,7 @@ def test_pools_fit_in_memory_and_defeat_the_cache(workload):
 
 @pytest.mark.parametrize("pools", [1, 3])
 def test_unrolled_decode_feeds_outputs_back(pools):
-    arrays = DECODE_TINY.arrays(pools)
+    arrays = DECODE_TINY.arrays(pools, "xla")
     out = unrolled(DECODE_TINY, "xla", calls=4, pools=pools)(arrays)
     for i in range(4):
         arrays = arrays._replace(q=DECODE_TINY.call(arrays, jnp.int32(i % pools), "xla"))
@@ -34,7 +34,7 @@ def test_unrolled_decode_feeds_outputs_back(pools):
 
 
 def test_unrolled_extend_gives_the_last_pools_answer():
-    arrays = EXTEND_TINY.arrays(3)
+    arrays = EXTEND_TINY.arrays(3, "xla")
     out = unrolled(EXTEND_TINY, "xla", calls=3, pools=3)(arrays)
     expected = EXTEND_TINY.call(arrays, jnp.int32(2), "xla")
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
@@ -43,7 +43,7 @@ def test_unrolled_extend_gives_the_last_pools_answer():
 @pytest.mark.parametrize("workload", [DECODE_TINY, EXTEND_TINY])
 def test_unrolled_calls_all_remain(workload):
     """None is merged with another, nor left out: the work grows with their number."""
-    arrays = jax.eval_shape(lambda: workload.arrays(1))
+    arrays = jax.eval_shape(lambda: workload.arrays(1, "xla"))
 
     def flops(calls):
         return unrolled(workload, "xla", calls=calls, pools=1).lower(arrays).compile().cost_analysis()["flops"]
@@ -74,7 +74,7 @@ def test_measured_row_of_fp8_pages_says_so(monkeypatch):
 
 
 def test_measured_rejects_numbers_that_are_not_finite(monkeypatch):
-    arrays = DECODE_TINY.arrays(2)
+    arrays = DECODE_TINY.arrays(2, "xla")
     arrays = arrays._replace(v_pages=jnp.full_like(arrays.v_pages, jnp.nan))
     monkeypatch.setattr(AttentionWorkload, "arrays", lambda self, pools: arrays)
     monkeypatch.setattr(attention, "num_calls", lambda workload: 2)

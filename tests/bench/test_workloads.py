@@ -68,7 +68,7 @@ def test_ragged_lens_are_their_own():
     ],
 )
 def test_arrays_have_the_shapes_of_a_call(change, q_shape, page_shape):
-    arrays = dataclasses.replace(TINY, **change).arrays(2)
+    arrays = dataclasses.replace(TINY, **change).arrays(2, "xla")
     assert arrays.q.shape == q_shape
     assert arrays.q.dtype == jnp.bfloat16
     assert arrays.k_pages.shape == arrays.v_pages.shape == (2, 10, *page_shape)

@@ -1,7 +1,7 @@
 """Merging the parts of split sequences on Hopper, in the order of the keys, into decode's output.
 
 grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one
-one warpgroup; merges `_PARTS` parts at a time, so that their loads overlap
+one warpgroup; merges many parts at a time, so that their loads overlap, and what is left a few at a time
 """
 
 import functools
@@ -20,7 +20,7 @@ from jattn_kernels.mosaic.sm90.decode import Parts
 from jattn_kernels.schedule import DecodeSchedule
 
 _THREADS = 128
-_PARTS = 8
+_AT_A_TIME = (16, 4)  # parts
 
 
 def combine_parts(
@@ -34,26 +34,30 @@ def combine_parts(
     layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
     num_vectors = num_rows // rows
 
-    def kernel(outs_ref, lses_ref, offsets_ref, split_ref, out_ref, lse_ref):
-        sequence, head, vector = split_ref[lax.axis_index("split")], lax.axis_index("head"), lax.axis_index("vector")
+    def kernel(outs_ref, lses_ref, split_ref, out_ref, lse_ref):
+        split, head, vector = (lax.axis_index(name) for name in ("split", "head", "vector"))
+        sequence, first, end = (split_ref[split, field] for field in range(3))
         # Heads that share padded rows have their own ones one after another.
         source = lax.div(lax.rem(head * num_rows, padded_rows), rows) + vector
 
         @pl.when(sequence >= 0)
         def merge():
-            first, end = offsets_ref[sequence], offsets_ref[sequence + 1]
-
             def load(part):
                 lse = [lses_ref[part, head, source * rows + row] for row in range(rows)]
                 return lse, plgpu.load(outs_ref.at[part, head, source], layout=layout, optimized=False)
 
-            start = (
+            carry = (
                 plgpu.layout_cast(jnp.zeros((lanes,), jnp.float32), layout),
                 (jnp.float32(-jnp.inf),) * rows,
                 (jnp.float32(0),) * rows,
             )
-            merge_some = functools.partial(_merge_some, load=load, first=first, end=end, spread=spread)
-            acc, top, total = lax.fori_loop(0, pl.cdiv(end - first, _PARTS), merge_some, start)
+            many, few = _AT_A_TIME
+            whole = lax.div(end - first, many)
+            rest = first + whole * many
+            merge = functools.partial(_merge_some, load=load, end=end, spread=spread)
+            carry = lax.fori_loop(0, whole, functools.partial(merge, first=first, parts=many), carry)
+            left = pl.cdiv(end - rest, few)
+            acc, top, total = lax.fori_loop(0, left, functools.partial(merge, first=rest, parts=few), carry)
             safe_total = [jnp.where(a == 0, 1.0, a) for a in total]
             out_ref[sequence, head, vector] = (acc / spread(safe_total)).astype(parts.out.dtype)
             for row in range(rows):
@@ -78,16 +82,16 @@ def combine_parts(
     )
     outs = parts.part_outs.reshape(num_parts, heads, padded_rows // rows, lanes)
     out, lse = jax.new_ref(parts.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(parts.lse)
-    run(outs, parts.part_lses, schedule.offsets, schedule.split, out, lse)
+    run(outs, parts.part_lses, schedule.split, out, lse)
     return jax.freeze(out).reshape(parts.out.shape), jax.freeze(lse)
 
 
-def _merge_some(step, carry, *, load, first, end, spread):
-    """Takes the next `_PARTS` parts into the running result."""
+def _merge_some(step, carry, *, load, first, end, spread, parts):
+    """Takes the next `parts` parts into the running result."""
     acc, top, total = carry
     loaded = []
-    for i in range(_PARTS):
-        part = first + step * _PARTS + i
+    for i in range(parts):
+        part = first + step * parts + i
         lse, out = load(jnp.minimum(part, end - 1))
         loaded.append(([jnp.where(part < end, a, -jnp.inf) for a in lse], out))
     new_top = list(top)
