@@ -28,7 +28,7 @@ from jattn_kernels.mosaic.sm90.readied import Readied
 from jattn_kernels.schedule import DecodeSchedule
 
 _MEMORY_REGISTERS = 40
-_COMPUTE_REGISTERS = 232  # of a thread, where two compute warpgroups share an SM
+_COMPUTE_REGISTERS = {2: 232, 3: 152}  # of a thread, where so many compute warpgroups share an SM
 
 
 class Parts(NamedTuple):
@@ -89,7 +89,7 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Scra
         @pl.when(warpgroup == number)
         def run():
             if warpgroups > 1:
-                plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+                plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
             Compute(config, operands, scratch, number).run(out_refs, begin, end)
 
     def compute_apart(number):

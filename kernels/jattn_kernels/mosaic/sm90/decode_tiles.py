@@ -9,6 +9,7 @@ from jattn_kernels.spec import AttentionSpec
 _BLOCK_KV = 64
 _FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
+_MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many compute warpgroups
 _TILES_A_PART = 16  # where results must not depend on the batch
 
 
@@ -47,7 +48,7 @@ class DecodeTiles:
 
 
 def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
-    """As many stages of 64 keys as let two blocks share an SM, or one block have it, with two compute warpgroups.
+    """As many stages of 64 keys as let two blocks share an SM, or one block have it, with some compute warpgroups.
 
     Args:
         kv_itemsize: Bytes of a number of a key or value.
@@ -56,11 +57,12 @@ def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> Deco
     rows = num_tokens * spec.group_size
     block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
     tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
-    # One warpgroup keeps up with the memory if all that it does is attend few rows.
-    is_light = block_rows <= _FEW_ROWS and kv_itemsize == _WGMMA_BYTES and spec.rope_theta is None
-    for blocks_per_sm, warpgroups in ((2, 1), (1, 1)) if is_light else ((1, 2), (1, 1)):
-        most_stages = 8 if warpgroups > 1 else 4
-        for stages in range(most_stages, 1, -warpgroups):
+    # One warpgroup keeps up with the memory if all that it does is attend few rows, three if it widens tiles too.
+    is_small, widens = block_rows <= _FEW_ROWS, kv_itemsize < _WGMMA_BYTES
+    is_light = is_small and not widens and spec.rope_theta is None
+    warpgroups_of_a_block = (3, 2, 1) if is_small and widens else (2, 1)
+    for blocks_per_sm, warpgroups in ((2, 1), (1, 1)) if is_light else ((1, n) for n in warpgroups_of_a_block):
+        for stages in range(_MOST_STAGES[warpgroups], 1, -warpgroups):
             sizes = DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
             if sizes.shared_memory_bytes(spec, kv_itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
                 return sizes
