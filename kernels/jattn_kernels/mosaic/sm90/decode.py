@@ -111,7 +111,7 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Scra
 def _scratch(config: DecodeConfig) -> Scratch:
     spec, sizes, dtype, width = config.spec, config.sizes, config.dtype, config.width
     warpgroups, stages, block_rows, block_kv = sizes.warpgroups, sizes.stages, sizes.block_rows, sizes.block_kv
-    q_shape, keys, values = (2, block_rows, spec.head_dim), (block_kv, spec.head_dim), (block_kv, width)
+    queries, keys, values = (block_rows, spec.head_dim), (block_kv, spec.head_dim), (block_kv, width)
     filled = plgpu.Barrier(num_arrivals=config.copies.copies, num_barriers=stages)
     freed = plgpu.Barrier(num_barriers=stages)
     handed, hand_over = None, None
@@ -122,14 +122,16 @@ def _scratch(config: DecodeConfig) -> Scratch:
         )
         hand_over = plgpu.Barrier(num_barriers=warpgroups - 1)
     return Scratch(
-        q=plgpu.SMEM((2, *q_shape[:0:-1]), jnp.float32) if config.turns else tiles.tile(q_shape, dtype),
+        q=plgpu.SMEM((2, *queries[::-1]), jnp.float32)
+        if config.turns
+        else tiles.tile((2, config.q_parts, *queries), config.kv_dtype),
         pages=(
             tiles.tile((stages, *keys), config.kv_dtype),
             tiles.tile((stages, *values), config.kv_dtype, copied_columns=spec.value_dim),
         ),
         readied=Readied(
-            tiles.tile((warpgroups, *q_shape[1:]), dtype) if config.turns else None,
-            tiles.tile((warpgroups, *keys), dtype) if config.readies_keys else None,
+            tiles.tile((warpgroups, *queries), dtype) if config.turns else None,
+            tiles.tile((warpgroups, *keys), dtype) if config.turns else None,
             tiles.tile((warpgroups, *values), dtype) if config.widens else None,
         ),
         p=tiles.tile((warpgroups, block_rows, block_kv), dtype, copied_columns=spec.value_dim),

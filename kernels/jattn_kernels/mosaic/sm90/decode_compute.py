@@ -110,14 +110,16 @@ class Compute:
             if config.turns:
                 turn_queries_back(rows.queries, self._readied.queries, tile_turn)
             plgpu.barrier_wait(k_full.at[stage])
-            if config.readies_keys:
-                self._ready_keys(k_smem.at[stage])
+            if config.turns:
+                self._turn_keys(k_smem.at[stage])
                 plgpu.barrier_arrive(k_free.at[stage])
 
             def scores(ref):
-                keys = self._readied.keys if config.readies_keys else k_smem.at[stage]
-                queries = self._readied.queries if config.turns else q_smem
-                plgpu.wgmma(ref, keys, queries.transpose((1, 0)))
+                if config.turns:
+                    plgpu.wgmma(ref, self._readied.keys, self._readied.queries.transpose((1, 0)))
+                else:
+                    for part in range(config.q_parts):
+                        plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[part].transpose((1, 0)))
                 if config.widens:
                     plgpu.barrier_wait(v_full.at[stage])
                     widen(v_smem.at[stage], values)
@@ -125,7 +127,7 @@ class Compute:
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*self._shape))
-            if not config.readies_keys:
+            if not config.turns:
                 plgpu.barrier_arrive(k_free.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
             s = base2_logits(s, config.spec, factor=factor, slope=self._slopes, distance=distance)
@@ -240,12 +242,12 @@ class Compute:
             turn = Turn(*(load(part.at[which]) for part in operands.tile_turns))
         return mask, turn
 
-    def _ready_keys(self, source) -> None:
+    def _turn_keys(self, source) -> None:
         target = self._readied.keys
         if self._config.widens:
             widen(source, target)
-        if self._key_turns is not None:
-            turn_keys(target if self._config.widens else source, target, self._key_turns)
+            source = target
+        turn_keys(source, target, self._key_turns)
 
     def _queries(self, q_smem):
         """Both halves of queries that are turned for each tile, in registers."""

@@ -17,9 +17,10 @@ class DecodeConfig:
         num_tokens: Query tokens a sequence, `group_size` rows each.
         row_blocks: Blocks of rows of a head.
         heads_a_block: Heads that share one block of 8 rows; each computes all of it.
-        dtype: Of queries, of keys and values unless they are fp8, and of the probabilities.
+        dtype: Of queries, keys and values unless they are fp8, and of the probabilities.
         kv_dtype: Of keys and values.
         out_dtype: Of the output.
+        q_parts: How many numbers of fp8 stand for one of a query, where its products with keys are of fp8.
     """
 
     spec: AttentionSpec
@@ -31,6 +32,7 @@ class DecodeConfig:
     dtype: Any
     kv_dtype: Any
     out_dtype: Any
+    q_parts: int = 1
 
     @property
     def rows(self) -> int:
@@ -44,18 +46,13 @@ class DecodeConfig:
 
     @property
     def widens(self) -> bool:
-        """Whether tiles of keys and values are widened before their products."""
+        """Whether tiles of values are widened before their products, and those of keys if they are turned too."""
         return self.kv_dtype != self.dtype
 
     @property
     def turns(self) -> bool:
         """Whether queries and keys are turned before their product."""
         return self.spec.rope_theta is not None
-
-    @property
-    def readies_keys(self) -> bool:
-        """Whether wgmma reads keys from elsewhere than where they were copied to."""
-        return self.widens or self.turns
 
     @property
     def copies(self) -> PageCopies:
@@ -67,8 +64,8 @@ class Operands(NamedTuple):
     """What the kernel reads; None where a call has no use for it.
 
     Attributes:
-        q: The rows of one kv head after another, each token by token. A head's rows fill whole blocks of rows, or
-            several heads share one block.
+        q: The rows of one kv head after another, each token by token, [B, parts, rows, H]; each is the sum of its
+            parts. A head's rows fill whole blocks of rows, or several heads share one block.
         k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
         layer: Which layer of the pages.
         items, starts: Of the schedule.

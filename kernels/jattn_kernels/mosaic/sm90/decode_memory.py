@@ -43,7 +43,8 @@ def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, 
     def copy_item(number, now, following, state):
         slot = lax.rem(number - begin, 2)
         pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
-        plgpu.copy_gmem_to_smem(operands.q.at[now.sequence, rows], scratch.q.at[slot], scratch.q_full.at[slot])
+        q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
+        plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
         return _copy_tiles(config, operands, scratch, now, following, state)
 
     first_item = read_item(operands, begin)

@@ -9,6 +9,7 @@ from jattn_kernels.spec import AttentionSpec
 _BLOCK_KV = 64
 _FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
+_MOST_Q_BYTES = 4  # of a query's number: float32, or four of 8 bits
 _MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many compute warpgroups
 _TILES_A_PART = 16  # where results must not depend on the batch
 
@@ -38,10 +39,10 @@ class DecodeTiles:
         width, dim, turns = value_columns(spec), spec.head_dim, spec.rope_theta is not None
         widens = kv_itemsize < _WGMMA_BYTES
         copied = kv_itemsize * self.stages * self.block_kv * (dim + width)
-        queries = 2 * self.block_rows * dim * (4 if turns else _WGMMA_BYTES)
+        queries = 2 * self.block_rows * dim * (_MOST_Q_BYTES if turns or widens else _WGMMA_BYTES)
         # Of each compute warpgroup: probabilities, and what is made ready.
         own = self.block_rows * self.block_kv + (self.block_rows * dim if turns else 0)
-        own += (self.block_kv * dim if widens or turns else 0) + (self.block_kv * width if widens else 0)
+        own += (self.block_kv * dim if turns else 0) + (self.block_kv * width if widens else 0)
         results = 4 * self.block_rows * (width + 1 + (self.warpgroups - 1) * (width + 2))
         reductions = (self.warpgroups - 1) * tiles.REDUCTION_BYTES
         return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + reductions + tiles.RESERVED_BYTES

@@ -1,10 +1,9 @@
 """Paged decode on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
+import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
@@ -12,6 +11,7 @@ from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.combine import combine_parts
 from jattn_kernels.mosaic.sm90.decode import decode
 from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Operands
+from jattn_kernels.mosaic.sm90.decode_queries import by_head, in_parts, in_range, padded
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, value_columns
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
@@ -21,8 +21,6 @@ from jattn_kernels.rope import rotate, turned
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
-
-_EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 def decode_schedule(
@@ -59,8 +57,13 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
     num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    dtype = jnp.float16 if k_pages.dtype.itemsize == 1 else q.dtype
-    q, q_size = _in_range(q, dtype, spec)
+    is_narrow_kv = k_pages.dtype.itemsize == 1
+    dtype = jnp.float16 if is_narrow_kv else q.dtype
+    if is_narrow_kv and spec.rope_theta is None:
+        q_parts, q_size = in_parts(q, k_pages.dtype, spec)
+    else:
+        q, q_size = in_range(q, dtype, spec)
+        q_parts = (q,)
     rows = num_tokens * spec.group_size
     sizes = choose_tiles(spec, k_pages.dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
@@ -74,6 +77,7 @@ def paged_decode(
         dtype=jnp.dtype(dtype),
         kv_dtype=k_pages.dtype,
         out_dtype=out_dtype,
+        q_parts=len(q_parts),
     )
     max_keys = page_table.shape[1] * page_size
     bounds = _bounds(seq_lens, options, spec, num_tokens)
@@ -85,7 +89,7 @@ def paged_decode(
         """Of each sequence, or of each row of a head."""
         if num_tokens == 1:
             return of_tokens[:, 0]
-        return _padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
+        return padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
 
     tile_turns = key_turns = None
     if spec.rope_theta is not None:
@@ -95,13 +99,15 @@ def paged_decode(
         tile_turns = _turn(tile * sizes.block_kv, spec, jnp.float32)
         key_turns = _turn(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16)
 
-    by_head = _by_head(q, spec, sizes, shared)
-    if spec.rope_theta is not None:
-        by_head = by_head.reshape(q.shape[0], -1, sizes.block_rows, spec.head_dim).swapaxes(2, 3)
+    rows_of = functools.partial(by_head, spec=spec, sizes=sizes, shared=shared)
+    if spec.rope_theta is None:
+        q_rows = jnp.stack([rows_of(part) for part in q_parts], axis=1)
+    else:
+        q_rows = rows_of(q).reshape(q.shape[0], -1, sizes.block_rows, spec.head_dim).swapaxes(2, 3)
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
     scaled = q_size.size > 1 or options.q_scale is not None or options.k_scale is not None
     operands = Operands(
-        q=by_head,
+        q=q_rows,
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=page_table,
@@ -174,46 +180,15 @@ def _turn(position: Int[Array, " n"], spec: AttentionSpec, dtype: Any) -> Turn:
     return Turn(jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype))
 
 
-def _in_range(
-    q: Float[Array, "B Q N H"], dtype: Any, spec: AttentionSpec
-) -> tuple[Float[Array, "B Q N H"], Float[Array, "_B _K"]]:
-    """Queries in a dtype, and powers of two that they were divided by: float16 has not the range of bfloat16."""
-    if dtype != jnp.float16 or q.dtype != jnp.bfloat16:
-        return q.astype(dtype), jnp.ones((1, 1), jnp.float32)
-    wide = q.astype(jnp.float32).reshape(*q.shape[:2], spec.num_kv_heads, -1)
-    largest = jnp.max(jnp.abs(wide), axis=(1, 3))
-    exponent = lax.bitcast_convert_type(largest, jnp.int32) & _EXPONENT_BITS
-    size = jnp.where(exponent == 0, 1.0, lax.bitcast_convert_type(exponent, jnp.float32))
-    return (wide / size[:, None, :, None]).astype(dtype).reshape(q.shape), size
-
-
-def _by_head(
-    q: Float[Array, "B Q N H"], spec: AttentionSpec, sizes: DecodeTiles, shared: bool
-) -> Float[Array, "B rows H"]:
-    """The rows of one kv head after another, each head's padded to whole blocks unless several share one."""
-    batch_size, num_tokens, _, head_dim = q.shape
-    if shared:
-        return q.reshape(batch_size, spec.num_q_heads, head_dim)
-    by_head = q.reshape(batch_size, num_tokens, spec.num_kv_heads, spec.group_size, head_dim).swapaxes(1, 2)
-    by_head = by_head.reshape(batch_size, spec.num_kv_heads, num_tokens * spec.group_size, head_dim)
-    return _padded(by_head, sizes, axis=2).reshape(batch_size, -1, head_dim)
-
-
 def _slopes(
     slopes: Float[Array, " N"], spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, shared: bool
 ) -> Float[Array, " rows"]:
-    """ALiBi's slope of each row, as `_by_head` has them."""
+    """ALiBi's slope of each row, as `by_head` has them."""
     slopes = slopes.astype(jnp.float32)
     if shared:
         return slopes
-    by_head = jnp.tile(slopes.reshape(spec.num_kv_heads, spec.group_size), (1, num_tokens))
-    return _padded(by_head, sizes).reshape(-1)
-
-
-def _padded(x: jax.Array, sizes: DecodeTiles, axis: int = 1) -> jax.Array:
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -x.shape[axis] % sizes.block_rows)
-    return jnp.pad(x, widths)
+    of_heads = jnp.tile(slopes.reshape(spec.num_kv_heads, spec.group_size), (1, num_tokens))
+    return padded(of_heads, sizes).reshape(-1)
 
 
 def stacked(

@@ -1,0 +1,81 @@
+"""Queries as decode's products take them: rows by kv head, and numbers of few bits where keys have few."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles
+from jattn_kernels.spec import AttentionSpec
+
+_MANTISSA_BITS, _EXPONENT = 23, 0x7F800000  # of a float32
+_NARROW_SIZE = 2.0**7  # the largest number of a head is in [this, twice this), which all dtypes of 8 bits hold
+
+
+def in_range(
+    q: Float[Array, "B Q N H"], dtype: Any, spec: AttentionSpec
+) -> tuple[Float[Array, "B Q N H"], Float[Array, "_B _K"]]:
+    """Queries in a dtype, and powers of two that they were divided by: float16 has not the range of bfloat16."""
+    if dtype != jnp.float16 or q.dtype != jnp.bfloat16:
+        return q.astype(dtype), jnp.ones((1, 1), jnp.float32)
+    size = _sizes(q, spec)
+    return _divided(q, size).astype(dtype), size
+
+
+def in_parts(
+    q: Float[Array, "B Q N H"], dtype: Any, spec: AttentionSpec
+) -> tuple[tuple[Float[Array, "B Q N H"], ...], Float[Array, "_B _K"]]:
+    """Numbers of 8 bits whose sums are the queries, and powers of two that those were divided by.
+
+    Each part takes the leading bits of what the ones before it left. So the sum is exact, but for what lies 2^17 and
+    more below the largest number of a head.
+    """
+    if q.dtype == dtype:
+        return (q,), jnp.ones((1, 1), jnp.float32)
+    size = _sizes(q, spec) / _NARROW_SIZE
+    rest, parts = _divided(q, size), []
+    dropped = _MANTISSA_BITS - jnp.finfo(dtype).nmant
+    for _ in range(-(-_significant_bits(q.dtype) // _significant_bits(dtype))):
+        # Not by a conversion and back, which XLA takes for nothing.
+        bits = lax.bitcast_convert_type(rest, jnp.int32) + (1 << (dropped - 1))
+        part = lax.bitcast_convert_type(bits & -(1 << dropped), jnp.float32)
+        parts.append(part.astype(dtype))
+        rest -= part
+    return tuple(parts), size
+
+
+def by_head(
+    q: Float[Array, "B Q N H"], spec: AttentionSpec, sizes: DecodeTiles, *, shared: bool
+) -> Float[Array, "B rows H"]:
+    """The rows of one kv head after another, each head's padded to whole blocks unless several share one."""
+    batch_size, num_tokens, _, head_dim = q.shape
+    if shared:
+        return q.reshape(batch_size, spec.num_q_heads, head_dim)
+    rows = q.reshape(batch_size, num_tokens, spec.num_kv_heads, spec.group_size, head_dim).swapaxes(1, 2)
+    rows = rows.reshape(batch_size, spec.num_kv_heads, num_tokens * spec.group_size, head_dim)
+    return padded(rows, sizes, axis=2).reshape(batch_size, -1, head_dim)
+
+
+def padded(x: jax.Array, sizes: DecodeTiles, axis: int = 1) -> jax.Array:
+    """With whole blocks of rows on an axis."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, -x.shape[axis] % sizes.block_rows)
+    return jnp.pad(x, widths)
+
+
+def _sizes(q: Float[Array, "B Q N H"], spec: AttentionSpec) -> Float[Array, "B K"]:
+    """The power of two below the largest number of each sequence and kv head; 1 if all are zero."""
+    wide = q.astype(jnp.float32).reshape(*q.shape[:2], spec.num_kv_heads, -1)
+    exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=(1, 3)), jnp.int32) & _EXPONENT
+    return jnp.where(exponent == 0, 1.0, lax.bitcast_convert_type(exponent, jnp.float32))
+
+
+def _divided(q: Float[Array, "B Q N H"], size: Float[Array, "B K"]) -> Float[Array, "B Q N H"]:
+    wide = q.astype(jnp.float32).reshape(*q.shape[:2], size.shape[1], -1)
+    return (wide / size[:, None, :, None]).reshape(q.shape)
+
+
+def _significant_bits(dtype: Any) -> int:
+    return jnp.finfo(dtype).nmant + 1
