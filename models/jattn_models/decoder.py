@@ -178,15 +178,18 @@ class Decoder(nnx.Module):
 
 
 def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: Pass, pool):
-    """A segment's layers: a scan over its periods, the layers of one period in turn."""
+    """A segment's layers: a loop over its periods, the layers of one period in turn.
+
+    The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer.
+    """
     graphs, states = zip(*(nnx.split(stack) for stack in period), strict=True)
 
-    def body(carry, scanned):
+    def body(number, carry):
         hidden, pool = carry
-        layer_states, first_layer = scanned
-        for offset, (graph, state) in enumerate(zip(graphs, layer_states, strict=True)):
-            hidden, pool = nnx.merge(graph, state)(hidden, first_layer + offset, this_pass, pool)
-        return (hidden, pool), None
+        for offset, (graph, stack) in enumerate(zip(graphs, states, strict=True)):
+            state = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), stack)
+            layer = number * len(period) + (segment.layers.start + offset)
+            hidden, pool = nnx.merge(graph, state)(hidden, layer, this_pass, pool)
+        return hidden, pool
 
-    first_layers = jnp.arange(segment.layers.start, segment.layers.stop, len(period), dtype=jnp.int32)
-    return jax.lax.scan(body, (hidden, pool), (states, first_layers))[0]
+    return jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (hidden, pool))
