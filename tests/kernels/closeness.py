@@ -11,14 +11,19 @@ from jattn_kernels import reference
 from jattn_kernels.reference.scores import alibi, rotate
 from tests.kernels.case import Case, Inputs
 
+_NARROW_SUM = 2.0**-12  # of the sizes of two rows: the error of a sum of fp8 products
+
 
 def oracle(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse in float64."""
     return getattr(reference, case.operation)(*inputs.args, **inputs.kwargs, return_lse=True)
 
 
-def tolerances(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+def tolerances(case: Case, inputs: Inputs, *, narrow_products: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Absolute errors allowed in the output and the lse: [..., 1, 1] and [..., 1], one of each a query row.
+
+    Args:
+        narrow_products: Whether tensor cores multiply fp8 keys as they are: Hopper's keep some 13 bits of such sums.
 
     Twice the largest error, relative to a row's size, of dense float32 maths that rounds P and the output to the input
     dtype, plus a floor for sums in another order: sqrt(terms) float32 epsilons, and one rounding of the output. Where
@@ -30,12 +35,14 @@ def tolerances(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     out_size = np.abs(exact_out).max(axis=(-2, -1), keepdims=True)
     lse_size = np.maximum(1.0, np.abs(exact_lse).max(axis=-1, keepdims=True))
     float32_floor = math.sqrt(case.spec.head_dim + max(case.kv_lens)) * float(np.finfo(np.float32).eps)
-    rotation = _rounding_of_rotated_rows(case, inputs)
+    of_logits = _rounding_of_rotated_rows(case, inputs)
+    if narrow_products and case.spec.rope_theta is None and jnp.dtype(case.kv_dtype or case.dtype).itemsize == 1:
+        of_logits += _NARROW_SUM * math.prod(_sizes_of_rows(case, inputs)) * abs(case.spec.scale)
     # A logit's rounding moves the output by that much relative to it, so the output's floor has the logits' size too.
-    out_floor = float32_floor * lse_size[..., None] + rotation + float(jnp.finfo(case.out_dtype).eps) / 2
+    out_floor = float32_floor * lse_size[..., None] + of_logits + float(jnp.finfo(case.out_dtype).eps) / 2
     out_error = (np.abs(out - exact_out) / np.where(out_size == 0, 1.0, out_size)).max()
     lse_error = (np.abs(lse - exact_lse) / lse_size).max()
-    return (2 * out_error + out_floor) * out_size, (2 * lse_error + float32_floor) * lse_size + rotation
+    return (2 * out_error + out_floor) * out_size, (2 * lse_error + float32_floor) * lse_size + of_logits
 
 
 def _rounding_of_rotated_rows(case: Case, inputs: Inputs) -> float:
@@ -43,17 +50,23 @@ def _rounding_of_rotated_rows(case: Case, inputs: Inputs) -> float:
     spec = case.spec
     if spec.rope_theta is None:
         return 0.0
-    requests = [r for r in reference.REQUESTS[case.operation](*inputs.args, **inputs.kwargs) if r.visible.any()]
-    q, k = (
-        max((np.linalg.norm(rows, axis=-1).max() for rows in parts), default=0.0)
-        for parts in ([r.q for r in requests], [r.k for r in requests])
-    )
+    q, k = _sizes_of_rows(case, inputs)
     # The angle, its sine and cosine, two products and their sum are float32 roundings of the same rows.
     eps = math.hypot(float(jnp.finfo(case.out_dtype).eps), 5**0.5 * float(np.finfo(np.float32).eps))
     return 3 * eps / math.sqrt(12) * spec.scale * q * k * math.sqrt(2 / spec.head_dim)
 
 
-def assert_close(case: Case, inputs: Inputs, out: Any, lse: Any) -> None:
+def _sizes_of_rows(case: Case, inputs: Inputs) -> tuple[float, float]:
+    """The largest norms of a row of q and of k."""
+    requests = [r for r in reference.REQUESTS[case.operation](*inputs.args, **inputs.kwargs) if r.visible.any()]
+    q, k = (
+        max((float(np.linalg.norm(rows, axis=-1).max()) for rows in parts), default=0.0)
+        for parts in ([r.q for r in requests], [r.k for r in requests])
+    )
+    return q, k
+
+
+def assert_close(case: Case, inputs: Inputs, out: Any, lse: Any, *, narrow_products: bool = False) -> None:
     """Asserts dtypes, shapes and values of an implementation's answer; -inf must be -inf, and nothing may be NaN."""
     exact_out, exact_lse = oracle(case, inputs)
     chex.assert_shape([out, lse], [exact_out.shape, exact_lse.shape])
@@ -63,7 +76,7 @@ def assert_close(case: Case, inputs: Inputs, out: Any, lse: Any) -> None:
     empty = np.isneginf(exact_lse)
     np.testing.assert_array_equal(np.isneginf(lse), empty, f"{case.name}: rows that see nothing")
     np.testing.assert_array_equal(out[empty], 0.0, f"{case.name}: output of rows that see nothing")
-    out_atol, lse_atol = tolerances(case, inputs)
+    out_atol, lse_atol = tolerances(case, inputs, narrow_products=narrow_products)
     lse, exact_lse = np.where(empty, 0.0, lse), np.where(empty, 0.0, exact_lse)
     for name, actual, exact, atol in (("out", out, exact_out, out_atol), ("lse", lse, exact_lse, lse_atol)):
         # Scaled so that 1 is the tolerance: the message then shows by how much it was missed.

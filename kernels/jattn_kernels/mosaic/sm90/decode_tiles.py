@@ -1,6 +1,7 @@
 """Sizes of decode's tiles, chosen before its kernel is compiled."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
@@ -44,7 +45,7 @@ class DecodeTiles:
         own = self.block_rows * self.block_kv + (self.block_rows * dim if turns else 0)
         own += (self.block_kv * dim if turns else 0) + (self.block_kv * width if widens else 0)
         results = 4 * self.block_rows * (width + 1 + (self.warpgroups - 1) * (width + 2))
-        reductions = (self.warpgroups - 1) * tiles.REDUCTION_BYTES
+        reductions = self.warpgroups * tiles.REDUCTION_BYTES
         return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + reductions + tiles.RESERVED_BYTES
 
 
@@ -57,17 +58,26 @@ def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> Deco
     """
     rows = num_tokens * spec.group_size
     block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
-    tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
-    # One warpgroup keeps up with the memory if all that it does is attend few rows, three if it widens tiles too.
-    is_small, widens = block_rows <= _FEW_ROWS, kv_itemsize < _WGMMA_BYTES
-    is_light = is_small and not widens and spec.rope_theta is None
-    warpgroups_of_a_block = (3, 2, 1) if is_small and widens else (2, 1)
-    for blocks_per_sm, warpgroups in ((2, 1), (1, 1)) if is_light else ((1, n) for n in warpgroups_of_a_block):
-        for stages in range(_MOST_STAGES[warpgroups], 1, -warpgroups):
-            sizes = DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
-            if sizes.shared_memory_bytes(spec, kv_itemsize) * blocks_per_sm <= SHARED_MEMORY_BYTES:
+    while True:
+        for sizes in _candidates(spec, kv_itemsize, block_rows):
+            if sizes.shared_memory_bytes(spec, kv_itemsize) * sizes.blocks_per_sm <= SHARED_MEMORY_BYTES:
                 return sizes
-    raise AssertionError(f"no tiles fit {spec}")
+        assert block_rows > tiles.TILED_ROWS, f"no tiles fit {spec}"
+        block_rows = max(tiles.TILED_ROWS, block_rows // 2 // tiles.TILED_ROWS * tiles.TILED_ROWS)
+
+
+def _candidates(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator[DecodeTiles]:
+    """Sizes for blocks of so many rows, the best ones first."""
+    if block_rows > _FEW_ROWS or spec.rope_theta is not None:
+        blocks = ((1, 2), (1, 1))
+    elif kv_itemsize < _WGMMA_BYTES:
+        blocks = ((1, 3), (1, 2), (1, 1))
+    else:  # All that there is to do is to attend few rows: one warpgroup keeps up with the memory.
+        blocks = ((2, 1), (1, 1))
+    tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
+    for blocks_per_sm, warpgroups in blocks:
+        for stages in range(_MOST_STAGES[warpgroups], 1, -warpgroups):
+            yield DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
 
 
 def value_columns(spec: AttentionSpec) -> int:

@@ -1,0 +1,78 @@
+"""What decode does around its kernel: tile sizes that fit, queries as sums of fp8 numbers, parts merged."""
+
+import itertools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from jattn_kernels import AttentionSpec
+from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.combine import combine_parts
+from jattn_kernels.mosaic.sm90.decode import Parts
+from jattn_kernels.mosaic.sm90.decode_queries import in_parts
+from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
+from jattn_kernels.schedule import DecodeSchedule
+
+_SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(("head_dim", "rope_theta"), [(64, None), (80, None), (128, None), (128, 1e4), (256, None)])
+def test_some_tiles_fit_for_every_group_and_number_of_tokens(head_dim, rope_theta):
+    for group, kv_itemsize, num_tokens in itertools.product((1, 5, 8, 32), (1, 2), (1, 2, 6, 16)):
+        spec = AttentionSpec(num_q_heads=group, num_kv_heads=1, head_dim=head_dim, rope_theta=rope_theta)
+        sizes = choose_tiles(spec, kv_itemsize, num_tokens)
+        assert sizes.block_rows % 8 == 0
+        assert sizes.stages >= max(2, sizes.warpgroups)
+        assert sizes.stages % sizes.warpgroups == 0
+        assert sizes.blocks_per_sm * sizes.shared_memory_bytes(spec, kv_itemsize) <= tiles.SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "dtype", "parts"),
+    [
+        ("bfloat16", "float8_e4m3fn", 2),
+        ("float16", "float8_e4m3fn", 3),
+        ("bfloat16", "float8_e5m2", 3),
+        ("float8_e4m3fn", "float8_e5m2", 2),
+        ("float8_e5m2", "float8_e4m3fn", 1),
+        ("float8_e4m3fn", "float8_e4m3fn", 1),
+    ],
+)
+@pytest.mark.parametrize("size", [1e-3, 1.0, 50.0])
+def test_the_parts_of_queries_sum_to_them(q_dtype, dtype, parts, size):
+    q = (jax.random.normal(jax.random.key(0), (3, 2, 8, 64)) * size).astype(q_dtype)
+    q = q.at[1].set(0)
+    split, sizes = jax.jit(in_parts, static_argnames=("dtype", "spec"))(q, dtype=jnp.dtype(dtype), spec=_SPEC)
+    assert [part.dtype for part in split] == [jnp.dtype(dtype)] * parts
+    total = np.sum([np.asarray(part, np.float64) for part in split], axis=0).reshape(3, 2, 2, -1)
+    exact = np.asarray(q, np.float64).reshape(3, 2, 2, -1)
+    largest = np.abs(exact).max(axis=(1, 3), keepdims=True)
+    error = np.abs(total * np.asarray(sizes, np.float64)[:, None, :, None] - exact)
+    assert (error <= 2.0**-16 * largest).all()
+
+
+def test_many_parts_of_a_sequence_are_merged_by_their_weights():
+    num_parts, rng = 21, np.random.default_rng(0)
+    outs = rng.standard_normal((num_parts, 1, 8, 64), np.float32)
+    lses = rng.standard_normal((num_parts, 1, 8)).astype(np.float32) * 3
+    lses[4] = -np.inf
+    parts = Parts(jnp.zeros((2, 1, 8, 64)), jnp.ones((2, 1, 8)), jnp.array(outs), jnp.array(lses))
+    schedule = DecodeSchedule(
+        items=jnp.zeros((num_parts, 5), jnp.int32),
+        starts=jnp.zeros(2, jnp.int32),
+        split=jnp.array([[1, 0, num_parts], [-1, -1, -1]], jnp.int32),
+        block_kv=64,
+    )
+    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        out, lse = combine_parts(parts, schedule)
+    assert not gpu_callbacks.get_races().races_found
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    total = np.logaddexp.reduce(lses.astype(np.float64), axis=0)
+    np.testing.assert_allclose(lse[1], total, rtol=1e-6)
+    np.testing.assert_allclose(out[1], (np.exp(lses - total)[..., None] * outs).sum(axis=0), atol=1e-6)
+    np.testing.assert_array_equal(out[0], 0.0)  # the other sequence is as it was
+    np.testing.assert_array_equal(lse[0], 1.0)
