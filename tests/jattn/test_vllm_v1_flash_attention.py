@@ -40,6 +40,7 @@ def random(seed, *shape):
     ("of_impl", "arguments", "error", "message"),
     [
         ({"attn_type": "encoder"}, {}, NotImplementedError, "v1 has decoders only: use `jattn.vllm.v0`"),
+        ({"attn_type": "encoder_decoder"}, {}, NotImplementedError, "v1 has decoders only: use `jattn.vllm.v0`"),
         ({}, {"output_scale": jnp.ones(())}, NotImplementedError, "`output_scale` must be None"),
         ({}, {"key": None}, ValueError, "`key` and `value` must be given together"),
         ({}, {"kv_cache": None}, ValueError, "`kv_cache` must be given"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.backend import BackendOptions, backend_class
 from jattn.checkpoint import Checkpoint
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
 from jattn_models.bart import BartConfig, BartForConditionalGeneration
@@ -53,18 +53,22 @@ def slots(table, spans):
     return np.concatenate([table[row, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for row, at in enumerate(spans)])
 
 
-def test_paged_logits_match_transformers():
-    model = BartForConditionalGeneration.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)
+def load():
+    return BartForConditionalGeneration.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)
+
+
+OPTIONS = BackendOptions(max_context_len=MAX_CONTEXT, page_size=PAGE_SIZE, max_num_seqs=ROWS, dtype="float32")
+
+
+@pytest.mark.parametrize("surface", ["flash_attention", "flashinfer"])
+def test_paged_logits_match_transformers(surface):
+    model = load()
     graph, state = nnx.split(model)
     with np.load(FOLDER / "golden.npz") as arrays:
         encoders, tokens, expected = (
             [arrays[f"{kind}_{number}"] for number in range(3)] for kind in ("encoder_tokens", "tokens", "logits")
         )
-    backend = FlashAttentionBackend(
-        FlashAttentionConfig(
-            max_context_len=MAX_CONTEXT, page_size=PAGE_SIZE, layers=model.attention_layers, is_encoder_decoder=True
-        )
-    )
+    backend = backend_class(surface).for_model(model.attention_layers, OPTIONS)
     width = MAX_CONTEXT // PAGE_SIZE
     num_pages = 1 + ROWS * width
     pool = make_pool(model.kv_groups, num_pages=num_pages, page_size=PAGE_SIZE, dtype=jnp.float32)
