@@ -10,7 +10,7 @@ from flax import nnx
 from jattn.backend import BackendOptions, backend_class
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
-from tests.models.over_vllm import VllmV1Backend, in_one_array
+from tests.models.over_vllm import OVER_VLLM, in_one_array
 
 PADDED_ROWS = 2
 PADDED_TOKENS = 3
@@ -28,7 +28,7 @@ class PagedRun:
     """Each sequence owns pages for `capacity` tokens, in random order, and grows by every call.
 
     Args:
-        surface: A backend's name, or "vllm_v1".
+        surface: A backend's name, or one of OVER_VLLM.
     """
 
     def __init__(self, model, num_seqs, *, capacity, page_size, dtype=jnp.float32, surface="flash_attention"):
@@ -39,7 +39,7 @@ class PagedRun:
             max_num_seqs=num_seqs + PADDED_ROWS,
             dtype=jnp.dtype(dtype).name,
         )
-        of_surface = VllmV1Backend if surface == "vllm_v1" else backend_class(surface)
+        of_surface = OVER_VLLM.get(surface) or backend_class(surface)
         self.backend = of_surface.for_model(model.attention_layers, options)
         self.page_size = page_size
         self.lens = np.zeros(num_seqs, np.int32)
@@ -50,7 +50,7 @@ class PagedRun:
         self.page_table[:num_seqs] = pages[: num_seqs * width].reshape(num_seqs, width)
         pool = make_pool(model.kv_groups, num_pages=num_pages, page_size=page_size, dtype=dtype)
         self.num_slots = pool.groups[0].num_slots
-        pool = in_one_array(pool) if surface == "vllm_v1" else pool
+        pool = in_one_array(pool) if surface in OVER_VLLM else pool
         self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool)
 
     def extend(self, tokens):
