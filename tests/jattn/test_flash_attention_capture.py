@@ -112,11 +112,20 @@ def test_multi_step_replay_has_the_trees_and_avals_of_the_capture():
     captured = jax.eval_shape(backend.init_forward_metadata_capture_cuda_graph, batch)
     fewer = jax.tree.map(lambda leaf: leaf[:3] if leaf.shape[:1] == (4,) else leaf, batch)
     fewer = dataclasses.replace(fewer, out_cache_loc=(batch.out_cache_loc[0][: 3 * 2 * STEPS],))
-    replayed = jax.jit(backend.init_forward_metadata_replay_cuda_graph, static_argnums=1)(fewer, 4)
+    replay = jax.jit(backend.init_forward_metadata_replay_cuda_graph, static_argnums=1)
+    replayed = replay(fewer, 4)
     assert len(replayed) == STEPS - 1
     chex.assert_trees_all_equal_structs(replayed, captured)
     chex.assert_trees_all_equal_shapes_and_dtypes(replayed, captured)
-    assert replayed[0].cache_seqlens_int32.tolist()[3] == 0
+    rng = np.random.default_rng(0)
+    batches = [tuple(random_rows(rng, 3)) for _ in range(500)]
+    with compilations() as compiled:
+        for rows in batches:
+            given = dict(zip(("req_pool_indices", "seq_lens", "encoder_lens"), rows, strict=True))
+            lens = np.asarray(replay(dataclasses.replace(fewer, **given), 4)[1].cache_seqlens_int32)
+            drafted = np.where(np.asarray(rows[1]) > 0, 2 * STEPS, 0)
+            assert lens.tolist() == [*(np.asarray(rows[1]) + drafted), 0]
+    assert not compiled
 
 
 @pytest.mark.parametrize("latent", [False, True])
