@@ -312,6 +312,8 @@ class FlashInferAttnBackend(FlashInferConfig):
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
         refuse_chunks(layer)
+        if layer.is_cross_attention and not self.is_encoder_decoder:
+            raise ValueError("`layer` may have cross attention only with `is_encoder_decoder`. Got a backend without.")
         index = 0
         match self.dispatch_reason:
             case WrapperDispatch.SLIDING_WINDOW:
@@ -321,10 +323,8 @@ class FlashInferAttnBackend(FlashInferConfig):
                         f"Got layer.sliding_window_size={layer.sliding_window_size}."
                     )
                 index = int(layer.sliding_window_size == -1)
-            case WrapperDispatch.CROSS_ATTENTION:
-                index = int(layer.is_cross_attention)
-        if layer.is_cross_attention and not self.is_encoder_decoder:
-            raise ValueError("`layer` may have cross attention only with `is_encoder_decoder`. Got a backend without.")
+            case WrapperDispatch.CROSS_ATTENTION if layer.is_cross_attention:
+                return 1  # whichever group has the layer's keys: encoders' pages are one table for all
         return layer.group * self.num_wrappers + index
 
     def _places_of(self, forward_batch: ForwardBatch) -> Places:
@@ -383,9 +383,8 @@ def _saved(pool: KVPool, layer: AttentionLayer, forward_batch: ForwardBatch, k, 
         raise ValueError("`k` and `v` must be given together or both be None.")
     if k is None:
         return pool
-    slots = forward_batch.out_cache_loc[layer.group]
-    if layer.is_cross_attention:
-        slots = forward_batch.encoder_out_cache_loc
-        if slots is None:
-            raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are saved. Got None.")
+    is_cross = layer.is_cross_attention
+    slots = forward_batch.encoder_out_cache_loc if is_cross else forward_batch.out_cache_loc[layer.group]
+    if slots is None:
+        raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are saved. Got None.")
     return pool.write(layer.group, layer.layer_id, slots, k, v, layer.k_scale, layer.v_scale)

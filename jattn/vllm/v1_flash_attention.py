@@ -84,7 +84,17 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
 
 
 class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
-    """Attention of one kind of layer; static and hashable. Its cache has the axes of `get_kv_cache_layout`."""
+    """Attention of one kind of layer; static and hashable. Its cache has the axes of `get_kv_cache_layout`.
+
+    Raises:
+        ValueError: A value contradicts its rule.
+        NotImplementedError: The layer is no decoder's own.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"v1 has decoders only: use `jattn.vllm.v0`. Got attn_type={self.attn_type!r}.")
 
     def forward(
         self,
@@ -109,12 +119,10 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
 
         Raises:
             ValueError: Arguments do not belong together.
-            NotImplementedError: `output_scale` is given, or the layer is no decoder's own.
+            NotImplementedError: `output_scale` is given.
         """
         metadata, layout = attn_metadata, get_kv_cache_layout()
         v0_impl.refuse_output_scale(output_scale)
-        if self.attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"v1 has decoders only: use `jattn.vllm.v0`. Got attn_type={self.attn_type!r}.")
         if (key is None) != (value is None):
             raise ValueError("`key` and `value` must be given together or both be None.")
         if kv_cache is None or query.shape[0] != metadata.num_actual_tokens:

@@ -14,6 +14,7 @@ from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig, F
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVGroupSpec, make_pool
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput
+from tests.jattn.listening import compilations
 from tests.jattn.requests_of_tokens import MAX_CONTEXT, NOWHERE, NUM_REQUESTS, random_requests
 
 NUM_DRAFT, STEPS, BATCHES = 3, 3, 30
@@ -111,11 +112,20 @@ def test_multi_step_replay_has_the_trees_and_avals_of_the_capture():
     captured = jax.eval_shape(backend.init_forward_metadata_capture_cuda_graph, batch)
     fewer = jax.tree.map(lambda leaf: leaf[:3] if leaf.shape[:1] == (4,) else leaf, batch)
     fewer = dataclasses.replace(fewer, out_cache_loc=(batch.out_cache_loc[0][: 3 * 2 * STEPS],))
-    replayed = jax.jit(backend.init_forward_metadata_replay_cuda_graph, static_argnums=1)(fewer, 4)
+    replay = jax.jit(backend.init_forward_metadata_replay_cuda_graph, static_argnums=1)
+    replayed = replay(fewer, 4)
     assert len(replayed) == STEPS - 1
     chex.assert_trees_all_equal_structs(replayed, captured)
     chex.assert_trees_all_equal_shapes_and_dtypes(replayed, captured)
-    assert replayed[0].cache_seqlens_int32.tolist()[3] == 0
+    rng = np.random.default_rng(0)
+    batches = [tuple(random_rows(rng, 3)) for _ in range(500)]
+    with compilations() as compiled:
+        for rows in batches:
+            given = dict(zip(("req_pool_indices", "seq_lens", "encoder_lens"), rows, strict=True))
+            lens = np.asarray(replay(dataclasses.replace(fewer, **given), 4)[1].cache_seqlens_int32)
+            drafted = np.where(np.asarray(rows[1]) > 0, 2 * STEPS, 0)
+            assert lens.tolist() == [*(np.asarray(rows[1]) + drafted), 0]
+    assert not compiled
 
 
 @pytest.mark.parametrize("latent", [False, True])
@@ -154,8 +164,8 @@ def test_step_updates_the_donated_pool_in_place(name, latent):
     assert memory.temp_size_in_bytes < pool_bytes / 4  # less than one layer's keys
 
 
-@pytest.mark.parametrize("name", ["decode", "verify"])
-def test_whole_step_replays_random_batches_without_compiling(name):
+@pytest.mark.parametrize("name", ["decode", "draft_decode", "draft_tree", "idle", "verify"])
+def test_whole_step_replays_500_random_batches_without_compiling(name):
     mode, spec_info, q_len, backend = MODES[name]
     pool = make_pool(
         (KVGroupSpec(name="all", num_layers=1, num_kv_heads=2, head_dim=16),),
@@ -164,7 +174,7 @@ def test_whole_step_replays_random_batches_without_compiling(name):
         dtype=jnp.float32,
     )
     batch = random_requests(0, 16).batch(mode, [], 4 * q_len, np.arange(5) * q_len)
-    layer = CONFIG.layers[1]
+    layer = CONFIG.layers[0 if name == "draft_tree" else 1]  # chunks serve no trees
 
     @functools.partial(jax.jit, donate_argnums=3)
     def step(requests, lens, q, pool):
@@ -174,9 +184,11 @@ def test_whole_step_replays_random_batches_without_compiling(name):
 
     rng = np.random.default_rng(0)
     q = jnp.asarray(rng.normal(size=(4 * q_len, 4, 16)), jnp.float32)
-    for _ in range(250):
-        requests, lens, _ = random_rows(rng, 4)
-        out, pool = step(requests, lens, q, pool)
-        written = np.repeat(np.asarray(lens) > 0, q_len)
-        assert (np.asarray(out).any(axis=(1, 2)) == written).all()
-    assert step._cache_size() == 1
+    batches = [tuple(random_rows(rng, 4))[:2] for _ in range(500)]
+    _, pool = step(*batches[0], q, pool)
+    with compilations() as compiled:
+        for requests, lens in batches:
+            out, pool = step(requests, lens, q, pool)
+            written = np.repeat(np.asarray(lens) > 0, q_len) & (mode is not ForwardMode.IDLE)
+            assert (np.asarray(out).any(axis=(1, 2)) == written).all()
+    assert not compiled

@@ -180,6 +180,34 @@ def test_graph_prefill_replays_smaller_batches_without_compiling():
         assert_base2_close(case, inputs, out, lse)
 
 
+def test_graph_ragged_prefill_replays_500_random_batches_without_compiling():
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(None, "NHD", True, buffer(4), buffer(4))
+    step = jax.jit(lambda q, k, v, planned: wrapper.run(q, k, v, planned=planned, return_lse=True))
+    rng, batches = np.random.default_rng(0), []
+    for number in range(500):
+        rows = rng.integers(1, 4) if number else 3
+        q_lens = rng.integers(0, 6, rows) if number else np.full(3, 5)  # the first plan has the most queries
+        lens = (q_lens, rng.integers(0, 21, rows))
+        offsets = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in lens]
+        arrays = [rng.normal(size=(rows, heads, 16)).astype(np.float32) for rows, heads in ((15, 6), (60, 2), (60, 2))]
+        for array, starts in zip(arrays, (offsets[0], offsets[1], offsets[1]), strict=True):
+            array[starts[-1] :] = np.nan
+        batches.append((offsets, arrays))
+
+    def replay(offsets, arrays):
+        planned = wrapper.plan(*offsets, 6, 2, 16, causal=True, q_data_type="float32")
+        return step(*map(jnp.asarray, arrays), planned)
+
+    replay(*batches[0])
+    with compilations() as compiled:
+        answers = [replay(*batch) for batch in batches]
+    assert not compiled
+    for (offsets, arrays), (out, lse) in zip(batches[::25], answers[::25], strict=True):
+        exact, natural = reference.ragged_extend(*arrays, *offsets, spec=SPEC, return_lse=True)
+        np.testing.assert_allclose(out, exact, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(lse * np.float32(np.log(2)), natural, rtol=2e-5, atol=2e-5)
+
+
 def test_graph_ragged_prefill_keeps_its_shapes():
     wrapper = BatchPrefillWithRaggedKVCacheWrapper(None, "NHD", True, buffer(4), buffer(4))
     facts = (4, 2, 16)

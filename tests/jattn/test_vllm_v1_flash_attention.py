@@ -36,10 +36,15 @@ def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])
+def test_layer_that_is_no_decoders_own_is_refused(attn_type):
+    with pytest.raises(NotImplementedError, match=f"v1 has decoders only: use `jattn.vllm.v0`. Got .*'{attn_type}'"):
+        make_impl(attn_type=attn_type)
+
+
 @pytest.mark.parametrize(
     ("of_impl", "arguments", "error", "message"),
     [
-        ({"attn_type": "encoder"}, {}, NotImplementedError, "v1 has decoders only: use `jattn.vllm.v0`"),
         ({}, {"output_scale": jnp.ones(())}, NotImplementedError, "`output_scale` must be None"),
         ({}, {"key": None}, ValueError, "`key` and `value` must be given together"),
         ({}, {"kv_cache": None}, ValueError, "`kv_cache` must be given"),

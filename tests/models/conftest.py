@@ -1,13 +1,12 @@
 """Fixtures of the models' tests."""
 
-import jax
 import pytest
+
+from tests import careful
 
 
 @pytest.fixture
 def compiled_with_care():
-    """Where logits are held against another framework's to float32's last digits: hasty compiling costs one of them."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    """Where logits are held against another framework's to float32's last digits."""
+    with careful.compiled_with_care():
+        yield

@@ -48,8 +48,9 @@ def prompts(case):
     return [row[:length] for row, length in zip(golden(case, "tokens"), PROMPT_LENS, strict=True)]
 
 
-def paged_run(case, page_size, dtype=jnp.float32):
-    return PagedRun(load(case, dtype), len(PROMPT_LENS), capacity=CAPACITY, page_size=page_size, dtype=dtype)
+def paged_run(case, page_size, dtype=jnp.float32, surface="flash_attention"):
+    sizes = {"capacity": CAPACITY, "page_size": page_size}
+    return PagedRun(load(case, dtype), len(PROMPT_LENS), **sizes, dtype=dtype, surface=surface)
 
 
 def assert_golden(logits, expected, tolerance=TOLERANCE):
@@ -57,9 +58,9 @@ def assert_golden(logits, expected, tolerance=TOLERANCE):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
 
 
-def assert_run_is_golden(case, page_size):
+def assert_run_is_golden(case, page_size, surface="flash_attention"):
     """Prompts in one ragged pass, then a token at a time, against transformers' logits."""
-    run = paged_run(case, page_size)
+    run = paged_run(case, page_size, surface=surface)
     for logits, expected in zip(run.extend(prompts(case)), golden(case), strict=True):
         assert_golden(logits, expected[: len(logits)])
     for step in range(DECODE_STEPS):

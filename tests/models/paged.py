@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
+from jattn.backend import BackendOptions, backend_class
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
+from tests.models.over_vllm import OVER_VLLM, in_one_array
 
 PADDED_ROWS = 2
 PADDED_TOKENS = 3
@@ -24,11 +25,22 @@ def forward_pass(graph, state, backend, pool, batch):
 
 
 class PagedRun:
-    """Each sequence owns pages for `capacity` tokens, in random order, and grows by every call."""
+    """Each sequence owns pages for `capacity` tokens, in random order, and grows by every call.
 
-    def __init__(self, model, num_seqs, *, capacity, page_size, dtype=jnp.float32):
+    Args:
+        surface: A backend's name, or one of OVER_VLLM.
+    """
+
+    def __init__(self, model, num_seqs, *, capacity, page_size, dtype=jnp.float32, surface="flash_attention"):
         self.graph, self.state = nnx.split(model)
-        self.backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=capacity, page_size=page_size))
+        options = BackendOptions(
+            max_context_len=capacity,
+            page_size=page_size,
+            max_num_seqs=num_seqs + PADDED_ROWS,
+            dtype=jnp.dtype(dtype).name,
+        )
+        of_surface = OVER_VLLM.get(surface) or backend_class(surface)
+        self.backend = of_surface.for_model(model.attention_layers, options)
         self.page_size = page_size
         self.lens = np.zeros(num_seqs, np.int32)
         width = -(-capacity // page_size)
@@ -37,6 +49,8 @@ class PagedRun:
         pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))
         self.page_table[:num_seqs] = pages[: num_seqs * width].reshape(num_seqs, width)
         pool = make_pool(model.kv_groups, num_pages=num_pages, page_size=page_size, dtype=dtype)
+        self.num_slots = pool.groups[0].num_slots
+        pool = in_one_array(pool) if surface in OVER_VLLM else pool
         self.pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool)
 
     def extend(self, tokens):
@@ -55,7 +69,6 @@ class PagedRun:
         positions = np.concatenate([np.arange(*span) for span in zip(starts, self.lens, strict=True)])
         owner = np.repeat(np.arange(len(q_lens)), q_lens)
         slots = self.page_table[owner, positions // self.page_size] * self.page_size + positions % self.page_size
-        nowhere = self.pool.groups[0].num_slots
         cu_q_lens = np.arange(len(q_lens) + 1) if mode.is_decode() else np.cumsum([0, *q_lens])
         batch = ForwardBatch(
             forward_mode=mode,
@@ -63,7 +76,7 @@ class PagedRun:
             positions=padded(positions, padding, 0),
             seq_lens=padded(self.lens, PADDED_ROWS, 0),
             cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
-            out_cache_loc=(padded(slots, padding, nowhere),),
+            out_cache_loc=(padded(slots, padding, self.num_slots),),
             page_tables=(jnp.asarray(self.page_table),),
         )
         logits, self.pool = forward_pass(self.graph, self.state, self.backend, self.pool, batch)

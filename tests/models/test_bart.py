@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.backend import BackendOptions, backend_class
 from jattn.checkpoint import Checkpoint
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
 from jattn_models.bart import BartConfig, BartForConditionalGeneration
 from tests.models.goldens import assert_golden
+from tests.models.over_vllm import OVER_VLLM, in_one_array
 
 FOLDER = pathlib.Path(__file__).parent / "golden_cross" / "bart"
 PROMPT_LENS = (1, 8, 21)
 DECODE_STEPS = 32
-PAGE_SIZE = 8
-MAX_CONTEXT = 56
+PAGE_SIZE = 16
+MAX_CONTEXT = 64
 ROWS = 4  # the last one is padding
 NOWHERE = np.iinfo(np.int32).max
 FIELDS = {
@@ -53,21 +54,24 @@ def slots(table, spans):
     return np.concatenate([table[row, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for row, at in enumerate(spans)])
 
 
-def test_paged_logits_match_transformers():
+OPTIONS = BackendOptions(max_context_len=MAX_CONTEXT, page_size=PAGE_SIZE, max_num_seqs=ROWS, dtype="float32")
+
+
+@pytest.mark.parametrize("surface", ["flash_attention", "flashinfer", "vllm_v0"])
+def test_paged_logits_match_transformers(surface):
+    """Prompts with their encoders in one ragged pass, then a token at a time."""
     model = BartForConditionalGeneration.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)
     graph, state = nnx.split(model)
     with np.load(FOLDER / "golden.npz") as arrays:
         encoders, tokens, expected = (
             [arrays[f"{kind}_{number}"] for number in range(3)] for kind in ("encoder_tokens", "tokens", "logits")
         )
-    backend = FlashAttentionBackend(
-        FlashAttentionConfig(
-            max_context_len=MAX_CONTEXT, page_size=PAGE_SIZE, layers=model.attention_layers, is_encoder_decoder=True
-        )
-    )
+    of_surface = OVER_VLLM.get(surface) or backend_class(surface)
+    backend = of_surface.for_model(model.attention_layers, OPTIONS)
     width = MAX_CONTEXT // PAGE_SIZE
     num_pages = 1 + ROWS * width
     pool = make_pool(model.kv_groups, num_pages=num_pages, page_size=PAGE_SIZE, dtype=jnp.float32)
+    pool = in_one_array(pool) if surface in OVER_VLLM else pool
     pool = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool)
     rng = np.random.default_rng(0)
     own, across = (rng.permutation(np.arange(1, num_pages)).reshape(ROWS, width) for _ in range(2))
@@ -103,6 +107,12 @@ def test_paged_logits_match_transformers():
         new = [row[i : i + 1] for row, i in zip(tokens, at, strict=True)]
         logits, pool = run(ForwardMode.DECODE, new, at, padded=ROWS)
         assert_golden(logits[:3], np.stack([row[i] for row, i in zip(expected, at, strict=True)]))
+
+
+def test_cross_attention_through_vllm_v1_is_refused():
+    model = BartForConditionalGeneration(BartConfig.from_dict(FIELDS), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    with pytest.raises(NotImplementedError, match=r"v1 has decoders only: use `jattn.vllm.v0`"):
+        OVER_VLLM["vllm_v1"].for_model(model.attention_layers, OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,21 @@ def test_paged_logits_match_transformers(case):
     assert_run_is_golden(case, page_size=8)
 
 
+# Windows in some layers, and chunks.
+@pytest.mark.usefixtures("compiled_with_care")
+@pytest.mark.parametrize(
+    ("case", "surface", "page_size"),
+    [("gemma3", "flashinfer", 8), ("gemma3", "vllm_v1", 16), ("llama4", "vllm_v1", 8)],
+)
+def test_paged_logits_through_another_surface_match_transformers(case, surface, page_size):
+    assert_run_is_golden(case, page_size=page_size, surface=surface)
+
+
+def test_chunked_layers_are_refused_by_a_surface_without_chunks():
+    with pytest.raises(NotImplementedError, match="`chunk_size` must be None in layers of a FlashInfer backend: use"):
+        paged_run("llama4", page_size=8, surface="flashinfer")
+
+
 # phi3_longrope is the same class as phi3.
 @pytest.mark.parametrize("case", [case for case in OTHER_CASES if case != "phi3_longrope"])
 def test_served_greedy_tokens_match_transformers(case):
