@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionLayer, BackendOptions
+from jattn.arguments import check_whole, in_words, instance, integers, scale_arrays, whole
+from jattn.backend import WORDS, AttentionLayer, BackendOptions, checked_rows
 from jattn.flash_attention.building import (
     NOWHERE,
     Drafting,
@@ -20,10 +21,10 @@ from jattn.flash_attention.building import (
 from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import Reading, kind_of, reading
-from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVGroup, KVPool
 from jattn.rotary import Angles, rotate
-from jattn.spec_info import SpecInput
+from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 from jattn_kernels import mla_decode, mla_extend, paged_decode, paged_extend
 
 
@@ -37,6 +38,9 @@ class FlashAttentionBackend:
         speculative_step_id: Which draft step this backend serves, from 0.
         topk: Branches a drafted sequence has; 0 and 1 are a chain.
         speculative_num_steps: Draft steps in all.
+
+    Raises:
+        ValueError: `config` is of another type, or a number below 0.
     """
 
     config: FlashAttentionConfig
@@ -44,6 +48,10 @@ class FlashAttentionBackend:
     speculative_step_id: int = 0
     topk: int = 0
     speculative_num_steps: int = 0
+
+    def __post_init__(self):
+        instance("config", self.config, FlashAttentionConfig)
+        check_whole(self, "speculative_step_id", "topk", "speculative_num_steps", least=0)
 
     @classmethod
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashAttentionBackend":
@@ -95,6 +103,7 @@ class FlashAttentionBackend:
         Raises:
             ValueError: The batch says neither its pages nor its requests, or its tokens and rows do not go together.
         """
+        forward_batch = checked_batch(forward_batch)
         q_len = tokens_a_sequence(forward_batch.forward_mode, forward_batch.spec_info, self._drafting, self.config)
         slots = forward_batch.out_cache_loc
         if q_len is not None:
@@ -169,6 +178,8 @@ class FlashAttentionBackend:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> CudaGraphState:
         """The static sizes for steps of at most `max_bs` sequences and `max_num_tokens` tokens, `max_bs` if None."""
         max_num_tokens = max_bs if max_num_tokens is None else max_num_tokens
+        for name, size in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
+            whole(name, size, 0)
         if max_bs < 1 or max_num_tokens < max_bs:
             raise ValueError(
                 "`max_bs` must be at least 1 and `max_num_tokens` at least `max_bs`. "
@@ -194,6 +205,7 @@ class FlashAttentionBackend:
             ValueError: `num_tokens` is not that of `bs` rows in this mode; or as the replay.
             NotImplementedError: As the replay.
         """
+        whole("bs", bs)
         if (expected := bs * self._captured_q_len(forward_mode, spec_info)) != num_tokens:
             raise ValueError(
                 f"`num_tokens` must be {expected} for `bs` rows in {forward_mode.name}. "
@@ -231,7 +243,11 @@ class FlashAttentionBackend:
             ValueError: The rows do not belong together, or `req_to_token` is narrower than the longest sequence.
             NotImplementedError: The step is neither decode, nor drafting, nor target verify.
         """
+        whole("bs", bs)
         q_len = self._captured_q_len(forward_mode, spec_info)
+        req_pool_indices = integers("req_pool_indices", req_pool_indices, "rows")
+        seq_lens = integers("seq_lens", seq_lens, "rows")
+        encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
         if req_pool_indices.shape != seq_lens.shape:
             raise ValueError(
                 "`req_pool_indices` and `seq_lens` must have the same length. "
@@ -247,6 +263,7 @@ class FlashAttentionBackend:
             (table,) = places.page_tables
             slots = slots_of_tokens(table, seq_lens, forward_mode, spec_info, self._drafting, self.config)
         else:
+            out_cache_loc = integers("out_cache_loc", out_cache_loc, "tokens")
             by_row = self._of_this_step(out_cache_loc, given * q_len).reshape(given, q_len)[:bs].astype(jnp.int32)
             by_row = jnp.pad(by_row, ((0, bs - by_row.shape[0]), (0, 0)), constant_values=NOWHERE)
             slots = jnp.where(seq_lens[:, None] > 0, by_row, NOWHERE).reshape(-1)
@@ -267,6 +284,8 @@ class FlashAttentionBackend:
         return Drafting(self.speculative_step_id, self.topk, self.speculative_num_steps)
 
     def _captured_q_len(self, mode: ForwardMode, spec_info: SpecInput | None) -> int:
+        instance("forward_mode", mode, ForwardMode)
+        instance("spec_info", spec_info, EagleDraftInput, EagleVerifyInput, type(None))
         q_len = tokens_a_sequence(mode, spec_info, self._drafting, self.config)
         if q_len is None:
             raise NotImplementedError(
@@ -300,7 +319,11 @@ class FlashAttentionBackend:
             self.config,
         )
 
+    @in_words(**WORDS)
     def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
+        instance("metadata", metadata, FlashAttentionMetadata)
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        self._check_group(pool.groups[layer.group])
         if save_kv_cache:
             pool = self._saved(pool, layer, forward_batch, metadata, k, v)
         group = pool.groups[layer.group]
@@ -340,6 +363,14 @@ class FlashAttentionBackend:
         assert isinstance(out, jax.Array)
         return out.reshape(-1, *out.shape[-2:])
 
+    def _check_group(self, group: KVGroup) -> None:
+        config = self.config
+        if (group.page_size, group.k.dtype) != (config.page_size, config.stored_dtype):
+            raise ValueError(
+                f"`pool` must have the configuration's pages of {config.page_size} tokens of {config.stored_dtype}. "
+                f"Got pages of {group.page_size} tokens of {group.k.dtype} in group {group.name!r}."
+            )
+
     def _saved(self, pool: KVPool, layer, forward_batch, metadata, k, v) -> KVPool:
         if (k is None) != (v is None):
             raise ValueError("`k` and `v` must be given together or both be None.")
@@ -351,7 +382,10 @@ class FlashAttentionBackend:
         return pool.set_kv_buffer(layer, slots, k, v, *self._scales(layer))
 
     def _scales(self, layer: AttentionLayer) -> tuple[Array | None, Array | None]:
-        return (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
+        if not self.config.is_fp8:
+            return None, None
+        scales = scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale)
+        return scales["k_scale"], scales["v_scale"]
 
     def _stored(self, q: Array, layer: AttentionLayer) -> Array:
         """The queries, in the pool's dtype if that is asked for."""

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jattn.arguments import integers
 from jattn.flash_attention.config import FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import kind_of, work_list
@@ -59,12 +60,14 @@ def places_of_requests(
     Raises:
         ValueError: `req_to_token` is narrower than the longest sequence.
     """
+    req_to_token = integers("req_to_token", req_to_token, "requests", "slots")
+    req_pool_indices = integers("req_pool_indices", req_pool_indices, "batch_size")
     if req_to_token.shape[1] < config.max_context_len:
         raise ValueError(
             f"`req_to_token` must have at least `max_context_len`={config.max_context_len} columns. "
             f"Got req_to_token.shape={req_to_token.shape}."
         )
-    rows = req_to_token[req_pool_indices].astype(jnp.int32)
+    rows = req_to_token[req_pool_indices]
     columns = jnp.arange(config.max_pages, dtype=jnp.int32)[None] * config.page_size
     own = rows[:, : config.max_context_len : config.page_size] // config.page_size
     if encoder_lens is None:

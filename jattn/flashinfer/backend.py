@@ -8,16 +8,19 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.backend import AttentionLayer
+from jattn.arguments import in_words, instance, integers, scale_arrays, whole
+from jattn.backend import WORDS, AttentionLayer, checked_rows
 from jattn.flash_attention import CudaGraphState
 from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
-from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput
 from jattn_kernels import merge_state
 from jattn_kernels.spec import AttentionSpec
+
+BACKEND_WORDS = WORDS | {"paged_kv_cache": "pool", "paged_kv_cache[0]": "pool", "paged_kv_cache[1]": "pool"}
 
 
 class Places(NamedTuple):
@@ -51,6 +54,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The batch contradicts the backend, or its lengths, where they are known, the promise.
         """
+        forward_batch = checked_batch(forward_batch)
         places = self._places_of(forward_batch)
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
@@ -84,6 +88,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         plans = self._plans(places, prefix_lens, cu_q_lens, num_tokens, causal=False, q_start=prefix_lens)
         return PrefillMetadata(plans, use_ragged=True, extend_no_prefix=extend_no_prefix, ragged=ragged)
 
+    @in_words(**BACKEND_WORDS)
     def forward_extend(
         self,
         q: Float[Array, "T N H"],
@@ -103,6 +108,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The layer or the arrays contradict the metadata.
         """
+        instance("metadata", metadata, PrefillMetadata)
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
         self._check_prefill()
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
@@ -115,6 +122,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             out, _ = merge_state(out, lse, *self._attend(plan, q, layer, pool))
         return out, pool
 
+    @in_words(**BACKEND_WORDS)
     def forward_decode(
         self,
         q: Float[Array, "B N H"],
@@ -131,6 +139,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The layer or the arrays contradict the metadata.
         """
+        instance("metadata", metadata, DecodeMetadata)
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.decode_wrappers[self._wrapper_index(layer)]
         return self._attend(plan, q, layer, pool)[0], pool
@@ -148,11 +158,15 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The sizes contradict each other or the backend's.
         """
+        for name, size in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
+            whole(name, size, 0)
         if not 1 <= max_bs <= self.max_bs or max_num_tokens < max_bs:
             raise ValueError(
                 f"`max_bs` must be in 1 .. {self.max_bs} and `max_num_tokens` at least `max_bs`. "
                 f"Got max_bs={max_bs}, max_num_tokens={max_num_tokens}."
             )
+        if kv_indices_buf is not None and not hasattr(kv_indices_buf, "shape"):
+            raise ValueError(f"`kv_indices_buf` must be None or an array. Got {type(kv_indices_buf).__name__}.")
         if kv_indices_buf is not None and kv_indices_buf.shape[0] < max_bs * self.max_context_len:
             raise ValueError(
                 f"`kv_indices_buf` must have max_bs * max_context_len = {max_bs * self.max_context_len} entries. "
@@ -180,6 +194,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: As there, or `num_tokens` is not what `bs` rows have.
         """
+        whole("bs", bs)
+        instance("forward_mode", forward_mode, ForwardMode)
         rows = 1 if forward_mode.is_decode_or_idle() else self.num_draft_tokens or 1
         if num_tokens != bs * rows:
             raise ValueError(f"`num_tokens` must be {rows} for each of bs={bs} rows. Got num_tokens={num_tokens}.")
@@ -223,6 +239,9 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The step is neither decode nor target verify, or an argument contradicts the backend.
         """
+        instance("forward_mode", forward_mode, ForwardMode)
+        instance("spec_info", spec_info, EagleVerifyInput, type(None))
+        whole("bs", bs, 0)
         if not (forward_mode.is_decode_or_idle() or forward_mode.is_target_verify()):
             raise ValueError(
                 f"`forward_mode` must be DECODE, IDLE or TARGET_VERIFY. Got forward_mode={forward_mode.name}."
@@ -230,6 +249,14 @@ class FlashInferAttnBackend(FlashInferConfig):
         if not 1 <= bs <= self.max_bs:
             raise ValueError(f"`bs` must be in 1 .. {self.max_bs}. Got bs={bs}.")
         decode = forward_mode.is_decode_or_idle()
+        req_pool_indices = integers("req_pool_indices", req_pool_indices, "rows")
+        seq_lens = integers("seq_lens", seq_lens, "rows")
+        if req_pool_indices.shape != seq_lens.shape:
+            raise ValueError(
+                "`req_pool_indices` and `seq_lens` must have the same length. "
+                f"Got req_pool_indices.shape={req_pool_indices.shape}, seq_lens.shape={seq_lens.shape}."
+            )
+        encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
         table = self._page_rows(_rows(req_pool_indices, bs, 0), req_to_token)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)
@@ -306,8 +333,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             (group.k, group.v),
             spec=dataclasses.replace(_spec_of(layer, plan.spec), page_layout=group.page_layout),
             layer_index=layer.layer_id,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
+            **scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale),
         )
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
@@ -338,12 +364,16 @@ class FlashInferAttnBackend(FlashInferConfig):
             return Places(forward_batch.page_tables, table, encoder_lens)
         requests, slots = forward_batch.req_pool_indices, forward_batch.req_to_token_pool
         if requests is None or slots is None:
-            raise ValueError("`forward_batch` must have page tables, or requests and their token slots.")
+            raise ValueError(
+                "`forward_batch` must have `page_tables`, or `req_pool_indices` and `req_to_token_pool`. Got neither."
+            )
         return self._split_encoder(self._page_rows(requests, slots.req_to_token), encoder_lens)
 
     def _page_rows(self, requests: Int[Array, " B"], req_to_token: Int[Array, "R slots"]) -> Int[Array, "B max_pages"]:
+        req_to_token = integers("req_to_token", req_to_token, "requests", "slots")
         self.check_table("req_to_token", req_to_token.shape)
-        return req_to_token[requests, : self.max_context_len : self.page_size].astype(jnp.int32) // self.page_size
+        requests = integers("req_pool_indices", requests, "batch_size")
+        return req_to_token[requests, : self.max_context_len : self.page_size] // self.page_size
 
     def _split_encoder(self, table: Int[Array, "B max_pages"], encoder_lens: Int[Array, " B"] | None) -> Places:
         """Rows of an encoder's pages and then the decoder's own, taken apart."""

@@ -35,9 +35,11 @@ def buffer_size(name: str, buffer: Any) -> int:
     """
     if buffer is None:
         raise ValueError(f"`{name}` must be given with use_cuda_graph=True: its shape bounds every plan. Got None.")
-    if len(buffer.shape) != 1:
-        raise ValueError(f"`{name}` must have one axis. Got {name}.shape={buffer.shape}.")
-    return buffer.shape[0]
+    shape = getattr(buffer, "shape", None)
+    if shape is None or len(shape) != 1:
+        got = type(buffer).__name__ if shape is None else f"{name}.shape={shape}"
+        raise ValueError(f"`{name}` must be an array of one axis, or a `jax.ShapeDtypeStruct`. Got {got}.")
+    return shape[0]
 
 
 def plan_of_lists(lists: PageLists, cu_q_lens: Any, bounds: Bounds | None, **facts: Any) -> PagedPlan:
@@ -65,13 +67,15 @@ def _planned(indptr, indices, seq_lens, cu_q_lens, custom_mask, alibi_slopes, *,
     return paged_plan(table, seq_lens, cu_q_lens, custom_mask=custom_mask, alibi_slopes=alibi_slopes, **facts)
 
 
-def current_plan(given: Any, kept: Any, q: Any) -> Any:
+def current_plan[Plan](given: Any, kept: Any, q: Any, kind: type[Plan]) -> Plan:
     """The plan that `run` is to use.
 
     Raises:
-        ValueError: There is none, or the kept one would become a constant of what is being compiled.
+        ValueError: There is none of this kind, or the kept one would become a constant of what is being compiled.
     """
     if given is not None:
+        if not isinstance(given, kind):
+            raise ValueError(f"`planned` must be what this wrapper's `plan` returned. Got {type(given).__name__}.")
         return given
     if kept is None:
         raise ValueError("`plan` must be called before `run`, or its result given as `planned`.")

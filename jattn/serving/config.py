@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from jattn.arguments import whole_number
 from jattn.compiled_steps import power_of_two_buckets
 from jattn.serving.drafting import Drafter, check_drafter
-from jattn.serving.request import whole_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

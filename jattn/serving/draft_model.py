@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
@@ -16,7 +17,6 @@ from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.model import CausalLM, model_class
 from jattn.serving.loop_state import LoopState
 from jattn.serving.passes import decode_pass
-from jattn.serving.request import whole_number
 from jattn.serving.sampler import sample
 
 

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend
 from jattn.kv_pool import KVPool
 from jattn.serving.loop_state import LoopState
-from jattn.serving.request import whole_number
 
 NO_DRAFT = -1  # in a drafted token's place: none is proposed
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from jattn.arguments import check_whole, in_words, instance
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.vllm import v0_impl
 from jattn.vllm.v0_metadata import AttentionType
@@ -16,9 +17,16 @@ from jattn.vllm.v1 import AttentionMetadataBuilder, CommonAttentionMetadata, Vll
 
 @dataclasses.dataclass(frozen=True)
 class KVCacheSpec:
-    """What the builder reads of a layer's cache: tokens a page."""
+    """What the builder reads of a layer's cache: tokens a page.
+
+    Raises:
+        ValueError: There are none.
+    """
 
     block_size: int
+
+    def __post_init__(self):
+        check_whole(self, "block_size")
 
 
 @typing.no_type_check
@@ -50,6 +58,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     """Makes what FlashAttentionImpl reads; chunks are cut here, once for all layers."""
 
     def __init__(self, kv_cache_spec: KVCacheSpec, vllm_config: VllmConfig, device: Any = None):
+        instance("kv_cache_spec", kv_cache_spec, KVCacheSpec)
+        instance("vllm_config", vllm_config, VllmConfig)
         super().__init__(kv_cache_spec, vllm_config, device)
 
     def build(
@@ -60,6 +70,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         Raises:
             ValueError: The chunk size is no multiple of the block size.
         """
+        instance("common_attn_metadata", common_attn_metadata, CommonAttentionMetadata)
         common, chunk_size = common_attn_metadata, self.vllm_config.attention_chunk_size
         local = {}
         if chunk_size is not None:
@@ -111,12 +122,12 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             ValueError: Arguments do not belong together.
             NotImplementedError: `output_scale` is given, or the layer is no decoder's own.
         """
+        instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
         metadata, layout = attn_metadata, get_kv_cache_layout()
+        query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
         v0_impl.refuse_output_scale(output_scale)
         if self.attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"v1 has decoders only: use `jattn.vllm.v0`. Got attn_type={self.attn_type!r}.")
-        if (key is None) != (value is None):
-            raise ValueError("`key` and `value` must be given together or both be None.")
         if kv_cache is None or query.shape[0] != metadata.num_actual_tokens:
             raise ValueError(
                 f"`kv_cache` must be given, and a query for each of the {metadata.num_actual_tokens} tokens. "
@@ -124,6 +135,11 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             )
         if self.use_irope and metadata.local_block_table is None:
             raise ValueError("`attention_chunk_size` of the configuration must be given to a layer with `use_irope`.")
+        # As v0's words, but for these two.
+        with in_words(block_tables="block_table", seq_lens_tensor="seq_lens"):
+            return self._served(layer, query, key, value, kv_cache, metadata, layout)
+
+    def _served(self, layer, query, key, value, kv_cache, metadata: Any, layout) -> tuple[Any, Any]:
         kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
         table, lens, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
         if self.use_irope:

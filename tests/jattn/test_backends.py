@@ -18,7 +18,7 @@ WINDOWED = dataclasses.replace(LAYER, sliding_window_size=7)
 def test_backends_go_by_their_names():
     assert backend_class("flash_attention") is FlashAttentionBackend
     assert backend_class("flashinfer") is FlashInferAttnBackend
-    with pytest.raises(ValueError, match=r"`name` must be one of flash_attention, flashinfer. Got 'nothing'"):
+    with pytest.raises(ValueError, match=r"`backend` must be one of flash_attention, flashinfer. Got 'nothing'"):
         backend_class("nothing")
 
 
