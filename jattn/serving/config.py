@@ -4,7 +4,7 @@ import dataclasses
 
 from jattn.arguments import whole_number
 from jattn.compiled_steps import power_of_two_buckets
-from jattn.serving.drafting import Drafter, check_drafter
+from jattn.serving.drafting import Drafter, check_drafter, check_drafter_fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,8 @@ class EngineConfig:
             to four times the tokens, each key and value rounded to a few bits.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative: Who drafts tokens that each decode step verifies beside a row's own, so that it gives several; None
-            is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool.
+            is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool, which are
+            fewer than `max_context_len`.
         debug_checks: Whether each launch waits for those before it, and the page tables, lengths and slots that it
             will use are checked first. Slow.
     """
@@ -67,6 +68,8 @@ class EngineConfig:
                 rule = f"`{field.name}` must be a whole number of at least {least}."
                 object.__setattr__(self, field.name, whole_number(value, rule, least))
         check_drafter(self.speculative)
+        if self.speculative:
+            check_drafter_fits(self.speculative, self.max_context_len)
 
     @property
     def num_draft_tokens(self) -> int:
