@@ -176,7 +176,7 @@ def in_words(**words: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        if error.args and isinstance(error.args[0], str):
+        if words and error.args and isinstance(error.args[0], str):
             names = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
             pattern = rf"(?<![\w.])({names})(?=`|\.shape|\.dtype| ?=)"
             error.args = (re.sub(pattern, lambda match: words[match[1]], error.args[0]), *error.args[1:])

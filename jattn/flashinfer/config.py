@@ -83,6 +83,7 @@ class FlashInferConfig:
             _ = self.spec()  # heads and head_dim contradict each other here or nowhere
 
     @classmethod
+    @in_words(max_req_pool_size="max_num_seqs", q_dtype="dtype")
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashInferConfig":
         """The backend of a model's layers, one given of each kind.
 
@@ -173,7 +174,7 @@ class FlashInferConfig:
 def _shape(name: str, value: Any, axes: int) -> tuple[int, ...]:
     """The shape of an array, or the one that is given in its place."""
     shape = getattr(value, "shape", value)
-    rule = f"`{name}` must be an array of {axes} axes, or its shape."
+    rule = f"`{name}` must be an array of {axes} {'axis' if axes == 1 else 'axes'}, or its shape."
     if not isinstance(shape, tuple | list) or len(shape) != axes:
         raise ValueError(f"{rule} Got {shown(name, value)}.")
     return tuple(whole_number(size, rule, 0) for size in shape)

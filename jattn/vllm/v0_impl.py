@@ -38,6 +38,15 @@ WORDS = {
     "k_scale": "layer._k_scale",
     "v_scale": "layer._v_scale",
 }
+WORDS_OF_TYPE = {
+    AttentionType.ENCODER: {"query_start_loc": "encoder_seq_start_loc", "seq_start_loc": "encoder_seq_start_loc"},
+    AttentionType.ENCODER_DECODER: {
+        "seq_start_loc": "encoder_seq_start_loc",
+        "slot_mapping": "cross_slot_mapping",
+        "block_tables": "cross_block_tables",
+        "seq_lens_tensor": "encoder_seq_lens_tensor",
+    },
+}
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -190,6 +199,10 @@ class FlashAttentionImpl:
         if metadata.enable_kv_scales_calculation:
             raise NotImplementedError("`enable_kv_scales_calculation` must be False: scales are given by the layer.")
         self._check_types_fields(query, metadata)
+        with in_words(**WORDS_OF_TYPE.get(AttentionType(self.attn_type), {})):
+            return self._served(layer, query, key, value, kv_cache, metadata)
+
+    def _served(self, layer, query, key, value, kv_cache, metadata: FlashAttentionMetadata) -> tuple[Any, Any]:
         cached = kv_cache is not None and kv_cache.size > 0
         if not _reads_cache(self.attn_type) or not cached:
             if key is None or value is None:

@@ -137,9 +137,9 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             raise ValueError("`attention_chunk_size` of the configuration must be given to a layer with `use_irope`.")
         # As v0's words, but for these two.
         with in_words(block_tables="block_table", seq_lens_tensor="seq_lens"):
-            return self._served(layer, query, key, value, kv_cache, metadata, layout)
+            return self._served_from_pages(layer, query, key, value, kv_cache, metadata, layout)
 
-    def _served(self, layer, query, key, value, kv_cache, metadata: Any, layout) -> tuple[Any, Any]:
+    def _served_from_pages(self, layer, query, key, value, kv_cache, metadata: Any, layout) -> tuple[Any, Any]:
         kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
         table, lens, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
         if self.use_irope:

@@ -30,6 +30,14 @@ def test_backend_of_a_model_is_static_and_knows_its_layers(name):
     assert (backend.max_context_len, backend.page_size) == (64, 4)
 
 
+def test_engine_that_drafts_through_flashinfer_is_refused_in_the_engines_words():
+    options = dataclasses.replace(OPTIONS, speculative_num_draft_tokens=5)
+    with pytest.raises(NotImplementedError, match=r"`speculative` must be None with `backend` .* Got 4 drafted tokens"):
+        FlashInferAttnBackend.for_model((LAYER,), options)
+    with pytest.raises(ValueError, match=r"`max_num_seqs` must be a whole number of at least 1. Got 0"):
+        FlashInferAttnBackend.for_model((LAYER,), dataclasses.replace(OPTIONS, max_num_seqs=0))
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
