@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import tomllib
 from pathlib import Path
 
@@ -87,6 +88,13 @@ def check_arguments(thing, entry):
     known = [name for name in in_order if name not in added]
     assert in_order[: len(known)] == known
     assert not set(entry.get("without", {})) & set(parameters)
+
+
+def test_readme_says_where_each_name_is():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"^## You know it from elsewhere\n(.*?)^## ", readme, re.DOTALL | re.MULTILINE)[1]
+    names = {part for _, entry in entries("names") for part in entry["name"].split(".")[:1] if not part.startswith("_")}
+    assert {name for name in names if not re.search(rf"\b{name}\b", table)} == set()
 
 
 @pytest.mark.parametrize(("section", "entry"), entries("renamed"), ids=label)
