@@ -155,6 +155,16 @@ def instance(name: str, value: Any, *kinds: type) -> None:
         raise ValueError(f"`{name}` must be of type {wanted}. Got {shown(name, value)}.")
 
 
+def check_fields(name: str, value: Any, *fields: str) -> None:
+    """Checks that an argument, of whatever type, has what is read of it.
+
+    Raises:
+        ValueError: It has not.
+    """
+    if missing := [field for field in fields if not hasattr(value, field)]:
+        raise ValueError(f"`{name}` must have `{'`, `'.join(missing)}`. Got {shown(name, value)}.")
+
+
 def shown(name: str, value: Any) -> str:
     """What an error tells of an argument: an array's shape and dtype, and of anything else as little as will do."""
     if isinstance(value, jax.Array | np.ndarray):

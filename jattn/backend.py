@@ -156,6 +156,7 @@ class AttentionBackend(Protocol):
 
 def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
     """Sends a layer's call to the phase that the batch is in; models call this one."""
+    instance("forward_batch", forward_batch, ForwardBatch)
     mode: ForwardMode = forward_batch.forward_mode
     phase = backend.forward_decode if mode.is_decode_or_idle() else backend.forward_extend
     return phase(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
@@ -185,7 +186,20 @@ def forward_rotary(
 
     Args:
         qkv: A token's query heads, then its key heads, then as many value heads.
+
+    Raises:
+        ValueError: `qkv` has not the layer's heads, or the angles have not its tokens.
     """
+    instance("layer", layer, AttentionLayer)
+    qkv = array("qkv", qkv, "tokens", "heads", "head_dim")
+    heads = layer.tp_q_head_num + layer.tp_k_head_num + layer.tp_v_head_num
+    if qkv.shape[1] != heads:
+        raise ValueError(f"`qkv` must have the layer's {heads} query, key and value heads. Got qkv.shape={qkv.shape}.")
+    shapes = [array("angles", part, "tokens", "pairs").shape for part in angles]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][0] != qkv.shape[0]:
+        raise ValueError(
+            f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
+        )
     if isinstance(backend, SavesRotated):
         q, pool = backend.save_rotated(qkv, angles, layer, metadata, pool)
         return forward(backend, q, None, None, layer, forward_batch, metadata, pool, save_kv_cache=False)

@@ -138,6 +138,7 @@ def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
     instance("forward_mode", mode, ForwardMode)
     instance("spec_info", forward_batch.spec_info, EagleDraftInput, EagleVerifyInput, type(None))
     instance("req_to_token_pool", forward_batch.req_to_token_pool, ReqToTokenPool, type(None))
+    input_ids = integers("input_ids", forward_batch.input_ids, "tokens")
     seq_lens = integers("seq_lens", forward_batch.seq_lens, "batch_size")
     rows = seq_lens.shape[0]
     groups = {"page_tables": ("batch_size", "max_pages"), "out_cache_loc": ("tokens",)}
@@ -149,6 +150,19 @@ def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
             raise ValueError(
                 f"`page_tables` must have a row for each of {rows} `seq_lens`. Got a shape of {table.shape}."
             )
+    if by_group["page_tables"] and len(by_group["page_tables"]) != len(by_group["out_cache_loc"]):
+        raise ValueError(
+            "`page_tables` and `out_cache_loc` must have one entry for each group of the pool. "
+            f"Got {len(by_group['page_tables'])} and {len(by_group['out_cache_loc'])}."
+        )
+    optional = {
+        "req_pool_indices": ("batch_size",),
+        "encoder_lens": ("batch_size",),
+        "encoder_out_cache_loc": ("encoder_tokens",),
+        "encoder_page_table": ("batch_size", "max_encoder_pages"),
+    }
+    given = {name: axes for name, axes in optional.items() if getattr(forward_batch, name) is not None}
+    arrays = {name: integers(name, getattr(forward_batch, name), *axes) for name, axes in given.items()}
     starts = forward_batch.cu_q_lens
     if mode.is_extend_or_draft_extend_or_mixed():
         starts = integers("cu_q_lens", starts, "batch_size + 1")
@@ -156,7 +170,8 @@ def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
             raise ValueError(
                 f"`cu_q_lens` must have an entry more than `seq_lens`, {rows + 1}. Got {starts.shape[0]} entries."
             )
-    return dataclasses.replace(forward_batch, seq_lens=seq_lens, cu_q_lens=starts, **by_group)
+    given = {"input_ids": input_ids, "seq_lens": seq_lens, "cu_q_lens": starts}
+    return dataclasses.replace(forward_batch, **given, **by_group, **arrays)
 
 
 def _of_groups(name: str, arrays: Any, axes: tuple[str, ...]) -> tuple[Int[Array, "..."], ...]:

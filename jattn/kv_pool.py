@@ -202,7 +202,11 @@ class KVPool:
         old = self.group(layer.group)
         if old.v is not None:
             return self.write(layer.group, layer.layer_id, loc, cache_k, cache_v, k_scale, v_scale)
-        cache_k = array("cache_k", cache_k, "tokens", "1", "width")
+        cache_k, width = array("cache_k", cache_k, "tokens", "1", "width"), old.k.shape[-1]
+        if cache_k.shape[1:] != (1, width):
+            raise ValueError(
+                f"`cache_k` must be [tokens, 1, {width}], the latent rows. Got cache_k.shape={cache_k.shape}."
+            )
         c_kv, k_pe = jnp.split(cache_k[:, 0], (layer.v_head_dim,), axis=-1)
         pages = write_latent_pages(old.k, c_kv, k_pe, loc, layer_index=layer.layer_id, kv_scale=k_scale)
         return self._with(layer.group, pages, None)

@@ -18,6 +18,7 @@ from jattn.flash_attention.building import (
     slots_of_tokens,
     tokens_a_sequence,
 )
+from jattn.flash_attention.checks import check_call
 from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import Reading, kind_of, reading
@@ -56,6 +57,7 @@ class FlashAttentionBackend:
     @classmethod
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashAttentionBackend":
         """The backend of a model's layers, one given of each kind; `max_num_seqs` bounds nothing here."""
+        instance("options", options, BackendOptions)
         facts = dataclasses.asdict(options)
         del facts["max_num_seqs"]
         return cls(FlashAttentionConfig(layers=layers, **facts))
@@ -323,11 +325,10 @@ class FlashAttentionBackend:
     def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
         instance("metadata", metadata, FlashAttentionMetadata)
         q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
-        self._check_group(pool.groups[layer.group])
+        check_call(q, layer, metadata, pool, self.config, self.speculative_num_steps)
         if save_kv_cache:
             pool = self._saved(pool, layer, forward_batch, metadata, k, v)
         group = pool.groups[layer.group]
-        self._check_tree(layer, metadata)
         read = reading(layer, forward_batch.forward_mode, metadata, self.config, group.page_layout)
         out = self._attend(self._stored(q, layer), group, layer, read, self._schedule(layer, metadata))
         return out.reshape(*q.shape[:-1], -1).astype(q.dtype), pool
@@ -363,14 +364,6 @@ class FlashAttentionBackend:
         assert isinstance(out, jax.Array)
         return out.reshape(-1, *out.shape[-2:])
 
-    def _check_group(self, group: KVGroup) -> None:
-        config = self.config
-        if (group.page_size, group.k.dtype) != (config.page_size, config.stored_dtype):
-            raise ValueError(
-                f"`pool` must have the configuration's pages of {config.page_size} tokens of {config.stored_dtype}. "
-                f"Got pages of {group.page_size} tokens of {group.k.dtype} in group {group.name!r}."
-            )
-
     def _saved(self, pool: KVPool, layer, forward_batch, metadata, k, v) -> KVPool:
         if (k is None) != (v is None):
             raise ValueError("`k` and `v` must be given together or both be None.")
@@ -398,19 +391,6 @@ class FlashAttentionBackend:
         """The work list of the layer's kind, if the backend knows it; which page layout it has does not matter."""
         kinds = [kind_of(known) for known in self.config.layers]
         return metadata.schedules[kinds.index(kind_of(layer))] if kind_of(layer) in kinds else None
-
-    def _check_tree(self, layer: AttentionLayer, metadata: FlashAttentionMetadata) -> None:
-        """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
-        if metadata.custom_mask is None or layer.is_cross_attention:
-            return
-        if layer.chunk_size is not None or (layer.use_irope and self.config.attention_chunk_size is not None):
-            raise NotImplementedError("Chunked layers do not serve drafted trees; draft chains, topk=1.")
-        depth = max(metadata.max_seq_len_q, self.speculative_num_steps)
-        if 0 <= layer.sliding_window_size < depth:
-            raise NotImplementedError(
-                f"`sliding_window_size` must be at least {depth}, the depth that a drafted tree may have; or draft "
-                f"chains, topk=1. Got {layer.sliding_window_size}."
-            )
 
 
 def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:

@@ -11,7 +11,7 @@ from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import kind_of, work_list
 from jattn.forward_batch import ForwardMode
 from jattn.local_attention import pad_local_attention_virtual_batches
-from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
+from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput, tree_of
 
 NOWHERE = jnp.iinfo(jnp.int32).max
 
@@ -199,7 +199,7 @@ def _cumulative(lens: Int[Array, " B"]) -> Int[Array, " B+1"]:
 def _tree(mode, seq_lens, spec_info, drafting: Drafting, config):
     """The mask and the positions of a drafted tree; None and None for a chain."""
     if mode.is_target_verify() and isinstance(spec_info, EagleVerifyInput) and spec_info.custom_mask is not None:
-        return spec_info.custom_mask, spec_info.positions
+        return tree_of(spec_info, seq_lens.shape[0] * config.speculative_num_draft_tokens)
     if mode.is_decode() and isinstance(spec_info, EagleDraftInput) and drafting.topk > 1:
         positions = jnp.repeat(seq_lens + drafting.step, drafting.topk)
         return _branches_mask(seq_lens, drafting, config.max_context_len), positions

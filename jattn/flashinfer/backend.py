@@ -1,7 +1,7 @@
 """FlashInferAttnBackend: pymllm's backend surface over FlashInfer's plans."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,27 +13,15 @@ from jattn.backend import WORDS, AttentionLayer, checked_rows
 from jattn.flash_attention import CudaGraphState
 from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
+from jattn.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
-from jattn.spec_info import EagleVerifyInput
+from jattn.spec_info import EagleVerifyInput, tree_of
 from jattn_kernels import merge_state
 from jattn_kernels.spec import AttentionSpec
 
 BACKEND_WORDS = WORDS | {"paged_kv_cache": "pool", "paged_kv_cache[0]": "pool", "paged_kv_cache[1]": "pool"}
-
-
-class Places(NamedTuple):
-    """Where a batch's keys are.
-
-    Attributes:
-        tables: The sequences' pages, for each group of the pool.
-        encoder_table, encoder_lens: The encoders' pages and keys; None without encoders.
-    """
-
-    tables: tuple[Int[Array, "B max_pages"], ...]
-    encoder_table: Int[Array, "B max_encoder_pages"] | None
-    encoder_lens: Int[Array, " B"] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +43,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             ValueError: The batch contradicts the backend, or its lengths, where they are known, the promise.
         """
         forward_batch = checked_batch(forward_batch)
-        places = self._places_of(forward_batch)
+        places = places_of(forward_batch, self)
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
             return DecodeMetadata(self._plans(places, seq_lens))
@@ -109,7 +97,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             ValueError: The layer or the arrays contradict the metadata.
         """
         instance("metadata", metadata, PrefillMetadata)
-        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         self._check_prefill()
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
@@ -140,7 +128,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             ValueError: The layer or the arrays contradict the metadata.
         """
         instance("metadata", metadata, DecodeMetadata)
-        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.decode_wrappers[self._wrapper_index(layer)]
         return self._attend(plan, q, layer, pool)[0], pool
@@ -257,12 +245,12 @@ class FlashInferAttnBackend(FlashInferConfig):
                 f"Got req_pool_indices.shape={req_pool_indices.shape}, seq_lens.shape={seq_lens.shape}."
             )
         encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
-        table = self._page_rows(_rows(req_pool_indices, bs, 0), req_to_token)
+        table = pages_of_requests(_rows(req_pool_indices, bs, 0), req_to_token, self)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)
         seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
         encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
-        places = self._split_encoder(table, encoder_lens)
+        places = split_encoder(table, encoder_lens, self)
         if decode:
             return DecodeMetadata(self._plans(places, seq_lens))
         self._check_prefill()
@@ -273,14 +261,16 @@ class FlashInferAttnBackend(FlashInferConfig):
     def _verify(self, places: Places, seq_lens: Int[Array, " B"], num_tokens: int, spec_info: Any) -> PrefillMetadata:
         """Metadata of drafted tokens, as many a row, in a chain or a tree; padded rows stay padding."""
         bs = seq_lens.shape[0]
+        instance("spec_info", spec_info, EagleVerifyInput, type(None))
         drafted = num_tokens // bs
+        mask, positions = (None, None) if spec_info is None else tree_of(spec_info, num_tokens)
         plans = self._plans(
             places,
             jnp.where(seq_lens > 0, seq_lens + drafted, 0),
             jnp.arange(bs + 1, dtype=jnp.int32) * drafted,
             num_tokens,
-            q_positions=None if spec_info is None else spec_info.positions,
-            custom_mask=None if spec_info is None else spec_info.custom_mask,
+            q_positions=positions,
+            custom_mask=mask,
         )
         return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
 
@@ -326,8 +316,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         self, plan: PagedPlan, q: Float[Array, "T N H"], layer: AttentionLayer, pool: KVPool
     ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
         group = pool.groups[layer.group]
-        if group.v is None:
-            raise ValueError(f"`pool` must hold keys and values. Got the latent group {group.name!r}.")
+        assert group.v is not None
         return plan.attend(
             q,
             (group.k, group.v),
@@ -335,6 +324,13 @@ class FlashInferAttnBackend(FlashInferConfig):
             layer_index=layer.layer_id,
             **scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale),
         )
+
+    def _checked(self, q, k, v, layer, forward_batch, pool: KVPool) -> tuple[Any, Any, Any]:
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        if pool.groups[layer.group].v is None:
+            name = pool.groups[layer.group].name
+            raise ValueError(f"`pool` must hold keys and values. Got the latent group {name!r}.")
+        return q, k, v
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
         refuse_chunks(layer)
@@ -352,38 +348,6 @@ class FlashInferAttnBackend(FlashInferConfig):
         if layer.is_cross_attention and not self.is_encoder_decoder:
             raise ValueError("`layer` may have cross attention only with `is_encoder_decoder`. Got a backend without.")
         return layer.group * self.num_wrappers + index
-
-    def _places_of(self, forward_batch: ForwardBatch) -> Places:
-        encoder_lens = forward_batch.encoder_lens if self.is_encoder_decoder else None
-        if forward_batch.page_tables:
-            table = forward_batch.encoder_page_table if self.is_encoder_decoder else None
-            if self.is_encoder_decoder and (table is None or encoder_lens is None):
-                raise ValueError(
-                    "`encoder_page_table` and `encoder_lens` must be given beside `page_tables`. Got None."
-                )
-            return Places(forward_batch.page_tables, table, encoder_lens)
-        requests, slots = forward_batch.req_pool_indices, forward_batch.req_to_token_pool
-        if requests is None or slots is None:
-            raise ValueError(
-                "`forward_batch` must have `page_tables`, or `req_pool_indices` and `req_to_token_pool`. Got neither."
-            )
-        return self._split_encoder(self._page_rows(requests, slots.req_to_token), encoder_lens)
-
-    def _page_rows(self, requests: Int[Array, " B"], req_to_token: Int[Array, "R slots"]) -> Int[Array, "B max_pages"]:
-        req_to_token = integers("req_to_token", req_to_token, "requests", "slots")
-        self.check_table("req_to_token", req_to_token.shape)
-        requests = integers("req_pool_indices", requests, "batch_size")
-        return req_to_token[requests, : self.max_context_len : self.page_size] // self.page_size
-
-    def _split_encoder(self, table: Int[Array, "B max_pages"], encoder_lens: Int[Array, " B"] | None) -> Places:
-        """Rows of an encoder's pages and then the decoder's own, taken apart."""
-        if not self.is_encoder_decoder:
-            return Places((table,), None, None)
-        if encoder_lens is None:
-            raise ValueError("`encoder_lens` must be given with `is_encoder_decoder`. Got None.")
-        columns = -(-encoder_lens // self.page_size)[:, None] + jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-        own = jnp.take_along_axis(table, jnp.minimum(columns, table.shape[1] - 1), axis=1)
-        return Places((own,), table, encoder_lens)
 
     def _check_prefill(self) -> None:
         if self.skip_prefill:

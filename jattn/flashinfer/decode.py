@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.arguments import array, scale_arrays
+from jattn.arguments import array, in_words, scale_arrays
 from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout
 from jattn.flashinfer.page_lists import checked_page_lists
 from jattn.flashinfer.plan import PagedPlan
@@ -129,6 +129,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             [max_num_pages], [max_batch_size].
     """
 
+    @in_words(**{f"paged_kv_{name}": name for name in ("indptr_buffer", "indices_buffer", "last_page_len_buffer")})
     def __init__(
         self,
         workspace_buffer: Any,

@@ -1,5 +1,6 @@
 """What the wrappers' `plan` methods share: the bounds of their buffers, and plans made of page lists."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jattn.flashinfer.page_lists import Bounds, PageLists, padded, page_rows, room
-from jattn.flashinfer.plan import PagedPlan, paged_plan
+from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 
 
 def paged_bounds(**buffers: Any) -> Bounds:
@@ -91,7 +92,24 @@ def check_same_kind(first: Any, new: Any) -> None:
         ValueError: It does not.
     """
     if first is not None and jax.tree.structure(first) != jax.tree.structure(new):
+        before, now = _facts(first), _facts(new)
+        others = ", ".join(f"{name}={now[name]} after {before[name]}" for name in now if now[name] != before[name])
         raise ValueError(
             "With CUDA graphs every plan must have the static facts of the first: heads, sizes, dtypes, window, cap, "
-            f"scale, position encoding, and a mask or none. Got {new.spec}, the first had {first.spec}."
+            f"scale, position encoding, and a mask or none. Got {others}."
         )
+
+
+def _facts(plan: PagedPlan | RaggedPlan) -> dict[str, Any]:
+    """What tells the plans of one wrapper apart, in FlashInfer's words."""
+    spec = dataclasses.asdict(plan.spec)
+    return {
+        "num_qo_heads": spec.pop("num_q_heads"),
+        "head_dim_vo": spec.pop("v_head_dim"),
+        **spec,
+        "page_size": getattr(plan, "page_size", None),
+        "q_data_type": plan.q_dtype,
+        "kv_data_type": plan.kv_dtype,
+        "custom_mask": None if plan.custom_mask is None else "a mask",
+        "alibi_slopes": None if plan.alibi_slopes is None else "slopes",
+    }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn.arguments import array, check_whole, in_words, instance, number, scale_arrays, whole_number
+from jattn.arguments import array, check_fields, check_whole, in_words, instance, number, scale_arrays, whole_number
 from jattn.kv_cache_dtype import cache_dtype
 from jattn.vllm.v0_metadata import (
     AttentionType,
@@ -245,7 +245,7 @@ class FlashAttentionImpl:
         Raises:
             ValueError: One is no array of the right axes, or only one of `key` and `value` is given.
         """
-        instance("layer", layer, AttentionLayer)
+        check_fields("layer", layer, "_q_scale", "_k_scale", "_v_scale")
         axes = ("num_tokens", "num_heads", "head_size")
         query = array("query", query, *axes)
         if query.shape[1:] != (self.num_heads, self.head_size):

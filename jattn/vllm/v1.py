@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn import local_attention
-from jattn.arguments import check_whole, host_integers, in_words, instance, whole, whole_number
+from jattn.arguments import check_fields, check_whole, host_integers, in_words, instance, whole, whole_number
 
 
 @typing.no_type_check
@@ -148,7 +148,7 @@ def get_per_layer_parameters(vllm_config: VllmConfig, cls_: type) -> dict[str, P
     Raises:
         ValueError: One is of another class.
     """
-    instance("vllm_config", vllm_config, VllmConfig)
+    check_fields("vllm_config", vllm_config, "attention_layers")
     instance("cls_", cls_, type)
     parameters = {}
     for name, impl in vllm_config.attention_layers.items():
@@ -223,8 +223,8 @@ def reorder_batch_to_split_decodes_and_prefills(
     Raises:
         ValueError: A request has no number of tokens, or an argument is of another type.
     """
-    instance("input_batch", input_batch, InputBatch)
-    instance("scheduler_output", scheduler_output, SchedulerOutput)
+    check_fields("input_batch", input_batch, "req_ids")
+    check_fields("scheduler_output", scheduler_output, "num_scheduled_tokens")
     scheduled = scheduler_output.num_scheduled_tokens
     if missing := [name for name in input_batch.req_ids if name not in scheduled]:
         raise ValueError(f"`scheduler_output` must have tokens for every request. Got none for {missing}.")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from jattn.arguments import check_whole, in_words, instance
+from jattn.arguments import check_fields, check_whole, in_words, instance
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.vllm import v0_impl
 from jattn.vllm.v0_metadata import AttentionType
@@ -58,8 +58,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     """Makes what FlashAttentionImpl reads; chunks are cut here, once for all layers."""
 
     def __init__(self, kv_cache_spec: KVCacheSpec, vllm_config: VllmConfig, device: Any = None):
-        instance("kv_cache_spec", kv_cache_spec, KVCacheSpec)
-        instance("vllm_config", vllm_config, VllmConfig)
+        check_fields("kv_cache_spec", kv_cache_spec, "block_size")
+        check_fields("vllm_config", vllm_config, "attention_chunk_size")
         super().__init__(kv_cache_spec, vllm_config, device)
 
     def build(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.backend import AttentionLayer
+from jattn.backend import AttentionLayer, forward, forward_rotary
 from jattn.flash_attention import (
     FlashAttentionBackend,
     FlashAttentionConfig,
@@ -16,6 +16,7 @@ from jattn.flash_attention import (
 from jattn.flashinfer import FlashInferAttnBackend, KVBuffers
 from jattn.forward_batch import ForwardBatch, ForwardMode, HostBatch, ReqToTokenPool
 from jattn.kv_pool import KVGroupSpec, KVPool, make_pool
+from jattn.spec_info import EagleVerifyInput
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -123,11 +124,14 @@ def test_backends_take_the_names_of_fp8(name):
     ("fields", "sentence"),
     [
         ({"forward_mode": "DECODE"}, "`forward_mode` must be of type ForwardMode. Got forward_mode='DECODE'"),
+        ({"input_ids": None}, r"`input_ids` must be integers \[tokens\]"),
         ({"seq_lens": None}, r"`seq_lens` must be integers \[batch_size\]"),
         ({"seq_lens": jnp.array([5.0, 3.0])}, "`seq_lens` must be integers .* Got .*float32"),
         ({"page_tables": BATCH.page_tables[0]}, "`page_tables` must be a tuple of arrays"),
         ({"page_tables": (BATCH.page_tables[0][:1],)}, "`page_tables` must have a row for each of 2 `seq_lens`"),
         ({"out_cache_loc": int32(8, 14)}, "`out_cache_loc` must be a tuple of arrays"),
+        ({"out_cache_loc": BATCH.out_cache_loc * 2}, "must have one entry for each group of the pool. Got 1 and 2"),
+        ({"encoder_lens": [1.5, 2]}, r"`encoder_lens` must be integers \[batch_size\]"),
         ({"out_cache_loc": ()}, "`out_cache_loc` must have the slots of each group"),
         ({"forward_mode": ForwardMode.EXTEND, "cu_q_lens": None}, r"`cu_q_lens` must be integers \[batch_size \+ 1\]"),
         ({"forward_mode": ForwardMode.EXTEND, "cu_q_lens": int32(0, 1)}, "`cu_q_lens` must have an entry more"),
@@ -190,6 +194,70 @@ def test_calls_say_what_they_cannot_use(backend, arguments, sentence):
     metadata = backend.init_forward_metadata(BATCH)
     call = {"q": Q, "k": K, "v": K, "layer": LAYER, "forward_batch": BATCH, "metadata": metadata, "pool": POOL}
     refused(lambda: backend.forward_decode(**(call | arguments)), sentence)
+
+
+LATENT = KVGroupSpec(name="latent", num_layers=1, num_kv_heads=1, head_dim=12, v_head_dim=8, latent=True)
+LATENT_POOL = make_pool((LATENT,), num_pages=5, page_size=4, dtype="float32")
+LATENT_LAYER = AttentionLayer(layer_id=0, **(HEADS | {"tp_k_head_num": 1, "tp_v_head_num": 1, "head_dim": 12}))
+VERIFY = dataclasses.replace(
+    BATCH, forward_mode=ForwardMode.TARGET_VERIFY, out_cache_loc=(int32(9, 10, 14, 15),), spec_info=EagleVerifyInput()
+)
+
+
+def call(backend, metadata_of=BATCH, **arguments):
+    """A decode, whose metadata may be another batch's."""
+    metadata = backend.init_forward_metadata(metadata_of)
+    usual = {"q": Q, "k": K, "v": K, "layer": LAYER, "forward_batch": BATCH, "metadata": metadata, "pool": POOL}
+    return backend.forward_decode(**(usual | arguments))
+
+
+def verify(**spec_info):
+    backend = FlashAttentionBackend(dataclasses.replace(CONFIG, speculative_num_draft_tokens=2))
+    return backend.init_forward_metadata(dataclasses.replace(VERIFY, spec_info=EagleVerifyInput(**spec_info)))
+
+
+EXTEND = dataclasses.replace(
+    BATCH, forward_mode=ForwardMode.EXTEND, cu_q_lens=int32(0, 2, 3), out_cache_loc=(int32(7, 8, 14),)
+)
+ANGLES = jnp.ones((2, 4)), jnp.ones((2, 4))
+TREE = jnp.ones(50, bool)
+
+
+@pytest.mark.parametrize(
+    ("calling", "sentence"),
+    [
+        (lambda: call(BACKENDS[0], EXTEND, q=Q), "`q` must have a row for each of the batch's 3 tokens"),
+        (lambda: call(BACKENDS[0], pool=LATENT_POOL), "`pool` must hold latent rows where `attention_arch` is MLA"),
+        (
+            lambda: call(BACKENDS[1], pool=LATENT_POOL),
+            "`pool` must hold keys and values. Got the latent",
+        ),
+        (
+            lambda: LATENT_POOL.set_kv_buffer(LATENT_LAYER, [4, 5], jnp.ones((2, 1, 10)), K),
+            r"`cache_k` must be \[tokens, 1, 12\], the latent rows",
+        ),
+        (lambda: verify(custom_mask=[True]), r"`custom_mask` must be an array \[bits\]"),
+        (
+            lambda: verify(custom_mask=TREE, positions=[5]),
+            "`positions` of `spec_info` must be those of 4",
+        ),
+        (
+            lambda: forward(BACKENDS[0], Q, K, K, LAYER, None, None, POOL),
+            "`forward_batch` must be of type ForwardBatch",
+        ),
+        (
+            lambda: forward_rotary(BACKENDS[0], Q, ANGLES, LAYER, BATCH, None, POOL),
+            "`qkv` must have the layer's 8 query, key and value heads",
+        ),
+        (
+            lambda: forward_rotary(BACKENDS[0], jnp.ones((2, 8, 8)), (ANGLES[0], Q[0]), LAYER, BATCH, None, POOL),
+            r"`angles` must be two arrays \[2, pairs\], cosines and sines",
+        ),
+        (lambda: FlashAttentionBackend.for_model((LAYER,), None), "`options` must be of type BackendOptions"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(calling, sentence):
+    refused(calling, sentence)
 
 
 @pytest.mark.parametrize(

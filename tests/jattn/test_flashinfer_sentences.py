@@ -9,6 +9,7 @@ from jattn.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     append_paged_kv_cache,
     get_seq_lens,
     merge_state,
@@ -101,6 +102,10 @@ def test_wrappers_say_what_no_buffer_and_no_implementation_is():
     refused(
         lambda: BatchDecodeWithPagedKVCacheWrapper(None, use_cuda_graph=True, **buffers),
         "`paged_kv_indptr_buffer` must be an array of one axis, or a `jax.ShapeDtypeStruct`. Got int",
+    )
+    refused(
+        lambda: CUDAGraphBatchDecodeWithPagedKVCacheWrapper(None, *(np.zeros(n, np.int32) for n in (5, 8, 3))),
+        r"^`indptr_buffer` must be \[batch_size \+ 1\] and `last_page_len_buffer` \[batch_size\]",
     )
     refused(
         lambda: BatchDecodeWithPagedKVCacheWrapper(None, implementation=["xla"]), "`implementation` must be of type"
