@@ -31,10 +31,15 @@ def _check_group(group: KVGroup, layer: AttentionLayer, config: FlashAttentionCo
             "`pool` must hold latent rows where `attention_arch` is MLA, and keys and values elsewhere. "
             f"Got group {group.name!r} with attention_arch={config.attention_arch}."
         )
-    if (group.page_size, group.k.dtype) != (config.page_size, config.stored_dtype):
+    if group.page_size != config.page_size:
         raise ValueError(
-            f"`pool` must have the configuration's pages of {config.page_size} tokens of {config.stored_dtype}. "
-            f"Got pages of {group.page_size} tokens of {group.k.dtype} in group {group.name!r}."
+            f"`pool` must have the configuration's pages of {config.page_size} tokens. "
+            f"Got pages of {group.page_size} tokens in group {group.name!r}."
+        )
+    if (group.k.dtype.itemsize == 1) != config.is_fp8:
+        raise ValueError(
+            "`kv_cache_dtype` must say whether `pool` is stored in fp8, as scales are used only then. "
+            f"Got kv_cache_dtype={config.kv_cache_dtype!r} and a pool of {group.k.dtype}."
         )
 
 

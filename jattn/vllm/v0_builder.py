@@ -153,7 +153,7 @@ class FlashAttentionMetadataBuilder:
         Raises:
             ValueError: There are more tables than `num_seqs`.
         """
-        block_tables = [_numbers("block_tables", blocks) for blocks in block_tables or ()]
+        block_tables = [_numbers("block_tables", blocks) for blocks in (() if block_tables is None else block_tables)]
         if len(block_tables) > whole("num_seqs", num_seqs, 0):
             raise ValueError(f"`num_seqs` must be at least the {len(block_tables)} `block_tables`. Got {num_seqs}.")
         return _table(block_tables, num_seqs, _cdiv(self.input_builder.max_model_len, self.block_size))

@@ -17,6 +17,7 @@ from jattn.vllm.v0_metadata import (
     FlashAttentionMetadata,
     _get_causal_option,
     _get_query_key_seq_metadata,
+    checked_metadata,
 )
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend, write_pages
 from jattn_kernels.spec import PageLayout
@@ -38,14 +39,11 @@ WORDS = {
     "k_scale": "layer._k_scale",
     "v_scale": "layer._v_scale",
 }
-WORDS_OF_TYPE = {
-    AttentionType.ENCODER: {"query_start_loc": "encoder_seq_start_loc", "seq_start_loc": "encoder_seq_start_loc"},
-    AttentionType.ENCODER_DECODER: {
-        "seq_start_loc": "encoder_seq_start_loc",
-        "slot_mapping": "cross_slot_mapping",
-        "block_tables": "cross_block_tables",
-        "seq_lens_tensor": "encoder_seq_lens_tensor",
-    },
+CROSS_WORDS = {
+    "seq_start_loc": "encoder_seq_start_loc",
+    "slot_mapping": "cross_slot_mapping",
+    "block_tables": "cross_block_tables",
+    "seq_lens_tensor": "encoder_seq_lens_tensor",
 }
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
@@ -192,14 +190,13 @@ class FlashAttentionImpl:
             ValueError: Arguments do not belong together.
             NotImplementedError: `output_scale` is given, or scales are to be calculated.
         """
-        instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
-        metadata = attn_metadata
+        metadata = checked_metadata(attn_metadata)
         query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
         refuse_output_scale(output_scale)
         if metadata.enable_kv_scales_calculation:
             raise NotImplementedError("`enable_kv_scales_calculation` must be False: scales are given by the layer.")
         self._check_types_fields(query, metadata)
-        with in_words(**WORDS_OF_TYPE.get(AttentionType(self.attn_type), {})):
+        with in_words(**(CROSS_WORDS if self.attn_type == AttentionType.ENCODER_DECODER else {})):
             return self._served(layer, query, key, value, kv_cache, metadata)
 
     def _served(self, layer, query, key, value, kv_cache, metadata: FlashAttentionMetadata) -> tuple[Any, Any]:
@@ -211,7 +208,8 @@ class FlashAttentionImpl:
         assert kv_cache is not None
         cross = self.attn_type == AttentionType.ENCODER_DECODER
         slots = metadata.cross_slot_mapping if cross else metadata.slot_mapping
-        assert slots is not None
+        if slots is None:
+            raise ValueError("`slot_mapping` must be given where a cache is read. Got None.")
         kv_cache = self.save(layer, key, value, kv_cache, slots)
         chunk_size = self._chunk_size(metadata)
         outs = []
@@ -326,6 +324,9 @@ class FlashAttentionImpl:
                 "A batch with decodes must be given a cache to read. "
                 f"Got num_prefills={metadata.num_prefills}, num_decode_tokens={metadata.num_decode_tokens}."
             )
+        tokens = metadata.num_prefill_tokens if _reads_itself(self.attn_type) else metadata.num_encoder_tokens
+        if key.shape[0] != tokens:
+            raise ValueError(f"`key` must have a row for each of {tokens} tokens. Got key.shape={key.shape}.")
         query_start_loc, _, key_start_loc, _ = _get_query_key_seq_metadata(part, True, self.attn_type)
         if query_start_loc is None or key_start_loc is None:
             raise ValueError("`query_start_loc` and `seq_start_loc` must be given where no cache is read. Got None.")
@@ -368,3 +369,7 @@ def refuse_output_scale(output_scale: Array | None) -> None:
 
 def _reads_cache(attn_type: str) -> bool:
     return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+def _reads_itself(attn_type: str) -> bool:
+    return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)

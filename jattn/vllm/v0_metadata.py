@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.arguments import array, instance, whole
+from jattn.arguments import array, instance, integers, whole
 
 PAD_SLOT_ID = -1
 
@@ -242,6 +242,28 @@ class FlashAttentionMetadata:
             offsets = getattr(self, name)
             fields[name] = None if offsets is None else offsets[ends] - offsets[rows.start]
         return fields
+
+
+def checked_metadata(attn_metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
+    """Metadata as a user gave it, its lengths and places as arrays of int32.
+
+    Raises:
+        ValueError: It is none, or a field is not what it must be.
+    """
+    instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
+    axes = {
+        "slot_mapping": ("tokens",),
+        "seq_lens_tensor": ("rows",),
+        "block_tables": ("rows", "max_blocks"),
+        "query_start_loc": ("rows + 1",),
+        "seq_start_loc": ("rows + 1",),
+        "encoder_seq_lens_tensor": ("rows",),
+        "encoder_seq_start_loc": ("rows + 1",),
+        "cross_slot_mapping": ("encoder_tokens",),
+        "cross_block_tables": ("rows", "max_encoder_blocks"),
+    }
+    given = {name: getattr(attn_metadata, name) for name in axes if getattr(attn_metadata, name) is not None}
+    return dataclasses.replace(attn_metadata, **{name: integers(name, given[name], *axes[name]) for name in given})
 
 
 def start_locations(lens: Int[Array, " B"]) -> Int[Array, " B_plus_1"]:

@@ -139,6 +139,7 @@ class AttentionMetadataBuilder[M](abc.ABC):
         Returns:
             For each new row the old one, and whether any moves.
         """
+        check_fields("input_batch", input_batch, "req_ids")
         return np.arange(len(input_batch.req_ids), dtype=np.int32), False
 
 
@@ -154,6 +155,7 @@ def get_per_layer_parameters(vllm_config: VllmConfig, cls_: type) -> dict[str, P
     for name, impl in vllm_config.attention_layers.items():
         if not isinstance(impl, cls_):
             raise ValueError(f"Layer {name!r} must have a {cls_.__name__}. Got {type(impl).__name__}.")
+        check_fields(f"attention_layers[{name!r}]", impl, "sliding_window", "logits_soft_cap", "scale")
         window_left, _ = impl.sliding_window
         parameters[name] = PerLayerParameters(window_left, impl.logits_soft_cap or None, impl.scale)
     return parameters

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from jattn.arguments import check_fields, check_whole, in_words, instance
+from jattn.arguments import check_fields, check_whole, in_words, instance, integers, whole
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.vllm import v0_impl
 from jattn.vllm.v0_metadata import AttentionType
@@ -68,28 +68,32 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         """Metadata of a batch; jit-able. The prefix and `fast_build` are accepted for vLLM's sake and ignored.
 
         Raises:
-            ValueError: The chunk size is no multiple of the block size.
+            ValueError: The chunk size is no multiple of the block size, or an array is none of integers.
         """
         instance("common_attn_metadata", common_attn_metadata, CommonAttentionMetadata)
         common, chunk_size = common_attn_metadata, self.vllm_config.attention_chunk_size
+        starts = integers("query_start_loc", common.query_start_loc, "requests + 1")
+        lens = integers("seq_lens", common.seq_lens, "requests")
+        table = integers("block_table_tensor", common.block_table_tensor, "requests", "max_blocks")
+        slots = integers("slot_mapping", common.slot_mapping, "tokens")
         local = {}
         if chunk_size is not None:
-            _, starts, lens, table = pad_local_attention_virtual_batches(
-                chunk_size,
-                common.query_start_loc,
-                common.seq_lens,
-                common.block_table_tensor,
-                self.kv_cache_spec.block_size,
-                common.num_actual_tokens,
+            whole("num_actual_tokens", common.num_actual_tokens)
+            _, local_starts, local_lens, local_table = pad_local_attention_virtual_batches(
+                chunk_size, starts, lens, table, self.kv_cache_spec.block_size, common.num_actual_tokens
             )
-            local = {"local_query_start_loc": starts, "local_seqused_k": lens, "local_block_table": table}
+            local = {
+                "local_query_start_loc": local_starts,
+                "local_seqused_k": local_lens,
+                "local_block_table": local_table,
+            }
         return FlashAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=table,
+            slot_mapping=slots,
             **local,
         )
 

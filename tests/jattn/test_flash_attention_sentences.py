@@ -229,6 +229,10 @@ TREE = jnp.ones(50, bool)
         (lambda: call(BACKENDS[0], EXTEND, q=Q), "`q` must have a row for each of the batch's 3 tokens"),
         (lambda: call(BACKENDS[0], pool=LATENT_POOL), "`pool` must hold latent rows where `attention_arch` is MLA"),
         (
+            lambda: call(BACKENDS[0], pool=make_pool((GROUP,), num_pages=5, page_size=4, dtype="fp8")),
+            "`kv_cache_dtype` must say whether `pool` is stored in fp8",
+        ),
+        (
             lambda: call(BACKENDS[1], pool=LATENT_POOL),
             "`pool` must hold keys and values. Got the latent",
         ),

@@ -130,22 +130,33 @@ def test_v0_call_says_what_it_cannot_use(arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    ("attn_type", "field", "named"),
-    [
-        ("decoder", "block_tables", "block_tables"),
-        ("encoder_decoder", "cross_block_tables", "cross_block_tables"),
-        ("encoder_decoder", "encoder_seq_lens_tensor", "encoder_seq_lens_tensor"),
-        ("encoder", "encoder_seq_start_loc", "encoder_seq_start_loc"),
-    ],
+    ("attn_type", "field"), [("decoder", "block_tables"), ("encoder_decoder", "cross_block_tables")]
 )
-def test_v0_call_names_the_metadata_of_its_attention_type(attn_type, field, named):
-    """An array of another dtype is told by the field that it is in."""
+def test_v0_call_names_the_metadata_of_its_attention_type(attn_type, field):
+    """What lacks a row is told by the field that it is in; so is what is no array of integers."""
     metadata = make_batch(11, config_of(max_encoder_len=24, num_encoder_tokens=60), encoder=True)
-    metadata = dataclasses.replace(metadata, **{field: getattr(metadata, field).astype(jnp.float32)})
-    tokens = metadata.num_encoder_tokens if attn_type == "encoder" else tokens_of(metadata)
-    q, k, v = q_k_v(tokens, None if attn_type != "encoder_decoder" else metadata.num_encoder_tokens)
-    call = (v0.AttentionLayer(), q, k, v, make_cache(), metadata)
-    refused(lambda: make_impl(attn_type=attn_type).forward(*call), f"`{named}` must be int32")
+    q, k, v = q_k_v(tokens_of(metadata), metadata.num_encoder_tokens if attn_type == "encoder_decoder" else None)
+    impl, given = make_impl(attn_type=attn_type), getattr(metadata, field)
+    for wrong, rule in ((given[:-1], "int32"), (given.astype(jnp.float32), "integers"), ([1], "integers")):
+        changed = dataclasses.replace(metadata, **{field: wrong})
+        refused(lambda: impl.forward(v0.AttentionLayer(), q, k, v, CACHE, changed), f"`{field}` must be {rule}")  # noqa: B023
+
+
+def test_keys_that_are_not_the_tokens_are_refused_without_a_cache():
+    metadata = make_batch(7, config_of(), decodes=0, pad=0)
+    q, k, v = q_k_v(tokens_of(metadata))
+    call = (v0.AttentionLayer(), q, k[1:], v[1:], None, metadata)
+    refused(lambda: make_impl().forward(*call), f"`key` must have a row for each of {len(k)} tokens")
+
+
+def test_v1_builder_takes_integers_of_any_kind_and_says_what_it_cannot_use():
+    builder = flash.FlashAttentionMetadataBuilder(flash.KVCacheSpec(16), v1.VllmConfig({}))
+    common = make_common(*DECODES)
+    other = dataclasses.replace(common, seq_lens=np.asarray(common.seq_lens).astype(np.int64))
+    chex.assert_trees_all_equal(builder.build(0, other), builder.build(0, common))
+    for field in ("seq_lens", "query_start_loc", "block_table_tensor", "slot_mapping"):
+        changed = dataclasses.replace(common, **{field: None})
+        refused(lambda: builder.build(0, changed), f"`{field}` must be integers .* Got {field}=None")  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -200,6 +211,10 @@ BATCH = v1.InputBatch(["a", "b"])
         (lambda: v1.get_per_layer_parameters(None, object), "`vllm_config` must have `attention_layers`. Got"),
         (lambda: flash.FlashAttentionMetadataBuilder(None, None), "`kv_cache_spec` must have `block_size`. Got"),
         (lambda: v1.reorder_batch_to_split_decodes_and_prefills(None, None), "`input_batch` must have `req_ids`"),
+        (
+            lambda: v1.get_per_layer_parameters(v1.VllmConfig({"a": 5}), object),
+            r"`attention_layers\['a'\]` must have `sliding_window`, `logits_soft_cap`, `scale`. Got",
+        ),
         (lambda: v1.infer_global_hyperparameters(None), "`per_layer_params` must be of type dict"),
         (
             lambda: v1.reorder_batch_to_split_decodes_and_prefills(BATCH, v1.SchedulerOutput({"a": 1})),
