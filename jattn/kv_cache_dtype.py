@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from jattn.dtype_names import DTYPE_NAMES, named_dtype
+from jattn.dtype_names import named_dtype
 
 AUTO = "auto"
-KV_CACHE_DTYPES = (AUTO, *DTYPE_NAMES)
 
 
 def cache_dtype(kv_cache_dtype: Any) -> Any | None:

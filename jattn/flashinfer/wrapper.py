@@ -79,7 +79,8 @@ class PagedWrapper(Wrapper):
         """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a query that sees no key.
 
         Args:
-            paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values.
+            paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values;
+                those of NumPy are copied to the device.
             q_scale, k_scale, v_scale: Factors of fp8 queries, keys and values; numbers, or arrays of one a KV head.
             layer_index: Which layer of a cache with a leading layer axis; may be traced.
             planned: What `plan` returned; the last plan if None, outside jit only.

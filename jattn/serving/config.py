@@ -29,8 +29,8 @@ class EngineConfig:
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
         backend: Which surface serves attention; a name of `jattn.backend.BACKENDS`.
-        kv_cache_dtype: What the pool stores; a name of `jattn.kv_cache_dtype.KV_CACHE_DTYPES`. An fp8 pool holds twice
-            to four times the tokens, each key and value rounded to a few bits.
+        kv_cache_dtype: What the pool stores; auto, or a name of `jattn.dtype_names.DTYPE_NAMES`. An fp8 pool holds
+            twice to four times the tokens, each key and value rounded to a few bits.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative: Who drafts tokens that each decode step verifies beside a row's own, so that it gives several; None
             is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool, which are

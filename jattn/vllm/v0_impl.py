@@ -70,7 +70,7 @@ class FlashAttentionImpl:
         alibi_slopes: One a query head, or None.
         sliding_window: As given, keys with the own one; then vLLM's pair, keys to the left and to the right without the
             own one, -1 for all. To both sides in encoders.
-        kv_cache_dtype: "auto" for that of keys and values, or another of KV_CACHE_DTYPES.
+        kv_cache_dtype: "auto" for that of keys and values, or a name of DTYPE_NAMES.
         blocksparse_params: Refused.
         logits_soft_cap: Soft cap; None or 0 is off.
         attn_type: An AttentionType.
