@@ -294,6 +294,11 @@ def test_pools_and_backends_say_what_they_cannot_use(call, sentence):
     refused(call, sentence)
 
 
+def test_window_of_minus_one_is_none():
+    """So engines say it."""
+    assert dataclasses.replace(CONFIG, sliding_window_size=-1).sliding_window_size is None
+
+
 def test_pool_takes_arrays_of_numpy_and_numbers_as_scales():
     rows, slots = np.ones((2, 2, 8), np.float32), np.array([4, 5], np.int64)
     keys, _ = POOL.set_kv_buffer(LAYER, slots, rows, rows, k_scale=2.0).get_kv_buffer(0)
