@@ -62,8 +62,13 @@ def should_use_tensor_core(kv_cache_dtype: Any, num_attention_heads: int, num_kv
     jattn's kernels choose for themselves; engines ask all the same.
 
     Raises:
-        ValueError: `kv_cache_dtype` means no dtype that is taken, or a number of heads is below 1.
+        ValueError: `kv_cache_dtype` means no dtype that is taken, or the numbers of heads do not divide.
     """
     dtype = named_dtype("kv_cache_dtype", kv_cache_dtype)
-    group_size = whole("num_attention_heads", num_attention_heads) // whole("num_kv_heads", num_kv_heads)
+    group_size, rest = divmod(whole("num_attention_heads", num_attention_heads), whole("num_kv_heads", num_kv_heads))
+    if rest:
+        raise ValueError(
+            "`num_attention_heads` must be a multiple of `num_kv_heads`. "
+            f"Got num_attention_heads={num_attention_heads}, num_kv_heads={num_kv_heads}."
+        )
     return dtype.itemsize == 1 or (dtype.itemsize == 2 and group_size >= 4)

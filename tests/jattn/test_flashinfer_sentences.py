@@ -226,6 +226,7 @@ def test_append_says_what_it_cannot_use(arguments, sentence):
         (lambda: segment_packbits([True] * 3, [0, 5]), "`indptr` must end at 3 at most, as `x` does"),
         (lambda: segment_packbits([1.5], [0, 1]), r"`x` must be bools \[bits\]"),
         (lambda: should_use_tensor_core("float16", 32, 0), "`num_kv_heads` must be a whole number of at least 1"),
+        (lambda: should_use_tensor_core("float16", 4, 8), "`num_attention_heads` must be a multiple of `num_kv_heads`"),
         (lambda: should_use_tensor_core("int8", 32, 8), "`kv_cache_dtype` must be a dtype or one of"),
     ],
 )
