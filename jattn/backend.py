@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import importlib
 import typing
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn.arguments import array, check_whole, instance, number
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import KVPool
 from jattn.rotary import Angles, rotate
@@ -34,6 +35,9 @@ class AttentionLayer:
         k_scale, v_scale: What keys and values in fp8 are stored divided by, for all heads or for each; None is 1.
         chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off. The kernel keeps to it;
             `use_irope` makes virtual batches.
+
+    Raises:
+        ValueError: A static field contradicts its rule, or the heads do not divide.
     """
 
     layer_id: Int[Array, ""] | int
@@ -51,6 +55,63 @@ class AttentionLayer:
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
     chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self):
+        check_whole(self, "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "head_dim", "v_head_dim")
+        check_whole(self, "sliding_window_size", least=-1)
+        check_whole(self, "group", least=0)
+        check_whole(self, "chunk_size", optional=True)
+        if self.tp_q_head_num % self.tp_k_head_num:
+            raise ValueError(
+                "`tp_q_head_num` must be a multiple of `tp_k_head_num`. "
+                f"Got tp_q_head_num={self.tp_q_head_num}, tp_k_head_num={self.tp_k_head_num}."
+            )
+        for name in ("scaling", "logit_cap"):
+            object.__setattr__(self, name, number(name, getattr(self, name)))
+        if self.logit_cap < 0:
+            raise ValueError(f"`logit_cap` must be at least 0 (off). Got logit_cap={self.logit_cap}.")
+
+
+# What the kernels' names are called in a call of a backend.
+WORDS = {
+    "k_pages": "pool",
+    "v_pages": "pool",
+    "slots": "out_cache_loc",
+    "layer_index": "layer.layer_id",
+    "num_q_heads": "layer.tp_q_head_num",
+    "num_kv_heads": "layer.tp_k_head_num",
+    "head_dim": "layer.head_dim",
+    "v_head_dim": "layer.v_head_dim",
+    "sm_scale": "layer.scaling",
+    "logits_soft_cap": "layer.logit_cap",
+    "window_left": "layer.sliding_window_size",
+    "k_scale": "layer.k_scale",
+    "v_scale": "layer.v_scale",
+    "kv_scale": "layer.k_scale",
+    "cache_k": "k",
+    "cache_v": "v",
+    "loc": "out_cache_loc",
+}
+
+
+def checked_rows(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, pool: Any) -> tuple[Any, Any, Any]:
+    """What a layer's call hands over, `q`, `k` and `v` as JAX's arrays; the last two may be None.
+
+    Raises:
+        ValueError: An argument is of another type or shape than the layer says.
+    """
+    instance("layer", layer, AttentionLayer)
+    instance("forward_batch", forward_batch, ForwardBatch)
+    instance("pool", pool, KVPool)
+    if layer.group >= len(pool.groups):
+        raise ValueError(f"`layer.group` must be one of the {len(pool.groups)} groups of `pool`. Got {layer.group}.")
+    q = array("q", q, "tokens", "heads", "head_dim")
+    if q.shape[1:] != (layer.tp_q_head_num, layer.head_dim):
+        raise ValueError(
+            f"`q` must be [tokens, {layer.tp_q_head_num}, {layer.head_dim}], the layer's heads. Got q.shape={q.shape}."
+        )
+    k, v = (x if x is None else array(name, x, "tokens", "heads", "head_dim") for name, x in (("k", k), ("v", v)))
+    return q, k, v
 
 
 @typing.runtime_checkable
@@ -95,6 +156,7 @@ class AttentionBackend(Protocol):
 
 def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
     """Sends a layer's call to the phase that the batch is in; models call this one."""
+    instance("forward_batch", forward_batch, ForwardBatch)
     mode: ForwardMode = forward_batch.forward_mode
     phase = backend.forward_decode if mode.is_decode_or_idle() else backend.forward_extend
     return phase(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
@@ -124,7 +186,20 @@ def forward_rotary(
 
     Args:
         qkv: A token's query heads, then its key heads, then as many value heads.
+
+    Raises:
+        ValueError: `qkv` has not the layer's heads, or the angles have not its tokens.
     """
+    instance("layer", layer, AttentionLayer)
+    qkv = array("qkv", qkv, "tokens", "heads", "head_dim")
+    heads = layer.tp_q_head_num + layer.tp_k_head_num + layer.tp_v_head_num
+    if qkv.shape[1] != heads:
+        raise ValueError(f"`qkv` must have the layer's {heads} query, key and value heads. Got qkv.shape={qkv.shape}.")
+    shapes = [array("angles", part, "tokens", "pairs").shape for part in angles]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][0] != qkv.shape[0]:
+        raise ValueError(
+            f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
+        )
     if isinstance(backend, SavesRotated):
         q, pool = backend.save_rotated(qkv, angles, layer, metadata, pool)
         return forward(backend, q, None, None, layer, forward_batch, metadata, pool, save_kv_cache=False)
@@ -141,7 +216,7 @@ class BackendOptions:
         page_size: Tokens a page.
         max_num_seqs: Most sequences of a batch.
         dtype: Name of the dtype of queries, keys and values.
-        kv_cache_dtype: What the pool stores; see KV_CACHE_DTYPES.
+        kv_cache_dtype: What the pool stores; auto, or a name of DTYPE_NAMES.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative_num_draft_tokens: Tokens of a row that a step verifies; 1 is plain decode.
     """
@@ -176,13 +251,13 @@ BACKENDS = {
 }
 
 
-def backend_class(name: str) -> type[EngineBackend]:
-    """The backend that goes by `name`.
+def backend_class(backend: str) -> type[EngineBackend]:
+    """The backend that goes by the name `backend`.
 
     Raises:
         ValueError: No backend has that name; the message lists those there are.
     """
-    if name not in BACKENDS:
-        raise ValueError(f"`name` must be one of {', '.join(sorted(BACKENDS))}. Got {name!r}.")
-    module, attribute = BACKENDS[name].split(":")
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ValueError(f"`backend` must be one of {', '.join(sorted(BACKENDS))}. Got {backend!r}.")
+    module, attribute = BACKENDS[backend].split(":")
     return getattr(importlib.import_module(module), attribute)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: The folder, config.json, the weights or a shard are missing.
-        ValueError: A file is corrupt or truncated, or the weights are only there as pickle.
+        ValueError: `path` is no path, a file is corrupt or truncated, or the weights are only there as pickle.
 
     Attributes:
         path: The folder.
@@ -34,6 +35,8 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path):
+        if not isinstance(path, str | os.PathLike):
+            raise ValueError(f"`path` must be the path of a checkpoint folder. Got {path!r}.")
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"`path` must be a checkpoint folder. Got {str(path)!r}.")

@@ -4,13 +4,15 @@ import dataclasses
 import enum
 import functools
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.spec_info import SpecInput
+from jattn.arguments import instance, integers, shown
+from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 
 
 class ForwardMode(enum.Enum):
@@ -125,6 +127,61 @@ class ForwardBatch:
         return self.seq_lens - self.extend_seq_lens
 
 
+def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
+    """A batch as a user gave it, its lengths and places as arrays of int32.
+
+    Raises:
+        ValueError: It is none, or a field is not what it must be.
+    """
+    instance("forward_batch", forward_batch, ForwardBatch)
+    mode = forward_batch.forward_mode
+    instance("forward_mode", mode, ForwardMode)
+    instance("spec_info", forward_batch.spec_info, EagleDraftInput, EagleVerifyInput, type(None))
+    instance("req_to_token_pool", forward_batch.req_to_token_pool, ReqToTokenPool, type(None))
+    input_ids = integers("input_ids", forward_batch.input_ids, "tokens")
+    seq_lens = integers("seq_lens", forward_batch.seq_lens, "batch_size")
+    rows = seq_lens.shape[0]
+    groups = {"page_tables": ("batch_size", "max_pages"), "out_cache_loc": ("tokens",)}
+    by_group = {name: _of_groups(name, getattr(forward_batch, name), axes) for name, axes in groups.items()}
+    if not by_group["out_cache_loc"]:
+        raise ValueError("`out_cache_loc` must have the slots of each group of the pool. Got ().")
+    for table in by_group["page_tables"]:
+        if table.shape[0] != rows:
+            raise ValueError(
+                f"`page_tables` must have a row for each of {rows} `seq_lens`. Got a shape of {table.shape}."
+            )
+    if by_group["page_tables"] and len(by_group["page_tables"]) != len(by_group["out_cache_loc"]):
+        raise ValueError(
+            "`page_tables` and `out_cache_loc` must have one entry for each group of the pool. "
+            f"Got {len(by_group['page_tables'])} and {len(by_group['out_cache_loc'])}."
+        )
+    optional = {
+        "req_pool_indices": ("batch_size",),
+        "encoder_lens": ("batch_size",),
+        "encoder_out_cache_loc": ("encoder_tokens",),
+        "encoder_page_table": ("batch_size", "max_encoder_pages"),
+    }
+    given = {name: axes for name, axes in optional.items() if getattr(forward_batch, name) is not None}
+    arrays = {name: integers(name, getattr(forward_batch, name), *axes) for name, axes in given.items()}
+    starts = forward_batch.cu_q_lens
+    if mode.is_extend_or_draft_extend_or_mixed():
+        starts = integers("cu_q_lens", starts, "batch_size + 1")
+        if starts.shape[0] != rows + 1:
+            raise ValueError(
+                f"`cu_q_lens` must have an entry more than `seq_lens`, {rows + 1}. Got {starts.shape[0]} entries."
+            )
+    given = {"input_ids": input_ids, "seq_lens": seq_lens, "cu_q_lens": starts}
+    return dataclasses.replace(forward_batch, **given, **by_group, **arrays)
+
+
+def _of_groups(name: str, arrays: Any, axes: tuple[str, ...]) -> tuple[Int[Array, "..."], ...]:
+    if not isinstance(arrays, tuple | list | None):
+        raise ValueError(
+            f"`{name}` must be a tuple of arrays, one for each group of the pool. Got {shown(name, arrays)}."
+        )
+    return tuple(integers(f"{name}[{i}]", array, *axes) for i, array in enumerate(arrays or ()))
+
+
 @dataclasses.dataclass(frozen=True)
 class HostBatch:
     """What only the host may know of a batch: NumPy copies of its lengths. It never enters jit, so it is no pytree.
@@ -142,6 +199,7 @@ class HostBatch:
     @classmethod
     def of(cls, forward_batch: ForwardBatch) -> "HostBatch":
         """A batch's lengths, copied from the device: waits for it."""
+        instance("forward_batch", forward_batch, ForwardBatch)
         lens, starts = np.asarray(forward_batch.seq_lens), np.asarray(forward_batch.cu_q_lens)
         encoder = forward_batch.encoder_lens
         return cls(lens, np.diff(starts), lens - np.diff(starts), None if encoder is None else np.asarray(encoder))

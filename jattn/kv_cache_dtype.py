@@ -2,45 +2,39 @@
 
 from typing import Any
 
-import jax.numpy as jnp
+from jattn.dtype_names import named_dtype
 
-KV_CACHE_DTYPES: dict[str, str | None] = {
-    "auto": None,
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "fp8": "float8_e4m3fn",
-    "fp8_e4m3": "float8_e4m3fn",
-    "fp8_e5m2": "float8_e5m2",
-}
+AUTO = "auto"
 
 
-def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
-    """Checks that a name is known.
+def cache_dtype(kv_cache_dtype: Any) -> Any | None:
+    """The dtype of a name, or of a dtype; None for "auto", which leaves it to others.
 
     Raises:
-        ValueError: It is not.
+        ValueError: The name is unknown.
     """
-    if kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise ValueError(f"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. Got {kv_cache_dtype!r}.")
+    if isinstance(kv_cache_dtype, str) and kv_cache_dtype == AUTO:
+        return None
+    return named_dtype("kv_cache_dtype", kv_cache_dtype, also="auto, ")
 
 
-def is_fp8(kv_cache_dtype: str) -> bool:
+def is_fp8(kv_cache_dtype: Any) -> bool:
     """Whether a known name is one of fp8."""
-    return kv_cache_dtype.startswith("fp8")
+    dtype = cache_dtype(kv_cache_dtype)
+    return dtype is not None and dtype.itemsize == 1
 
 
-def stored_dtype(kv_cache_dtype: str, dtype: Any) -> Any:
+def stored_dtype(kv_cache_dtype: Any, dtype: Any) -> Any:
     """The dtype of a pool beside queries of `dtype`, which is also what "auto" stores.
 
     Raises:
         ValueError: The name is unknown, or is neither fp8 nor that of `dtype`: kernels read no such mixture.
     """
-    check_kv_cache_dtype(kv_cache_dtype)
-    stored = jnp.dtype(KV_CACHE_DTYPES[kv_cache_dtype] or dtype)
-    if stored != jnp.dtype(dtype) and not is_fp8(kv_cache_dtype):
+    computed = named_dtype("dtype", dtype)
+    stored = cache_dtype(kv_cache_dtype) or computed
+    if stored != computed and not is_fp8(kv_cache_dtype):
         raise ValueError(
             "`kv_cache_dtype` must be auto, one of fp8, or the dtype that the model computes in, "
-            f"{jnp.dtype(dtype).name}. Got {kv_cache_dtype!r}."
+            f"{computed.name}. Got {kv_cache_dtype!r}."
         )
     return stored

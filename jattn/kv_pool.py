@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn.arguments import array, check_whole, in_words, instance, integers, scale_arrays, whole, whole_number
+from jattn.dtype_names import named_dtype
 from jattn.rotary import Angles
 from jattn_kernels import rotate_and_write, write_latent_pages, write_pages
+from jattn_kernels.shapes import check_layer_index
 from jattn_kernels.spec import PageLayout
 
 
@@ -29,7 +32,8 @@ class KVGroupSpec:
             its first `v_head_dim` numbers.
 
     Raises:
-        ValueError: Latent rows have more than one head, another layout, or values as wide as the rows.
+        ValueError: A size is below 1, or `page_layout` unknown; latent rows have more than one head, another layout, or
+            values as wide as the rows.
     """
 
     name: str
@@ -41,6 +45,10 @@ class KVGroupSpec:
     latent: bool = False
 
     def __post_init__(self):
+        check_whole(self, "num_layers", "num_kv_heads", "head_dim")
+        check_whole(self, "v_head_dim", optional=True)
+        if self.page_layout not in ("NHD", "HND"):
+            raise ValueError(f"`page_layout` must be one of NHD, HND. Got {self.page_layout!r}.")
         if not self.latent:
             return
         if self.num_kv_heads != 1 or self.page_layout != "NHD" or not 0 < (self.v_head_dim or 0) < self.head_dim:
@@ -114,6 +122,16 @@ class KVPool:
 
     groups: tuple[KVGroup, ...]
 
+    def group(self, number: int) -> KVGroup:
+        """The group of that number.
+
+        Raises:
+            ValueError: There is none.
+        """
+        rule = f"`group` must be one of the pool's {len(self.groups)} groups, from 0 on."
+        return self.groups[whole_number(number, rule, 0, len(self.groups))]
+
+    @in_words(k_pages="pool", v_pages="pool")
     def write(
         self,
         group: int,
@@ -128,8 +146,13 @@ class KVPool:
 
         Args:
             k_scale, v_scale: What is stored is row / scale: for all heads, or for each; None is 1.
+
+        Raises:
+            ValueError: There is no such group, or a shape or dtype is wrong.
         """
-        old = self.groups[group]
+        slots = integers("slots", slots, "tokens")
+        k, v = array("k", k, "tokens", "heads", "width"), array("v", v, "tokens", "heads", "width")
+        old = self.group(group)
         k_pages, v_pages = write_pages(
             old.k,
             old.v,
@@ -138,8 +161,7 @@ class KVPool:
             slots,
             layout=old.page_layout,
             layer_index=layer_index,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            **scale_arrays(k_scale=k_scale, v_scale=v_scale),
         )
         return self._with(group, k_pages, v_pages)
 
@@ -147,7 +169,7 @@ class KVPool:
         self, layer_id: Int[Array, ""] | int, group: int = 0
     ) -> Float[Array, "slots K H"] | Float[Array, "slots 1 W"]:
         """A layer's keys by slot; latent rows as of one head. Outside jit this copies them."""
-        return self._by_slot(self.groups[group].k, layer_id, group)
+        return self._by_slot(self.group(group).k, layer_id, group)
 
     def get_kv_buffer(
         self, layer_id: Int[Array, ""] | int, group: int = 0
@@ -157,11 +179,12 @@ class KVPool:
         Raises:
             ValueError: The group holds latent rows, of which `get_key_buffer` gives the whole.
         """
-        values = self.groups[group].v
+        values = self.group(group).v
         if values is None:
             raise ValueError(f"`get_kv_buffer` needs values. Got the latent group {self.groups[group].name!r}.")
         return self.get_key_buffer(layer_id, group), self._by_slot(values, layer_id, group)
 
+    @in_words(k="cache_k", v="cache_v", slots="loc", layer_index="layer.layer_id", group="layer.group")
     def set_kv_buffer(
         self,
         layer: PoolLayer,
@@ -175,14 +198,22 @@ class KVPool:
 
         In a latent group `cache_k` has the whole rows, of one head, and `cache_v` and `v_scale` are not read.
         """
-        old = self.groups[layer.group]
+        instance("layer", layer, PoolLayer)
+        old = self.group(layer.group)
         if old.v is not None:
             return self.write(layer.group, layer.layer_id, loc, cache_k, cache_v, k_scale, v_scale)
+        cache_k, width = array("cache_k", cache_k, "tokens", "1", "width"), old.k.shape[-1]
+        if cache_k.shape[1:] != (1, width):
+            raise ValueError(
+                f"`cache_k` must be [tokens, 1, {width}], the latent rows. Got cache_k.shape={cache_k.shape}."
+            )
         c_kv, k_pe = jnp.split(cache_k[:, 0], (layer.v_head_dim,), axis=-1)
         pages = write_latent_pages(old.k, c_kv, k_pe, loc, layer_index=layer.layer_id, kv_scale=k_scale)
         return self._with(layer.group, pages, None)
 
     def _by_slot(self, pages: Array, layer_id: Int[Array, ""] | int, group: int) -> Array:
+        with in_words(layer_index="layer_id"):
+            check_layer_index(layer_id, pages.shape[0])
         pages = pages[layer_id]
         if self.groups[group].v is None:
             pages = pages[:, :, None]
@@ -230,12 +261,13 @@ def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int,
     """A zeroed pool of `num_pages` pages of `page_size` tokens in each group, the allocator's reserved page 0 included.
 
     Raises:
-        ValueError: No page would be left to allocate, or `page_size` is below 1.
+        ValueError: No page would be left to allocate, `page_size` is below 1, or `dtype` none that is taken.
     """
-    if num_pages < 2:
-        raise ValueError(f"`num_pages` must be at least 2, as page 0 is reserved. Got {num_pages}.")
-    if page_size < 1:
-        raise ValueError(f"`page_size` must be at least 1. Got {page_size}.")
+    if not isinstance(specs, tuple | list) or not all(isinstance(spec, KVGroupSpec) for spec in specs):
+        raise ValueError(f"`specs` must be a tuple of KVGroupSpec. Got {specs!r}.")
+    whole_number(num_pages, "`num_pages` must be a whole number of at least 2, as page 0 is reserved.", 2)
+    whole("page_size", page_size)
+    dtype = named_dtype("dtype", dtype)
 
     def group(spec: KVGroupSpec) -> KVGroup:
         def pages(head_dim):

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jattn.arguments import check_array, host_integers, whole_number
+
 
 class _Cuts(NamedTuple):
     """Where each request is cut, in absolute positions; all [B].
@@ -43,9 +45,19 @@ def make_local_attention_virtual_batches(
         page_size: Tokens a page; must divide the chunk, so the default is an error.
 
     Raises:
-        ValueError: `attn_chunk_size` is no positive multiple of a positive `page_size`.
+        ValueError: `attn_chunk_size` is no positive multiple of a positive `page_size`, or an array is none of
+            integers, or of another size than the others.
     """
     _check_sizes(attn_chunk_size, page_size)
+    query_start_loc_np = host_integers("query_start_loc_np", query_start_loc_np, "batch_size + 1")
+    seq_lens_np = host_integers("seq_lens_np", seq_lens_np, "batch_size")
+    check_array("block_table", block_table, "batch_size", "max_pages")
+    sizes = len(query_start_loc_np) - 1, len(seq_lens_np), block_table.shape[0]
+    if len(set(sizes)) > 1 or not all(block_table.shape):
+        raise ValueError(
+            "`query_start_loc_np` must have an entry more than `seq_lens_np`, and `block_table` a row for each. "
+            f"Got {sizes[0]} requests, {sizes[1]} and {block_table.shape}."
+        )
     cuts = _cuts(np, attn_chunk_size, np.diff(query_start_loc_np), seq_lens_np)
     ends = np.cumsum(cuts.counts, dtype=np.int32)
     sequence = np.repeat(np.arange(len(seq_lens_np)), cuts.counts)
@@ -99,11 +111,11 @@ def pad_local_attention_virtual_batches(
 
 
 def _check_sizes(attn_chunk_size: int, page_size: int) -> None:
+    rule = "`attn_chunk_size` must be a positive multiple of a positive `page_size`."
+    for size in (attn_chunk_size, page_size):
+        whole_number(size, rule, -(2**31), 2**31)
     if page_size < 1 or attn_chunk_size < 1 or attn_chunk_size % page_size:
-        raise ValueError(
-            "`attn_chunk_size` must be a positive multiple of a positive `page_size`. "
-            f"Got attn_chunk_size={attn_chunk_size}, page_size={page_size}."
-        )
+        raise ValueError(f"{rule} Got attn_chunk_size={attn_chunk_size}, page_size={page_size}.")
 
 
 def _cuts(xp: Any, chunk_size: int, q_lens: Any, kv_lens: Any) -> _Cuts:

@@ -7,6 +7,8 @@ import typing
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.arguments import array, integers
+
 
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
@@ -53,3 +55,22 @@ class EagleVerifyInput:
 
 
 SpecInput = EagleDraftInput | EagleVerifyInput
+
+
+def tree_of(spec_info: EagleVerifyInput, num_tokens: int) -> tuple[Bool[Array, " M"] | None, Int[Array, " T"] | None]:
+    """The mask and the positions of drafted tokens, as arrays of JAX; None where they are not given.
+
+    Args:
+        num_tokens: The drafted tokens of all rows.
+
+    Raises:
+        ValueError: They are no arrays, or the positions are not of as many tokens.
+    """
+    mask, positions = spec_info.custom_mask, spec_info.positions
+    mask = None if mask is None else array("custom_mask", mask, "bits")
+    positions = None if positions is None else integers("positions", positions, "tokens")
+    if positions is not None and positions.shape[0] != num_tokens:
+        raise ValueError(
+            f"`positions` of `spec_info` must be those of {num_tokens} drafted tokens. Got {positions.shape[0]}."
+        )
+    return mask, positions

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionLayer, BackendOptions
+from jattn.arguments import check_whole, in_words, instance, integers, scale_arrays, whole
+from jattn.backend import WORDS, AttentionLayer, BackendOptions, checked_rows
 from jattn.flash_attention.building import (
     NOWHERE,
     Drafting,
@@ -17,13 +18,14 @@ from jattn.flash_attention.building import (
     slots_of_tokens,
     tokens_a_sequence,
 )
+from jattn.flash_attention.checks import check_call
 from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import Reading, kind_of, reading
-from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVGroup, KVPool
 from jattn.rotary import Angles, rotate
-from jattn.spec_info import SpecInput
+from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 from jattn_kernels import mla_decode, mla_extend, paged_decode, paged_extend
 
 
@@ -37,6 +39,9 @@ class FlashAttentionBackend:
         speculative_step_id: Which draft step this backend serves, from 0.
         topk: Branches a drafted sequence has; 0 and 1 are a chain.
         speculative_num_steps: Draft steps in all.
+
+    Raises:
+        ValueError: `config` is of another type, or a number below 0.
     """
 
     config: FlashAttentionConfig
@@ -45,9 +50,14 @@ class FlashAttentionBackend:
     topk: int = 0
     speculative_num_steps: int = 0
 
+    def __post_init__(self):
+        instance("config", self.config, FlashAttentionConfig)
+        check_whole(self, "speculative_step_id", "topk", "speculative_num_steps", least=0)
+
     @classmethod
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashAttentionBackend":
         """The backend of a model's layers, one given of each kind; `max_num_seqs` bounds nothing here."""
+        instance("options", options, BackendOptions)
         facts = dataclasses.asdict(options)
         del facts["max_num_seqs"]
         return cls(FlashAttentionConfig(layers=layers, **facts))
@@ -95,6 +105,7 @@ class FlashAttentionBackend:
         Raises:
             ValueError: The batch says neither its pages nor its requests, or its tokens and rows do not go together.
         """
+        forward_batch = checked_batch(forward_batch)
         q_len = tokens_a_sequence(forward_batch.forward_mode, forward_batch.spec_info, self._drafting, self.config)
         slots = forward_batch.out_cache_loc
         if q_len is not None:
@@ -169,6 +180,8 @@ class FlashAttentionBackend:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> CudaGraphState:
         """The static sizes for steps of at most `max_bs` sequences and `max_num_tokens` tokens, `max_bs` if None."""
         max_num_tokens = max_bs if max_num_tokens is None else max_num_tokens
+        for name, size in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
+            whole(name, size, 0)
         if max_bs < 1 or max_num_tokens < max_bs:
             raise ValueError(
                 "`max_bs` must be at least 1 and `max_num_tokens` at least `max_bs`. "
@@ -194,6 +207,7 @@ class FlashAttentionBackend:
             ValueError: `num_tokens` is not that of `bs` rows in this mode; or as the replay.
             NotImplementedError: As the replay.
         """
+        whole("bs", bs)
         if (expected := bs * self._captured_q_len(forward_mode, spec_info)) != num_tokens:
             raise ValueError(
                 f"`num_tokens` must be {expected} for `bs` rows in {forward_mode.name}. "
@@ -231,7 +245,11 @@ class FlashAttentionBackend:
             ValueError: The rows do not belong together, or `req_to_token` is narrower than the longest sequence.
             NotImplementedError: The step is neither decode, nor drafting, nor target verify.
         """
+        whole("bs", bs)
         q_len = self._captured_q_len(forward_mode, spec_info)
+        req_pool_indices = integers("req_pool_indices", req_pool_indices, "rows")
+        seq_lens = integers("seq_lens", seq_lens, "rows")
+        encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
         if req_pool_indices.shape != seq_lens.shape:
             raise ValueError(
                 "`req_pool_indices` and `seq_lens` must have the same length. "
@@ -247,6 +265,7 @@ class FlashAttentionBackend:
             (table,) = places.page_tables
             slots = slots_of_tokens(table, seq_lens, forward_mode, spec_info, self._drafting, self.config)
         else:
+            out_cache_loc = integers("out_cache_loc", out_cache_loc, "tokens")
             by_row = self._of_this_step(out_cache_loc, given * q_len).reshape(given, q_len)[:bs].astype(jnp.int32)
             by_row = jnp.pad(by_row, ((0, bs - by_row.shape[0]), (0, 0)), constant_values=NOWHERE)
             slots = jnp.where(seq_lens[:, None] > 0, by_row, NOWHERE).reshape(-1)
@@ -267,6 +286,8 @@ class FlashAttentionBackend:
         return Drafting(self.speculative_step_id, self.topk, self.speculative_num_steps)
 
     def _captured_q_len(self, mode: ForwardMode, spec_info: SpecInput | None) -> int:
+        instance("forward_mode", mode, ForwardMode)
+        instance("spec_info", spec_info, EagleDraftInput, EagleVerifyInput, type(None))
         q_len = tokens_a_sequence(mode, spec_info, self._drafting, self.config)
         if q_len is None:
             raise NotImplementedError(
@@ -300,11 +321,14 @@ class FlashAttentionBackend:
             self.config,
         )
 
+    @in_words(**WORDS)
     def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
+        instance("metadata", metadata, FlashAttentionMetadata)
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        check_call(q, layer, metadata, pool, self.config, self.speculative_num_steps)
         if save_kv_cache:
             pool = self._saved(pool, layer, forward_batch, metadata, k, v)
         group = pool.groups[layer.group]
-        self._check_tree(layer, metadata)
         read = reading(layer, forward_batch.forward_mode, metadata, self.config, group.page_layout)
         out = self._attend(self._stored(q, layer), group, layer, read, self._schedule(layer, metadata))
         return out.reshape(*q.shape[:-1], -1).astype(q.dtype), pool
@@ -351,7 +375,10 @@ class FlashAttentionBackend:
         return pool.set_kv_buffer(layer, slots, k, v, *self._scales(layer))
 
     def _scales(self, layer: AttentionLayer) -> tuple[Array | None, Array | None]:
-        return (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
+        if not self.config.is_fp8:
+            return None, None
+        scales = scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale)
+        return scales["k_scale"], scales["v_scale"]
 
     def _stored(self, q: Array, layer: AttentionLayer) -> Array:
         """The queries, in the pool's dtype if that is asked for."""
@@ -364,19 +391,6 @@ class FlashAttentionBackend:
         """The work list of the layer's kind, if the backend knows it; which page layout it has does not matter."""
         kinds = [kind_of(known) for known in self.config.layers]
         return metadata.schedules[kinds.index(kind_of(layer))] if kind_of(layer) in kinds else None
-
-    def _check_tree(self, layer: AttentionLayer, metadata: FlashAttentionMetadata) -> None:
-        """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
-        if metadata.custom_mask is None or layer.is_cross_attention:
-            return
-        if layer.chunk_size is not None or (layer.use_irope and self.config.attention_chunk_size is not None):
-            raise NotImplementedError("Chunked layers do not serve drafted trees; draft chains, topk=1.")
-        depth = max(metadata.max_seq_len_q, self.speculative_num_steps)
-        if 0 <= layer.sliding_window_size < depth:
-            raise NotImplementedError(
-                f"`sliding_window_size` must be at least {depth}, the depth that a drafted tree may have; or draft "
-                f"chains, topk=1. Got {layer.sliding_window_size}."
-            )
 
 
 def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:

@@ -5,12 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jattn.arguments import integers
 from jattn.flash_attention.config import FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import kind_of, work_list
 from jattn.forward_batch import ForwardMode
 from jattn.local_attention import pad_local_attention_virtual_batches
-from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
+from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput, tree_of
 
 NOWHERE = jnp.iinfo(jnp.int32).max
 
@@ -59,12 +60,14 @@ def places_of_requests(
     Raises:
         ValueError: `req_to_token` is narrower than the longest sequence.
     """
+    req_to_token = integers("req_to_token", req_to_token, "requests", "slots")
+    req_pool_indices = integers("req_pool_indices", req_pool_indices, "batch_size")
     if req_to_token.shape[1] < config.max_context_len:
         raise ValueError(
             f"`req_to_token` must have at least `max_context_len`={config.max_context_len} columns. "
             f"Got req_to_token.shape={req_to_token.shape}."
         )
-    rows = req_to_token[req_pool_indices].astype(jnp.int32)
+    rows = req_to_token[req_pool_indices]
     columns = jnp.arange(config.max_pages, dtype=jnp.int32)[None] * config.page_size
     own = rows[:, : config.max_context_len : config.page_size] // config.page_size
     if encoder_lens is None:
@@ -196,7 +199,7 @@ def _cumulative(lens: Int[Array, " B"]) -> Int[Array, " B+1"]:
 def _tree(mode, seq_lens, spec_info, drafting: Drafting, config):
     """The mask and the positions of a drafted tree; None and None for a chain."""
     if mode.is_target_verify() and isinstance(spec_info, EagleVerifyInput) and spec_info.custom_mask is not None:
-        return spec_info.custom_mask, spec_info.positions
+        return tree_of(spec_info, seq_lens.shape[0] * config.speculative_num_draft_tokens)
     if mode.is_decode() and isinstance(spec_info, EagleDraftInput) and drafting.topk > 1:
         positions = jnp.repeat(seq_lens + drafting.step, drafting.topk)
         return _branches_mask(seq_lens, drafting, config.max_context_len), positions

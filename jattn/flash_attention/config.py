@@ -3,14 +3,20 @@
 import dataclasses
 from typing import Any
 
+from jattn.arguments import check_whole, instance, whole
 from jattn.backend import AttentionLayer
+from jattn.dtype_names import named_dtype
 from jattn.kv_cache_dtype import is_fp8, stored_dtype
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division."""
-    return -(a // -b)
+    """Ceiling division.
+
+    Raises:
+        ValueError: `b` is no whole number of at least 1, or `a` none of at least 0.
+    """
+    return -(whole("a", a, 0) // -whole("b", b))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,8 @@ class FlashAttentionConfig:
             layer of another kind makes its own.
         dtype: Name of the dtype of queries, keys and values; the work lists depend on it.
         implementation: Which kernels to use; None lets dispatch choose.
-        kv_cache_dtype: What the pool stores; see KV_CACHE_DTYPES. Where it is not fp8, the layers' scales are not used.
+        kv_cache_dtype: What the pool stores; auto, or a name of DTYPE_NAMES. Where it is not fp8, the layers' scales
+            are not used.
         quantize_queries: Cast queries to an fp8 pool's dtype too, in layers that have a `k_scale`, as SGLang does.
         attention_chunk_size: Tokens a chunk, for layers with `use_irope`; None is off.
         sliding_window_size: The model's window, own key not counted, told in the metadata; each layer has its own.
@@ -52,9 +59,18 @@ class FlashAttentionConfig:
     speculative_num_draft_tokens: int | None = None
 
     def __post_init__(self):
-        for name in ("max_context_len", "page_size", "attention_chunk_size", "speculative_num_draft_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+        check_whole(self, "max_context_len", "page_size")
+        check_whole(self, "attention_chunk_size", "speculative_num_draft_tokens", optional=True)
+        check_whole(self, "sliding_window_size", least=-1, optional=True)
+        if self.sliding_window_size == -1:  # how engines say that there is none
+            object.__setattr__(self, "sliding_window_size", None)
+        instance("layers", self.layers, tuple, list)
+        for layer in self.layers:
+            instance("layers", layer, AttentionLayer)
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.implementation is not None:
+            instance("implementation", self.implementation, str)
+        object.__setattr__(self, "dtype", named_dtype("dtype", self.dtype).name)
         if self.attention_arch not in ("MHA", "MLA"):
             raise ValueError(f"`attention_arch` must be one of MHA, MLA. Got {self.attention_arch!r}.")
         _ = self.stored_dtype  # an unknown name is refused here

@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxtyping import Array, Int
 
+from jattn.arguments import check_whole, instance
 from jattn.flash_attention.backend import FlashAttentionBackend
 from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
@@ -31,9 +32,8 @@ class FlashAttentionMultiStepBackend:
     speculative_num_steps: int
 
     def __post_init__(self):
-        for name in ("topk", "speculative_num_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+        instance("config", self.config, FlashAttentionConfig)
+        check_whole(self, "topk", "speculative_num_steps")
 
     @property
     def attn_backends(self) -> tuple[FlashAttentionBackend, ...]:
@@ -110,6 +110,7 @@ class FlashAttentionMultiStepBackend:
 
 def _check(forward_batch: ForwardBatch) -> tuple[Int[Array, " B"], Int[Array, "R slots"]]:
     """The requests of a batch of drafting, and their token slots."""
+    instance("forward_batch", forward_batch, ForwardBatch)
     if not isinstance(forward_batch.spec_info, EagleDraftInput):
         raise ValueError(
             f"`spec_info` must be an EagleDraftInput in drafting. Got {type(forward_batch.spec_info).__name__}."

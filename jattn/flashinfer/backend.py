@@ -1,36 +1,27 @@
 """FlashInferAttnBackend: pymllm's backend surface over FlashInfer's plans."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.backend import AttentionLayer
+from jattn.arguments import in_words, instance, integers, scale_arrays, whole
+from jattn.backend import WORDS, AttentionLayer, checked_rows
 from jattn.flash_attention import CudaGraphState
 from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
+from jattn.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
-from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
-from jattn.spec_info import EagleVerifyInput
+from jattn.spec_info import EagleVerifyInput, tree_of
 from jattn_kernels import merge_state
 from jattn_kernels.spec import AttentionSpec
 
-
-class Places(NamedTuple):
-    """Where a batch's keys are.
-
-    Attributes:
-        tables: The sequences' pages, for each group of the pool.
-        encoder_table, encoder_lens: The encoders' pages and keys; None without encoders.
-    """
-
-    tables: tuple[Int[Array, "B max_pages"], ...]
-    encoder_table: Int[Array, "B max_encoder_pages"] | None
-    encoder_lens: Int[Array, " B"] | None
+BACKEND_WORDS = WORDS | {"paged_kv_cache": "pool", "paged_kv_cache[0]": "pool", "paged_kv_cache[1]": "pool"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +42,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The batch contradicts the backend, or its lengths, where they are known, the promise.
         """
-        places = self._places_of(forward_batch)
+        forward_batch = checked_batch(forward_batch)
+        places = places_of(forward_batch, self)
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
             return DecodeMetadata(self._plans(places, seq_lens))
@@ -84,6 +76,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         plans = self._plans(places, prefix_lens, cu_q_lens, num_tokens, causal=False, q_start=prefix_lens)
         return PrefillMetadata(plans, use_ragged=True, extend_no_prefix=extend_no_prefix, ragged=ragged)
 
+    @in_words(**BACKEND_WORDS)
     def forward_extend(
         self,
         q: Float[Array, "T N H"],
@@ -103,6 +96,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The layer or the arrays contradict the metadata.
         """
+        instance("metadata", metadata, PrefillMetadata)
+        q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         self._check_prefill()
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
@@ -115,6 +110,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             out, _ = merge_state(out, lse, *self._attend(plan, q, layer, pool))
         return out, pool
 
+    @in_words(**BACKEND_WORDS)
     def forward_decode(
         self,
         q: Float[Array, "B N H"],
@@ -131,6 +127,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The layer or the arrays contradict the metadata.
         """
+        instance("metadata", metadata, DecodeMetadata)
+        q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.decode_wrappers[self._wrapper_index(layer)]
         return self._attend(plan, q, layer, pool)[0], pool
@@ -148,11 +146,15 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The sizes contradict each other or the backend's.
         """
+        for name, size in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
+            whole(name, size, 0)
         if not 1 <= max_bs <= self.max_bs or max_num_tokens < max_bs:
             raise ValueError(
                 f"`max_bs` must be in 1 .. {self.max_bs} and `max_num_tokens` at least `max_bs`. "
                 f"Got max_bs={max_bs}, max_num_tokens={max_num_tokens}."
             )
+        if kv_indices_buf is not None and not hasattr(kv_indices_buf, "shape"):
+            raise ValueError(f"`kv_indices_buf` must be None or an array. Got {type(kv_indices_buf).__name__}.")
         if kv_indices_buf is not None and kv_indices_buf.shape[0] < max_bs * self.max_context_len:
             raise ValueError(
                 f"`kv_indices_buf` must have max_bs * max_context_len = {max_bs * self.max_context_len} entries. "
@@ -180,6 +182,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: As there, or `num_tokens` is not what `bs` rows have.
         """
+        whole("bs", bs)
+        instance("forward_mode", forward_mode, ForwardMode)
         rows = 1 if forward_mode.is_decode_or_idle() else self.num_draft_tokens or 1
         if num_tokens != bs * rows:
             raise ValueError(f"`num_tokens` must be {rows} for each of bs={bs} rows. Got num_tokens={num_tokens}.")
@@ -223,6 +227,9 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The step is neither decode nor target verify, or an argument contradicts the backend.
         """
+        instance("forward_mode", forward_mode, ForwardMode)
+        instance("spec_info", spec_info, EagleVerifyInput, type(None))
+        whole("bs", bs, 0)
         if not (forward_mode.is_decode_or_idle() or forward_mode.is_target_verify()):
             raise ValueError(
                 f"`forward_mode` must be DECODE, IDLE or TARGET_VERIFY. Got forward_mode={forward_mode.name}."
@@ -230,12 +237,20 @@ class FlashInferAttnBackend(FlashInferConfig):
         if not 1 <= bs <= self.max_bs:
             raise ValueError(f"`bs` must be in 1 .. {self.max_bs}. Got bs={bs}.")
         decode = forward_mode.is_decode_or_idle()
-        table = self._page_rows(_rows(req_pool_indices, bs, 0), req_to_token)
+        req_pool_indices = integers("req_pool_indices", req_pool_indices, "rows")
+        seq_lens = integers("seq_lens", seq_lens, "rows")
+        if req_pool_indices.shape != seq_lens.shape:
+            raise ValueError(
+                "`req_pool_indices` and `seq_lens` must have the same length. "
+                f"Got req_pool_indices.shape={req_pool_indices.shape}, seq_lens.shape={seq_lens.shape}."
+            )
+        encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
+        table = pages_of_requests(_rows(req_pool_indices, bs, 0), req_to_token, self)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)
         seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
         encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
-        places = self._split_encoder(table, encoder_lens)
+        places = split_encoder(table, encoder_lens, self)
         if decode:
             return DecodeMetadata(self._plans(places, seq_lens))
         self._check_prefill()
@@ -246,14 +261,16 @@ class FlashInferAttnBackend(FlashInferConfig):
     def _verify(self, places: Places, seq_lens: Int[Array, " B"], num_tokens: int, spec_info: Any) -> PrefillMetadata:
         """Metadata of drafted tokens, as many a row, in a chain or a tree; padded rows stay padding."""
         bs = seq_lens.shape[0]
+        instance("spec_info", spec_info, EagleVerifyInput, type(None))
         drafted = num_tokens // bs
+        mask, positions = (None, None) if spec_info is None else tree_of(spec_info, num_tokens)
         plans = self._plans(
             places,
             jnp.where(seq_lens > 0, seq_lens + drafted, 0),
             jnp.arange(bs + 1, dtype=jnp.int32) * drafted,
             num_tokens,
-            q_positions=None if spec_info is None else spec_info.positions,
-            custom_mask=None if spec_info is None else spec_info.custom_mask,
+            q_positions=positions,
+            custom_mask=mask,
         )
         return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
 
@@ -299,16 +316,21 @@ class FlashInferAttnBackend(FlashInferConfig):
         self, plan: PagedPlan, q: Float[Array, "T N H"], layer: AttentionLayer, pool: KVPool
     ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
         group = pool.groups[layer.group]
-        if group.v is None:
-            raise ValueError(f"`pool` must hold keys and values. Got the latent group {group.name!r}.")
+        assert group.v is not None
         return plan.attend(
             q,
             (group.k, group.v),
             spec=dataclasses.replace(_spec_of(layer, plan.spec), page_layout=group.page_layout),
             layer_index=layer.layer_id,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
+            **scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale),
         )
+
+    def _checked(self, q, k, v, layer, forward_batch, pool: KVPool) -> tuple[Any, Any, Any]:
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        if pool.groups[layer.group].v is None:
+            name = pool.groups[layer.group].name
+            raise ValueError(f"`pool` must hold keys and values. Got the latent group {name!r}.")
+        return q, k, v
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
         refuse_chunks(layer)
@@ -326,34 +348,6 @@ class FlashInferAttnBackend(FlashInferConfig):
             case WrapperDispatch.CROSS_ATTENTION if layer.is_cross_attention:
                 return 1  # whichever group has the layer's keys: encoders' pages are one table for all
         return layer.group * self.num_wrappers + index
-
-    def _places_of(self, forward_batch: ForwardBatch) -> Places:
-        encoder_lens = forward_batch.encoder_lens if self.is_encoder_decoder else None
-        if forward_batch.page_tables:
-            table = forward_batch.encoder_page_table if self.is_encoder_decoder else None
-            if self.is_encoder_decoder and (table is None or encoder_lens is None):
-                raise ValueError(
-                    "`encoder_page_table` and `encoder_lens` must be given beside `page_tables`. Got None."
-                )
-            return Places(forward_batch.page_tables, table, encoder_lens)
-        requests, slots = forward_batch.req_pool_indices, forward_batch.req_to_token_pool
-        if requests is None or slots is None:
-            raise ValueError("`forward_batch` must have page tables, or requests and their token slots.")
-        return self._split_encoder(self._page_rows(requests, slots.req_to_token), encoder_lens)
-
-    def _page_rows(self, requests: Int[Array, " B"], req_to_token: Int[Array, "R slots"]) -> Int[Array, "B max_pages"]:
-        self.check_table("req_to_token", req_to_token.shape)
-        return req_to_token[requests, : self.max_context_len : self.page_size].astype(jnp.int32) // self.page_size
-
-    def _split_encoder(self, table: Int[Array, "B max_pages"], encoder_lens: Int[Array, " B"] | None) -> Places:
-        """Rows of an encoder's pages and then the decoder's own, taken apart."""
-        if not self.is_encoder_decoder:
-            return Places((table,), None, None)
-        if encoder_lens is None:
-            raise ValueError("`encoder_lens` must be given with `is_encoder_decoder`. Got None.")
-        columns = -(-encoder_lens // self.page_size)[:, None] + jnp.arange(table.shape[1], dtype=jnp.int32)[None]
-        own = jnp.take_along_axis(table, jnp.minimum(columns, table.shape[1] - 1), axis=1)
-        return Places((own,), table, encoder_lens)
 
     def _check_prefill(self) -> None:
         if self.skip_prefill:

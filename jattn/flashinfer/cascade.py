@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import jattn_kernels
+from jattn.arguments import array
 from jattn_kernels import lse_from_base2, lse_to_base2
 
 
@@ -18,6 +19,12 @@ def merge_state(
     Raises:
         ValueError: The shapes do not belong together.
     """
+    v_a, s_a, v_b, s_b = array("v_a", v_a), array("s_a", s_a), array("v_b", v_b), array("s_b", s_b)
+    if v_a.shape != v_b.shape or not s_a.shape == s_b.shape == v_a.shape[:-1]:
+        raise ValueError(
+            "`v_a` and `v_b` must have one shape, and `s_a` and `s_b` that without its last axis. "
+            f"Got {v_a.shape}, {v_b.shape}, {s_a.shape}, {s_b.shape}."
+        )
     out, lse = jattn_kernels.merge_state(v_a, lse_from_base2(s_a), v_b, lse_from_base2(s_b))
     return out, lse_to_base2(lse)
 
@@ -30,5 +37,11 @@ def merge_states(
     Raises:
         ValueError: The shapes do not belong together.
     """
+    v, s = array("v", v, "T", "parts", "N", "H"), array("s", s, "T", "parts", "N")
+    if s.shape != v.shape[:-1] or not v.shape[1]:
+        raise ValueError(
+            "`s` must have the shape of `v` without its last axis, and at least one part. "
+            f"Got v.shape={v.shape}, s.shape={s.shape}."
+        )
     out, lse = jattn_kernels.merge_states(jnp.moveaxis(v, 1, 0), jnp.moveaxis(lse_from_base2(s), 1, 0))
     return out, lse_to_base2(lse)

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
+from jattn.arguments import check_whole, in_words, instance, shown, whole_number
 from jattn.backend import AttentionLayer, BackendOptions
+from jattn.dtype_names import named_dtype
 from jattn.flashinfer.metadata import WrapperDispatch, should_use_tensor_core
-from jattn.kv_cache_dtype import KV_CACHE_DTYPES, stored_dtype
+from jattn.kv_cache_dtype import cache_dtype, stored_dtype
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -59,29 +59,31 @@ class FlashInferConfig:
     implementation: str | None = None
 
     def __post_init__(self):
-        for name in ("kv_cache_dtype", "q_dtype"):
-            named = KV_CACHE_DTYPES.get(getattr(self, name)) if isinstance(getattr(self, name), str) else None
-            object.__setattr__(self, name, jnp.dtype(named or getattr(self, name)))
-        if self.sliding_window_size == -1:  # how engines say that there is none
+        q_dtype = named_dtype("q_dtype", self.q_dtype)
+        object.__setattr__(self, "q_dtype", q_dtype)
+        object.__setattr__(self, "kv_cache_dtype", cache_dtype(self.kv_cache_dtype) or q_dtype)
+        if isinstance(self.sliding_window_size, int) and self.sliding_window_size == -1:  # how engines say: none
             object.__setattr__(self, "sliding_window_size", None)
-        for name, least in (("sliding_window_size", 0), ("num_draft_tokens", 1)):
+        check_whole(self, "sliding_window_size", least=0, optional=True)
+        check_whole(self, "num_draft_tokens", optional=True)
+        check_whole(self, "num_heads", "num_kv_heads", "head_dim", "max_context_len", "max_req_pool_size", "page_size")
+        for name, axes in (("req_to_token", 2), ("kv_indptr_buf", 1), ("kv_last_page_len_buf", 1)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"`{name}` must be None or at least {least}. Got {name}={value}.")
-        for name in ("req_to_token", "kv_indptr_buf", "kv_last_page_len_buf"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else tuple(getattr(value, "shape", value)))
-        for name in ("max_context_len", "max_req_pool_size", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1. Got {name}={getattr(self, name)}.")
+            object.__setattr__(self, name, None if value is None else _shape(name, value, axes))
+        if self.req_to_token is None:
+            raise ValueError("`req_to_token` must be the table of token slots, or its shape. Got None.")
         self.check_table("req_to_token", self.req_to_token)
         if self.sliding_window_size is not None and self.is_encoder_decoder:
             raise ValueError("`sliding_window_size` must be None with `is_encoder_decoder`: there are two wrappers.")
         if self.num_wrappers > 1 and (self.kv_indptr_buf or self.kv_last_page_len_buf):
             raise ValueError("`kv_indptr_buf` and `kv_last_page_len_buf` must be None where there are two wrappers.")
-        _ = self.spec()  # heads and head_dim contradict each other here or nowhere
+        if self.implementation is not None:
+            instance("implementation", self.implementation, str)
+        with in_words(num_q_heads="num_heads"):
+            _ = self.spec()  # heads and head_dim contradict each other here or nowhere
 
     @classmethod
+    @in_words(max_req_pool_size="max_num_seqs", q_dtype="dtype")
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashInferConfig":
         """The backend of a model's layers, one given of each kind.
 
@@ -90,8 +92,8 @@ class FlashInferConfig:
         """
         if options.speculative_num_draft_tokens > 1:
             raise NotImplementedError(
-                "Engines verify drafted tokens through `flash_attention`, not `flashinfer`, whose verification takes a "
-                f"tree's mask. Got speculative_num_draft_tokens={options.speculative_num_draft_tokens}."
+                "`speculative` must be None with `backend` flashinfer, whose verification takes a tree's mask: use "
+                f"flash_attention. Got {options.speculative_num_draft_tokens - 1} drafted tokens a step."
             )
         shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in layers}
         windows = {layer.sliding_window_size for layer in layers} - {-1}
@@ -167,6 +169,15 @@ class FlashInferConfig:
                 f"`{name}` must have a row a request of at least max_context_len={self.max_context_len} slots. "
                 f"Got {name}.shape={shape}."
             )
+
+
+def _shape(name: str, value: Any, axes: int) -> tuple[int, ...]:
+    """The shape of an array, or the one that is given in its place."""
+    shape = getattr(value, "shape", value)
+    rule = f"`{name}` must be an array of {axes} {'axis' if axes == 1 else 'axes'}, or its shape."
+    if not isinstance(shape, tuple | list) or len(shape) != axes:
+        raise ValueError(f"{rule} Got {shown(name, value)}.")
+    return tuple(whole_number(size, rule, 0) for size in shape)
 
 
 def refuse_chunks(layer: AttentionLayer) -> None:

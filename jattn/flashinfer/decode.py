@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout, scale_array
+from jattn.arguments import array, in_words, scale_arrays
+from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout
 from jattn.flashinfer.page_lists import checked_page_lists
 from jattn.flashinfer.plan import PagedPlan
 from jattn.flashinfer.planning import paged_bounds, plan_of_lists
@@ -113,10 +114,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             num_tokens=len(lists.seq_lens),
             q_dtype=q_dtype,
             kv_dtype=kv_dtype,
-            alibi_slopes=alibi_slopes(pos_encoding_mode, num_qo_heads),
+            alibi_slopes=alibi_slopes(pos_encoding_mode, spec.num_q_heads),
             implementation=self._implementation,
         )
-        return self._kept(planned)
+        return self._kept(planned, lists.num_pages)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -128,6 +129,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             [max_num_pages], [max_batch_size].
     """
 
+    @in_words(**{f"paged_kv_{name}": name for name in ("indptr_buffer", "indices_buffer", "last_page_len_buffer")})
     def __init__(
         self,
         workspace_buffer: Any,
@@ -183,8 +185,11 @@ def single_decode_with_kv_cache(
     Raises:
         ValueError: A shape or dtype is wrong, or an argument contradicts its rule.
     """
-    if page_layout(kv_layout) == "HND":
+    axes = ("S", "K", "H") if page_layout(kv_layout) == "NHD" else ("K", "S", "H")
+    q, k, v = array("q", q, "N", "H"), array("k", k, *axes), array("v", v, *axes)
+    if axes[0] == "K":
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+    _check_single(q, k, v)
     spec = attention_spec(
         num_qo_heads=q.shape[0],
         num_kv_heads=k.shape[1],
@@ -206,11 +211,23 @@ def single_decode_with_kv_cache(
         jnp.array([0, 1], jnp.int32),
         jnp.array([0, k.shape[0]], jnp.int32),
         spec=spec,
-        q_scale=scale_array(q_scale),
-        k_scale=scale_array(k_scale),
-        v_scale=scale_array(v_scale),
+        **scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale),
         alibi_slopes=alibi_slopes(pos_encoding_mode, q.shape[0]),
         implementation=implementation,
         return_lse=True,
     )
     return (out[0], lse_to_base2(lse[0])) if return_lse else out[0]
+
+
+def _check_single(q: Array, k: Array, v: Array) -> None:
+    """Checks the sizes of one query and its keys and values, [S, K, H]."""
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        raise ValueError(f"`q`, `k` and `v` must not be empty. Got shapes {q.shape}, {k.shape}, {v.shape}.")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(
+            f"`k` and `v` must have as many tokens and heads. Got {k.shape[:2]} and {v.shape[:2]} of those."
+        )
+    if q.shape[0] % k.shape[1]:
+        raise ValueError(f"The heads of `q` must be a multiple of those of `k`. Got {q.shape[0]} and {k.shape[1]}.")
+    if q.shape[1] != k.shape[2]:
+        raise ValueError(f"`q` and `k` must have heads of one width. Got {q.shape[1]} and {k.shape[2]}.")

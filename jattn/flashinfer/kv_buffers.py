@@ -7,6 +7,7 @@ import typing
 import jax
 from jaxtyping import Array, Float, Int
 
+from jattn.arguments import in_words, instance
 from jattn.kv_pool import KVPool
 
 
@@ -30,7 +31,12 @@ class KVBuffers:
     def get_kv_buffer(
         self, layer_id: Int[Array, ""] | int
     ) -> tuple[Float[Array, "buf_len K H"], Float[Array, "buf_len K Hv"]]:
-        """A layer's keys and values, as stored. Outside jit this copies them."""
+        """A layer's keys and values, as stored. Outside jit this copies them.
+
+        Raises:
+            ValueError: There is no such layer.
+        """
+        instance("pool", self.pool, KVPool)
         return self.pool.get_kv_buffer(layer_id, self.group)
 
     def set_kv_buffer(
@@ -40,6 +46,12 @@ class KVBuffers:
         k: Float[Array, "T K H"],
         v: Float[Array, "T K Hv"],
     ) -> "KVBuffers":
-        """The view with a layer's new rows at slots `indices`; rows with a slot out of range go nowhere."""
-        pool = self.pool.write(self.group, layer_id, indices, k, v, self.k_scale, self.v_scale)
+        """The view with a layer's new rows at slots `indices`; rows with a slot out of range go nowhere.
+
+        Raises:
+            ValueError: A shape or dtype is wrong.
+        """
+        instance("pool", self.pool, KVPool)
+        with in_words(slots="indices", layer_index="layer_id"):
+            pool = self.pool.write(self.group, layer_id, indices, k, v, self.k_scale, self.v_scale)
         return dataclasses.replace(self, pool=pool)

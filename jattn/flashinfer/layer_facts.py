@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jattn.arguments import in_words, number, whole, whole_number
+from jattn.dtype_names import named_dtype
+from jattn.kv_cache_dtype import AUTO
 from jattn_kernels.spec import AttentionSpec
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -37,19 +40,29 @@ def attention_spec(
             f"`pos_encoding_mode` must be one of {', '.join(POS_ENCODING_MODES)}. Got {pos_encoding_mode!r}."
         )
     rotary = pos_encoding_mode == "ROPE_LLAMA"
-    return AttentionSpec(
-        num_q_heads=num_qo_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim_vo,
-        sm_scale=sm_scale,
-        logits_soft_cap=logits_soft_cap or None,
-        causal=causal,
-        window_left=None if window_left == -1 else window_left,
-        rope_theta=(ROPE_THETA if rope_theta is None else rope_theta) if rotary else None,
-        rope_scale=(ROPE_SCALE if rope_scale is None else rope_scale) if rotary else 1.0,
-        page_layout=page_layout(kv_layout),
-    )
+    theta = ROPE_THETA if rope_theta is None else number("rope_theta", rope_theta)
+    positions = ROPE_SCALE if rope_scale is None else number("rope_scale", rope_scale)
+    cap = 0.0 if logits_soft_cap is None else number("logits_soft_cap", logits_soft_cap)
+    with in_words(num_q_heads="num_qo_heads"):
+        return AttentionSpec(
+            num_q_heads=whole("num_qo_heads", num_qo_heads),
+            num_kv_heads=whole("num_kv_heads", num_kv_heads),
+            head_dim=whole("head_dim", head_dim),
+            v_head_dim=None if head_dim_vo is None else whole("head_dim_vo", head_dim_vo),
+            sm_scale=None if sm_scale is None else number("sm_scale", sm_scale),
+            logits_soft_cap=cap or None,
+            causal=bool(causal),
+            window_left=_window(window_left),
+            rope_theta=theta if rotary else None,
+            rope_scale=positions if rotary else 1.0,
+            page_layout=page_layout(kv_layout),
+        )
+
+
+def _window(window_left: int | None) -> int | None:
+    rule = "`window_left` must be a whole number of at least 0, or -1 (off)."
+    window = -1 if window_left is None else whole_number(window_left, rule, -1, 2**31)
+    return None if window == -1 else window
 
 
 def page_layout(kv_layout: str) -> Literal["NHD", "HND"]:
@@ -82,17 +95,15 @@ def data_types(q_data_type: Any, kv_data_type: Any, data_type: Any = None) -> tu
     """Names of the queries' and the keys' dtypes.
 
     The deprecated `data_type` is that of both where the others have their defaults; queries stay as they are if it is
-    fp8.
+    fp8. Keys of None or "auto" have the queries'.
+
+    Raises:
+        ValueError: One means no dtype that is taken.
     """
-    q_dtype = jnp.dtype("float16" if q_data_type is None else q_data_type)
-    if data_type is None:
-        return q_dtype.name, q_dtype.name if kv_data_type is None else jnp.dtype(kv_data_type).name
-    both = jnp.dtype(data_type)
-    if q_dtype == jnp.float16 and jnp.finfo(both).bits > 8:
+    q_dtype = named_dtype("q_data_type", "float16" if q_data_type is None else q_data_type)
+    both = None if data_type is None else named_dtype("data_type", data_type)
+    if both is not None and q_dtype == jnp.float16 and both.itemsize > 1:
         q_dtype = both
-    return q_dtype.name, both.name if kv_data_type is None else jnp.dtype(kv_data_type).name
-
-
-def scale_array(scale: Any) -> Float[Array, "..."] | None:
-    """A scale as kernels take it: a number, an array of one for each KV head, or None."""
-    return None if scale is None else jnp.asarray(scale, jnp.float32)
+    if kv_data_type is None or (isinstance(kv_data_type, str) and kv_data_type == AUTO):
+        return q_dtype.name, (both or q_dtype).name
+    return q_dtype.name, named_dtype("kv_data_type", kv_data_type, also="None, auto, ").name

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.flashinfer.page_lists import host_array, padded
+from jattn.flashinfer.page_lists import checked_indptr, host_array, padded
 
 
 def mask_on_host(
@@ -42,7 +42,7 @@ def mask_on_host(
 
 def packbits(x: Any, bitorder: str = "big") -> np.ndarray:
     """Bools packed into bytes, the last one filled with zeros."""
-    return np.packbits(host_array("x", x), bitorder=_checked_order(bitorder))
+    return np.packbits(_bools(x), bitorder=_checked_order(bitorder))
 
 
 def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[np.ndarray, np.ndarray]:
@@ -50,9 +50,18 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[np.nda
 
     The wrappers take the packed masks of bitorder "little".
     """
-    x, indptr, order = host_array("x", x), host_array("indptr", indptr), _checked_order(bitorder)
+    x, indptr, order = _bools(x), checked_indptr("indptr", indptr), _checked_order(bitorder)
+    if indptr[-1] > len(x):
+        raise ValueError(f"`indptr` must end at {len(x)} at most, as `x` does. Got indptr[-1]={indptr[-1]}.")
     parts = [np.packbits(part, bitorder=order) for part in np.split(x[: indptr[-1]], indptr[1:-1])]
     return np.concatenate(parts), np.cumsum([0, *(len(part) for part in parts)], dtype=np.int32)
+
+
+def _bools(x: Any) -> np.ndarray:
+    found = host_array("x", x)
+    if found.ndim != 1 or found.dtype.kind not in "biu":
+        raise ValueError(f"`x` must be bools [bits]. Got x.shape={found.shape}, x.dtype={found.dtype}.")
+    return found
 
 
 def _checked_order(bitorder: str):

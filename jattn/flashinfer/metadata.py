@@ -7,8 +7,9 @@ import typing
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jattn.arguments import whole
+from jattn.dtype_names import named_dtype
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan
 
 
@@ -59,8 +60,15 @@ def should_use_tensor_core(kv_cache_dtype: Any, num_attention_heads: int, num_kv
     """Whether FlashInfer's decode would use tensor cores: in fp8 always, in half precision for groups of 4 or more.
 
     jattn's kernels choose for themselves; engines ask all the same.
+
+    Raises:
+        ValueError: `kv_cache_dtype` means no dtype that is taken, or the numbers of heads do not divide.
     """
-    dtype = jnp.dtype(kv_cache_dtype)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 8:
-        return True
-    return dtype in (jnp.float16, jnp.bfloat16) and num_attention_heads // num_kv_heads >= 4
+    dtype = named_dtype("kv_cache_dtype", kv_cache_dtype)
+    group_size, rest = divmod(whole("num_attention_heads", num_attention_heads), whole("num_kv_heads", num_kv_heads))
+    if rest:
+        raise ValueError(
+            "`num_attention_heads` must be a multiple of `num_kv_heads`. "
+            f"Got num_attention_heads={num_attention_heads}, num_kv_heads={num_kv_heads}."
+        )
+    return dtype.itemsize == 1 or (dtype.itemsize == 2 and group_size >= 4)

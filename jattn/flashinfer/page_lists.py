@@ -8,6 +8,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
+from jattn.arguments import check_int32_range, whole
+
 
 class PageLists(NamedTuple):
     """Sequence b has the pages indices[indptr[b] : indptr[b + 1]], the last one with last_page_len[b] tokens.
@@ -21,6 +23,11 @@ class PageLists(NamedTuple):
     indptr: np.ndarray
     indices: np.ndarray
     seq_lens: np.ndarray
+
+    @property
+    def num_pages(self) -> int:
+        """The least pages that a cache with these has."""
+        return int(self.indices.max(initial=-1)) + 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +49,19 @@ def host_array(name: str, values: Any) -> np.ndarray:
     return np.asarray(values)
 
 
+def host_integers(name: str, values: Any) -> np.ndarray:
+    """Integers of 32 bits on the host; nothing may be of any dtype.
+
+    Raises:
+        ValueError: They are traced, or no such integers.
+    """
+    found = host_array(name, values)
+    if found.size and not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(f"`{name}` must be integers. Got {name}.dtype={found.dtype}.")
+    check_int32_range(name, found)
+    return found
+
+
 def checked_indptr(name: str, indptr: Any) -> np.ndarray:
     """Offsets on the host, as int32.
 
@@ -56,6 +76,7 @@ def checked_indptr(name: str, indptr: Any) -> np.ndarray:
         )
     if indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise ValueError(f"`{name}` must start at 0 and never fall. Got {name}={indptr.tolist()}.")
+    check_int32_range(name, indptr)
     return indptr.astype(np.int32)
 
 
@@ -70,10 +91,9 @@ def checked_page_lists(
     Raises:
         ValueError: The lists contradict their rules or each other, or do not fit `bounds`.
     """
-    if page_size < 1:
-        raise ValueError(f"`page_size` must be at least 1. Got page_size={page_size}.")
+    page_size = whole("page_size", page_size)
     starts = checked_indptr(f"{prefix}indptr", indptr)
-    pages, last = host_array(f"{prefix}indices", indices), host_array(f"{prefix}last_page_len", last_page_len)
+    pages, last = host_integers(f"{prefix}indices", indices), host_integers(f"{prefix}last_page_len", last_page_len)
     batch_size, num_pages = len(starts) - 1, int(starts[-1])
     if pages.ndim != 1 or len(pages) < num_pages:
         raise ValueError(

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.arguments import array, in_words
+from jattn.flashinfer.cache import PagedCache, pages_of, words_of_cache
 from jattn_kernels import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.spec import AttentionSpec
-
-PagedCache = Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]
 
 
 @typing.no_type_check
@@ -73,9 +73,10 @@ class PagedPlan:
             ValueError: The queries or the cache are not what was planned for.
         """
         spec = self.spec if spec is None else spec
-        combined = not isinstance(paged_kv_cache, tuple | list)
-        k_pages, v_pages = (paged_kv_cache, None) if combined else paged_kv_cache
-        self._check(q, k_pages, spec)
+        k_pages, v_pages = pages_of(paged_kv_cache)
+        combined = v_pages is None
+        q = checked_queries(q, self.num_tokens, self.q_dtype, spec)
+        self._check(k_pages, combined, spec)
         same_work = spec == dataclasses.replace(
             self.spec, sm_scale=spec.sm_scale, logits_soft_cap=spec.logits_soft_cap, page_layout=spec.page_layout
         )
@@ -93,14 +94,19 @@ class PagedPlan:
             "implementation": self.implementation,
             "return_lse": True,
         }
-        if self.cu_q_lens is None:
-            out, lse = paged_decode(q[:, None], k_pages, v_pages, self.page_table, self.seq_lens, **given)
-            return out[:, 0], lse[:, 0]
-        out, lse = paged_extend(q, k_pages, v_pages, self.page_table, self.seq_lens, self.cu_q_lens, **given)
-        return out, lse
+        with in_words(**words_of_cache(v_pages)):
+            if self.cu_q_lens is None:
+                out, lse = paged_decode(q[:, None], k_pages, v_pages, self.page_table, self.seq_lens, **given)
+                return out[:, 0], lse[:, 0]
+            out, lse = paged_extend(q, k_pages, v_pages, self.page_table, self.seq_lens, self.cu_q_lens, **given)
+            return out, lse
 
-    def _check(self, q, k_pages, spec: AttentionSpec) -> None:
-        check_queries(q, self.num_tokens, self.q_dtype)
+    def _check(self, k_pages, combined: bool, spec: AttentionSpec) -> None:
+        if combined and spec.value_dim != spec.head_dim:
+            raise ValueError(
+                "`paged_kv_cache` must be a pair of arrays where a value head is not as wide as a key head. "
+                f"Got one array, widths {spec.head_dim} and {spec.value_dim}."
+            )
         if k_pages.dtype.name != self.kv_dtype:
             raise ValueError(
                 f"`paged_kv_cache` must be of the planned dtype {self.kv_dtype}. Got dtype={k_pages.dtype}."
@@ -149,7 +155,9 @@ class RaggedPlan:
         Raises:
             ValueError: The queries or the keys are not what was planned for.
         """
-        check_queries(q, self.num_tokens, self.q_dtype)
+        spec = self.spec if spec is None else spec
+        q = checked_queries(q, self.num_tokens, self.q_dtype, spec)
+        k, v = array("k", k, "S", "K", "H"), array("v", v, "S", "K", "H")
         if k.dtype.name != self.kv_dtype:
             raise ValueError(f"`k` must be of the planned dtype {self.kv_dtype}. Got k.dtype={k.dtype}.")
         out, lse = ragged_extend(
@@ -158,7 +166,7 @@ class RaggedPlan:
             v,
             self.cu_q_lens,
             self.cu_kv_lens,
-            spec=self.spec if spec is None else spec,
+            spec=spec,
             custom_mask=self.custom_mask,
             q_scale=q_scale,
             k_scale=k_scale,
@@ -170,16 +178,20 @@ class RaggedPlan:
         return out, lse
 
 
-def check_queries(q, num_tokens: int, q_dtype: str) -> None:
-    """Checks that queries are those that a plan is for.
+def checked_queries(q: Any, num_tokens: int, q_dtype: str, spec: AttentionSpec) -> Float[Array, "T N H"]:
+    """The queries that a plan is for.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They are others.
     """
-    if q.shape[0] != num_tokens or q.dtype.name != q_dtype:
+    q = array("q", q)
+    expected = (num_tokens, spec.num_q_heads, spec.head_dim)
+    if q.shape != expected or q.dtype.name != q_dtype:
         raise ValueError(
-            f"`q` must have the planned {num_tokens} rows of {q_dtype}. Got q.shape={q.shape}, q.dtype={q.dtype}."
+            f"`q` must have the planned {num_tokens} rows of {q_dtype}, {spec.num_q_heads} heads of {spec.head_dim}. "
+            f"Got q.shape={q.shape}, q.dtype={q.dtype}."
         )
+    return q
 
 
 def paged_plan(

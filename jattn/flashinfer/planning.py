@@ -1,5 +1,6 @@
 """What the wrappers' `plan` methods share: the bounds of their buffers, and plans made of page lists."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jattn.flashinfer.page_lists import Bounds, PageLists, padded, page_rows, room
-from jattn.flashinfer.plan import PagedPlan, paged_plan
+from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 
 
 def paged_bounds(**buffers: Any) -> Bounds:
@@ -35,9 +36,11 @@ def buffer_size(name: str, buffer: Any) -> int:
     """
     if buffer is None:
         raise ValueError(f"`{name}` must be given with use_cuda_graph=True: its shape bounds every plan. Got None.")
-    if len(buffer.shape) != 1:
-        raise ValueError(f"`{name}` must have one axis. Got {name}.shape={buffer.shape}.")
-    return buffer.shape[0]
+    shape = getattr(buffer, "shape", None)
+    if shape is None or len(shape) != 1:
+        got = type(buffer).__name__ if shape is None else f"{name}.shape={shape}"
+        raise ValueError(f"`{name}` must be an array of one axis, or a `jax.ShapeDtypeStruct`. Got {got}.")
+    return shape[0]
 
 
 def plan_of_lists(lists: PageLists, cu_q_lens: Any, bounds: Bounds | None, **facts: Any) -> PagedPlan:
@@ -65,13 +68,15 @@ def _planned(indptr, indices, seq_lens, cu_q_lens, custom_mask, alibi_slopes, *,
     return paged_plan(table, seq_lens, cu_q_lens, custom_mask=custom_mask, alibi_slopes=alibi_slopes, **facts)
 
 
-def current_plan(given: Any, kept: Any, q: Any) -> Any:
+def current_plan[Plan](given: Any, kept: Any, q: Any, kind: type[Plan]) -> Plan:
     """The plan that `run` is to use.
 
     Raises:
-        ValueError: There is none, or the kept one would become a constant of what is being compiled.
+        ValueError: There is none of this kind, or the kept one would become a constant of what is being compiled.
     """
     if given is not None:
+        if not isinstance(given, kind):
+            raise ValueError(f"`planned` must be what this wrapper's `plan` returned. Got {type(given).__name__}.")
         return given
     if kept is None:
         raise ValueError("`plan` must be called before `run`, or its result given as `planned`.")
@@ -87,7 +92,24 @@ def check_same_kind(first: Any, new: Any) -> None:
         ValueError: It does not.
     """
     if first is not None and jax.tree.structure(first) != jax.tree.structure(new):
+        before, now = _facts(first), _facts(new)
+        others = ", ".join(f"{name}={now[name]} after {before[name]}" for name in now if now[name] != before[name])
         raise ValueError(
             "With CUDA graphs every plan must have the static facts of the first: heads, sizes, dtypes, window, cap, "
-            f"scale, position encoding, and a mask or none. Got {new.spec}, the first had {first.spec}."
+            f"scale, position encoding, and a mask or none. Got {others}."
         )
+
+
+def _facts(plan: PagedPlan | RaggedPlan) -> dict[str, Any]:
+    """What tells the plans of one wrapper apart, in FlashInfer's words."""
+    spec = dataclasses.asdict(plan.spec)
+    return {
+        "num_qo_heads": spec.pop("num_q_heads"),
+        "head_dim_vo": spec.pop("v_head_dim"),
+        **spec,
+        "page_size": getattr(plan, "page_size", None),
+        "q_data_type": plan.q_dtype,
+        "kv_data_type": plan.kv_dtype,
+        "custom_mask": None if plan.custom_mask is None else "a mask",
+        "alibi_slopes": None if plan.alibi_slopes is None else "slopes",
+    }

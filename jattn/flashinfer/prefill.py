@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, scale_array
+from jattn.arguments import array, in_words, scale_arrays
+from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
 from jattn.flashinfer.masks import mask_on_host
 from jattn.flashinfer.page_lists import Bounds, checked_indptr, checked_page_lists, padded
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan
@@ -60,6 +61,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             check_same_rows("qo_indptr_buf", qo_indptr_buf, self._bounds.batch_size)
             self._mask_bits = mask_bits(custom_mask_buf)
 
+    @in_words(head_dim="head_dim_qk")
     def plan(
         self,
         qo_indptr: Any,
@@ -137,10 +139,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             q_dtype=q_dtype,
             kv_dtype=kv_dtype,
             custom_mask=None if mask is None else jnp.asarray(mask),
-            alibi_slopes=alibi_slopes(pos_encoding_mode, num_qo_heads),
+            alibi_slopes=alibi_slopes(pos_encoding_mode, spec.num_q_heads),
             implementation=self._implementation,
         )
-        return self._kept(planned)
+        return self._kept(planned, lists.num_pages)
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
@@ -178,6 +180,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             check_same_rows("qo_indptr_buf", qo_indptr_buf, self._bounds.batch_size)
             self._mask_bits = mask_bits(custom_mask_buf)
 
+    @in_words(head_dim="head_dim_qk")
     def plan(
         self,
         qo_indptr: Any,
@@ -238,14 +241,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             cu_q_lens=jnp.asarray(rows),
             cu_kv_lens=jnp.asarray(keys),
             custom_mask=None if mask is None else jnp.asarray(mask),
-            alibi_slopes=alibi_slopes(pos_encoding_mode, num_qo_heads),
+            alibi_slopes=alibi_slopes(pos_encoding_mode, spec.num_q_heads),
             spec=spec,
             num_tokens=num_rows(rows, self._planned if self.is_cuda_graph_enabled else None),
             q_dtype=q_dtype,
             kv_dtype=kv_dtype,
             implementation=self._implementation,
         )
-        return self._kept(planned)
+        return self._kept(planned, int(keys[-1]))
 
     def run(
         self,
@@ -268,12 +271,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         Raises:
             ValueError: There is no plan, or the arrays are not what it is for.
         """
-        plan = current_plan(planned, self._planned, q)
+        plan = current_plan(planned, self._planned, q, RaggedPlan)
+        axes = ("S", "K", "H") if self._kv_layout == "NHD" else ("K", "S", "H")
+        k, v = array("k", k, *axes), array("v", v, *axes)
         if self._kv_layout == "HND":
             k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        out, lse = plan.attend(
-            q, k, v, q_scale=scale_array(q_scale), k_scale=scale_array(k_scale), v_scale=scale_array(v_scale)
-        )
+        if planned is None:
+            self._check_room("k", k.shape[0], "keys")
+        out, lse = plan.attend(q, k, v, **scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale))
         return (out, lse_to_base2(lse)) if return_lse else out
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -5,9 +5,11 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jattn.flashinfer.layer_facts import page_layout, scale_array
+from jattn.arguments import instance, scale_arrays
+from jattn.flashinfer.cache import PagedCache, pages_of
+from jattn.flashinfer.layer_facts import page_layout
 from jattn.flashinfer.page_lists import Bounds
-from jattn.flashinfer.plan import PagedCache, PagedPlan
+from jattn.flashinfer.plan import PagedPlan
 from jattn.flashinfer.planning import check_same_kind, current_plan
 from jattn_kernels import lse_to_base2
 
@@ -23,10 +25,13 @@ class Wrapper:
     """
 
     def __init__(self, kv_layout: str, implementation: str | None):
+        if implementation is not None:
+            instance("implementation", implementation, str)
         self._kv_layout = page_layout(kv_layout)
         self._bounds: Bounds | None = None  # of buffers that every plan has the shapes of
         self._implementation = implementation
         self._planned: Any = None
+        self._num_needed = 0  # pages, or keys that are not paged, which the kept plan's batch has at most
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -36,16 +41,24 @@ class Wrapper:
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         """Accepted, and does nothing: there is no workspace."""
 
-    def _kept[Plan](self, planned: Plan) -> Plan:
+    def _kept[Plan](self, planned: Plan, num_needed: int) -> Plan:
         """The plan, which is now the one for calls of `run` outside jit.
+
+        Args:
+            num_needed: Pages, or keys that are not paged, which the batch reads in.
 
         Raises:
             ValueError: All plans share one shape, and this one differs from the first.
         """
         if self.is_cuda_graph_enabled:
             check_same_kind(self._planned, planned)
-        self._planned = planned
+        self._planned, self._num_needed = planned, num_needed
         return planned
+
+    def _check_room(self, name: str, size: int, of_what: str) -> None:
+        """Checks that the kept plan's batch lies in what `run` is given; a plan given to jit has lengths as data."""
+        if size < self._num_needed:
+            raise ValueError(f"`{name}` must have the {self._num_needed} {of_what} of the plan. Got {size}.")
 
 
 class PagedWrapper(Wrapper):
@@ -66,7 +79,8 @@ class PagedWrapper(Wrapper):
         """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a query that sees no key.
 
         Args:
-            paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values.
+            paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values;
+                those of NumPy are copied to the device.
             q_scale, k_scale, v_scale: Factors of fp8 queries, keys and values; numbers, or arrays of one a KV head.
             layer_index: Which layer of a cache with a leading layer axis; may be traced.
             planned: What `plan` returned; the last plan if None, outside jit only.
@@ -74,15 +88,12 @@ class PagedWrapper(Wrapper):
         Raises:
             ValueError: There is no plan, or the arrays are not what it is for.
         """
-        plan = current_plan(planned, self._planned, q)
-        out, lse = plan.attend(
-            q,
-            paged_kv_cache,
-            layer_index=layer_index,
-            q_scale=scale_array(q_scale),
-            k_scale=scale_array(k_scale),
-            v_scale=scale_array(v_scale),
-        )
+        plan = current_plan(planned, self._planned, q, PagedPlan)
+        k_pages, _ = pages_of(paged_kv_cache)
+        if planned is None and k_pages.ndim > 3:
+            self._check_room("paged_kv_cache", k_pages.shape[0 if layer_index is None else 1], "pages")
+        scales = scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+        out, lse = plan.attend(q, paged_kv_cache, layer_index=layer_index, **scales)
         return (out, lse_to_base2(lse)) if return_lse else out
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

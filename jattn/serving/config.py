@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from jattn.arguments import whole_number
 from jattn.compiled_steps import power_of_two_buckets
-from jattn.serving.drafting import Drafter, check_drafter
-from jattn.serving.request import whole_number
+from jattn.serving.drafting import Drafter, check_drafter, check_drafter_fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,12 @@ class EngineConfig:
         smallest_decode_bucket: Rows of the smallest decode step; more are compiled by doubling.
         smallest_prefill_bucket: Tokens of the smallest prefill step, likewise.
         backend: Which surface serves attention; a name of `jattn.backend.BACKENDS`.
-        kv_cache_dtype: What the pool stores; a name of `jattn.kv_cache_dtype.KV_CACHE_DTYPES`. An fp8 pool holds twice
-            to four times the tokens, each key and value rounded to a few bits.
+        kv_cache_dtype: What the pool stores; auto, or a name of `jattn.dtype_names.DTYPE_NAMES`. An fp8 pool holds
+            twice to four times the tokens, each key and value rounded to a few bits.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative: Who drafts tokens that each decode step verifies beside a row's own, so that it gives several; None
-            is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool.
+            is plain decode. The tokens are the same. A row needs room for its drafted tokens in the pool, which are
+            fewer than `max_context_len`.
         debug_checks: Whether each launch waits for those before it, and the page tables, lengths and slots that it
             will use are checked first. Slow.
     """
@@ -67,6 +68,8 @@ class EngineConfig:
                 rule = f"`{field.name}` must be a whole number of at least {least}."
                 object.__setattr__(self, field.name, whole_number(value, rule, least))
         check_drafter(self.speculative)
+        if self.speculative:
+            check_drafter_fits(self.speculative, self.max_context_len)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Drafting by a second, smaller model: it reads along with the prompts and decodes the proposals, all on the device."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
@@ -16,7 +18,6 @@ from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.model import CausalLM, model_class
 from jattn.serving.loop_state import LoopState
 from jattn.serving.passes import decode_pass
-from jattn.serving.request import whole_number
 from jattn.serving.sampler import sample
 
 
@@ -33,7 +34,7 @@ class DraftModel:
         num_draft_tokens: Tokens proposed for a row in each step.
 
     Raises:
-        ValueError: A number is out of range, or neither folder nor number is given.
+        ValueError: A number is out of range, `checkpoint` is no path, or neither folder nor number is given.
     """
 
     checkpoint: str | Path | None = None
@@ -45,6 +46,8 @@ class DraftModel:
             if getattr(self, name) is not None or name == "num_draft_tokens":
                 rule = f"`{name}` must be a whole number of at least 1."
                 object.__setattr__(self, name, whole_number(getattr(self, name), rule, 1))
+        if self.checkpoint is not None and not isinstance(self.checkpoint, str | os.PathLike):
+            raise ValueError(f"`checkpoint` must be None or the path of a folder. Got {self.checkpoint!r}.")
         if self.checkpoint is None and self.num_layers is None:
             raise ValueError(
                 "`num_layers` must be given where `checkpoint` is None: the served model, cut down. Got None."

@@ -5,13 +5,15 @@ import typing
 from typing import Any, Protocol
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend
 from jattn.kv_pool import KVPool
 from jattn.serving.loop_state import LoopState
-from jattn.serving.request import whole_number
 
+_UNROLLED = 4  # steps of a lookup that are one kernel; more of them only make it longer to compile
 NO_DRAFT = -1  # in a drafted token's place: none is proposed
 
 
@@ -53,6 +55,22 @@ def check_drafter(value: Any) -> None:
     """
     if value is not None and (isinstance(value, type) or not isinstance(value, Drafter)):
         raise ValueError(f"`speculative` must be None (off), an NgramDrafting or a DraftModel. Got {value!r}.")
+
+
+def check_drafter_fits(drafter: Drafter, max_context_len: int) -> None:
+    """Says whether a drafter proposes, and looks for, fewer tokens than a request has at most.
+
+    Raises:
+        ValueError: It does not.
+    """
+    sizes = {"num_draft_tokens": drafter.num_draft_tokens}
+    if isinstance(drafter, NgramDrafting):
+        sizes["max_ngram"] = drafter.max_ngram
+    for name, size in sizes.items():
+        if size >= max_context_len:
+            raise ValueError(
+                f"`{name}` of `speculative` must be below `max_context_len`, {max_context_len}. Got {name}={size}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,12 +125,15 @@ class NgramDrafting:
         """
         place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]
         last = lengths[:, None] - 1
-        same, matched = place < last, jnp.zeros(token_ids.shape, jnp.int32)
-        for back in range(self.max_ngram):
+
+        def one_more(back, found):
+            same, matched, shifted = found
             wanted = jnp.take_along_axis(token_ids, jnp.maximum(last - back, 0), axis=1)
-            shifted = jnp.pad(token_ids, ((0, 0), (back, 0)))[:, : token_ids.shape[1]]
             same &= (shifted == wanted) & (place >= back)
-            matched += same.astype(jnp.int32)
+            return same, matched + same.astype(jnp.int32), jnp.roll(shifted, 1, axis=1)
+
+        none_yet = place < last, jnp.zeros(token_ids.shape, jnp.int32), token_ids
+        _, matched, _ = lax.fori_loop(0, self.max_ngram, one_more, none_yet, unroll=min(self.max_ngram, _UNROLLED))
         longest = jnp.max(matched, axis=1, keepdims=True)
         end = jnp.max(jnp.where(matched == longest, place, 0), axis=1, keepdims=True)
         ahead = jnp.arange(self.num_draft_tokens, dtype=jnp.int32)[None] % jnp.maximum(last - end, 1)

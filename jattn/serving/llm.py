@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.arguments import whole_number
 from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
@@ -24,7 +25,7 @@ from jattn.serving.draft_model import DraftModel
 from jattn.serving.drafting import Drafter, check_drafter
 from jattn.serving.engine import Engine
 from jattn.serving.outputs import Delta, RequestOutput, SequenceReader, gather
-from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids, whole_number
+from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
 from jattn.serving.text import Tokenizer
 
 Prompt = str | Sequence[SupportsIndex] | np.ndarray

@@ -3,11 +3,11 @@
 import dataclasses
 import enum
 import math
-import operator
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from jattn.arguments import whole_number
 from jattn.serving.logprobs import Logprob
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -167,21 +167,6 @@ def _bias(values: Any) -> dict[int, float] | None:
     if not all(abs(value) <= _FLOAT32_MAX for value in bias.values()):
         raise ValueError(f"{rule} Got {values!r}.")
     return bias
-
-
-def whole_number(value: Any, rule: str, least: int, below: int | float = math.inf) -> int:
-    """`value` as an int, of whatever integer type it was.
-
-    Raises:
-        ValueError: It is no integer, or out of range; the message is `rule` and the value.
-    """
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
-    if not least <= number < below:
-        raise ValueError(f"{rule} Got {value!r}.")
-    return number
 
 
 def token_ids(values: Any, what: str, below: int = 2**31) -> tuple[int, ...]:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jattn.arguments import whole, whole_number
 from jattn.vllm.v0_blocks import copy_blocks, swap_blocks
 from jattn.vllm.v0_builder import (
     CommonAttentionState,
@@ -71,19 +72,26 @@ class FlashAttentionBackend:
         """The shape of one layer's cache, keys then values; block 0 belongs to nobody.
 
         Raises:
-            ValueError: `block_size` is no multiple of 16.
+            ValueError: `block_size` is no multiple of 16, `head_size` none of those that are taken, or another size no
+                whole number of at least 1.
         """
-        if block_size < 1 or block_size % 16:
-            raise ValueError(f"`block_size` must be a multiple of 16. Got block_size={block_size}.")
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
+        rule = "`block_size` must be a multiple of 16."
+        if whole_number(block_size, rule, 1, 2**31) % 16:
+            raise ValueError(f"{rule} Got block_size={block_size}.")
+        if whole("head_size", head_size) not in HEAD_SIZES:
+            raise ValueError(f"`head_size` must be one of {', '.join(map(str, HEAD_SIZES))}. Got {head_size}.")
+        return 2, whole("num_blocks", num_blocks), int(block_size), whole("num_kv_heads", num_kv_heads), int(head_size)
 
     @staticmethod
     def copy_blocks(
-        kv_caches: list[Float[Array, "2 P page_size K H"]], src_to_dists: Int[Any, "n 2"]
+        kv_caches: list[Float[Array, "2 P page_size K H"]], src_to_dists: Any
     ) -> list[Float[Array, "2 P page_size K H"]]:
         """The caches with block src copied to block dst for each pair; all copies read what was there before.
 
         The caches are donated: keep what is returned.
+
+        Args:
+            src_to_dists: Pairs [n, 2] of block numbers, on the host or the device; n may be 0.
 
         Raises:
             ValueError: The pairs are no [n, 2], or a block is not in the caches.
@@ -94,16 +102,16 @@ class FlashAttentionBackend:
     def swap_blocks(
         src_kv_cache: Float[Any, "2 P page_size K H"],
         dst_kv_cache: Float[Any, "2 P_dst page_size K H"],
-        src_to_dst: Int[Any, "n 2"],
+        src_to_dst: Any,
     ) -> Float[Any, "2 P_dst page_size K H"]:
         """The destination with block src of the source at block dst for each pair, from device to host or back.
 
         Args:
             src_kv_cache: On the device, or a NumPy array on the host.
             dst_kv_cache: As well. Donated on the device, written in place if NumPy: keep what is returned.
-            src_to_dst: Pairs, on the host.
+            src_to_dst: As there.
 
         Raises:
-            ValueError: The pairs are no [n, 2], or a block is not in its cache.
+            ValueError: The pairs are no [n, 2], a block is not in its cache, or the caches' blocks differ.
         """
         return swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)

@@ -6,26 +6,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jattn.arguments import array, check_array, host_integers
 from jattn_kernels import copy_pages
+
+AXES = ("2", "num_blocks", "block_size", "num_kv_heads", "head_size")
 
 
 def copy_blocks(
-    kv_caches: list[Float[Array, "2 P page_size K H"]], src_to_dists: Int[Any, "n 2"]
+    kv_caches: list[Float[Array, "2 P page_size K H"]], src_to_dists: Any
 ) -> list[Float[Array, "2 P page_size K H"]]:
     """The donated caches with block src copied to block dst for each pair."""
-    src, dst = _pairs(src_to_dists, *(kv_caches[0].shape[1],) * 2) if kv_caches else (None, None)
-    return [_copied(cache, src, dst) for cache in kv_caches]
+    if not isinstance(kv_caches, list | tuple):
+        raise ValueError(f"`kv_caches` must be a list with the cache of each layer. Got {type(kv_caches).__name__}.")
+    caches = [array(f"kv_caches[{i}]", cache, *AXES) for i, cache in enumerate(kv_caches)]
+    fewest = min((cache.shape[1] for cache in caches), default=2**31)
+    src, dst = _pairs("src_to_dists", src_to_dists, fewest, fewest)
+    return [_copied(cache, src, dst) for cache in caches]
 
 
 def swap_blocks(
-    src_kv_cache: Float[Any, "2 P page_size K H"],
-    dst_kv_cache: Float[Any, "2 P_dst page_size K H"],
-    src_to_dst: Int[Any, "n 2"],
+    src_kv_cache: Float[Any, "2 P page_size K H"], dst_kv_cache: Float[Any, "2 P_dst page_size K H"], src_to_dst: Any
 ) -> Float[Any, "2 P_dst page_size K H"]:
     """The destination, donated or written in place, with block src of the source at block dst for each pair."""
-    src, dst = _pairs(src_to_dst, src_kv_cache.shape[1], dst_kv_cache.shape[1])
+    for name, cache in (("src_kv_cache", src_kv_cache), ("dst_kv_cache", dst_kv_cache)):
+        check_array(name, cache, *AXES)
+    if src_kv_cache.dtype != dst_kv_cache.dtype or src_kv_cache.shape[2:] != dst_kv_cache.shape[2:]:
+        raise ValueError(
+            "`src_kv_cache` and `dst_kv_cache` must have blocks of one shape and dtype. "
+            f"Got {src_kv_cache.shape[2:]} of {src_kv_cache.dtype}, {dst_kv_cache.shape[2:]} of {dst_kv_cache.dtype}."
+        )
+    src, dst = _pairs("src_to_dst", src_to_dst, src_kv_cache.shape[1], dst_kv_cache.shape[1])
     rows = src_kv_cache[:, src]
     if isinstance(dst_kv_cache, np.ndarray):
         real = dst >= 0
@@ -34,17 +46,22 @@ def swap_blocks(
     return _put(dst_kv_cache, jnp.asarray(dst), jnp.asarray(rows))
 
 
-def _pairs(pairs: Any, num_src: int, num_dst: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(name: str, given: Any, num_src: int, num_dst: int) -> tuple[np.ndarray, np.ndarray]:
     """Sources and destinations, padded with destination -1 to a power of two: few sizes are compiled."""
-    pairs = np.asarray(pairs, np.int32)
-    if pairs.ndim != 2 or pairs.shape[1] != 2:
-        raise ValueError(f"The pairs of blocks must be [n, 2]. Got shape {pairs.shape}.")
-    for name, blocks, size in (("source", pairs[:, 0], num_src), ("destination", pairs[:, 1], num_dst)):
+    pairs = host_integers(name, np.zeros((0, 2), np.int32) if _is_empty(given) else given, "n", "2")
+    if pairs.shape[1] != 2:
+        raise ValueError(f"`{name}` must be pairs of blocks [n, 2]. Got {name}.shape={pairs.shape}.")
+    for side, blocks, size in (("source", pairs[:, 0], num_src), ("destination", pairs[:, 1], num_dst)):
         if ((blocks < 0) | (blocks >= size)).any():
-            raise ValueError(f"Every {name} must be a block in 0 .. {size - 1}. Got {blocks.tolist()}.")
+            rule = f"`{name}` must have as every {side} a block in 0 .. {size - 1}."
+            raise ValueError(f"{rule} Got {blocks.tolist()}.")
     room = 1 << max(len(pairs) - 1, 0).bit_length()
     src, dst = np.pad(pairs, ((0, room - len(pairs)), (0, 0)), constant_values=-1).T
     return np.maximum(src, 0), dst
+
+
+def _is_empty(pairs: Any) -> bool:
+    return isinstance(pairs, list | tuple) and not pairs
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.arguments import check_whole, host_integers, instance, whole
 from jattn.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata
 
 
@@ -38,9 +39,7 @@ class InputBuilder:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{field.name}` must be at least 1. Got {field.name}={value}.")
+            check_whole(self, field.name, optional=field.default is None)
         if (self.num_prefills is None) != (self.num_prefill_tokens is None):
             raise ValueError("`num_prefills` and `num_prefill_tokens` must be given together or both be None.")
 
@@ -90,6 +89,7 @@ class FlashAttentionMetadataBuilder:
     """Holds the rows of the batch that is being collected; `prepare` starts the next one."""
 
     def __init__(self, input_builder: InputBuilder):
+        instance("input_builder", input_builder, InputBuilder)
         self.input_builder = input_builder
         self.block_size = input_builder.block_size
         self.prepare()
@@ -110,10 +110,15 @@ class FlashAttentionMetadataBuilder:
         Raises:
             ValueError: A prefill comes after a decode, or lengths and blocks contradict each other.
         """
+        instance("inter_data", inter_data, InterDataForSeqGroup)
         if inter_data.is_prompt and any(not row.is_prompt for row in self._rows):
             raise ValueError("Groups of prefills must be added before those of decodes. Got a prefill after a decode.")
-        lens = zip(inter_data.seq_ids, inter_data.seq_lens, inter_data.query_lens, inter_data.context_lens, strict=True)
-        self._rows += [self._row(inter_data, *of_sequence) for of_sequence in lens]
+        names = ("seq_ids", "seq_lens", "query_lens", "context_lens")
+        columns = [_numbers(name, getattr(inter_data, name)) for name in names]
+        if len(set(map(len, columns))) > 1:
+            rule = f"`{'`, `'.join(names)}` must have an entry for each sequence."
+            raise ValueError(f"{rule} Got {', '.join(str(len(column)) for column in columns)}.")
+        self._rows += [self._row(inter_data, *of_sequence) for of_sequence in zip(*columns, strict=True)]
 
     def _row(self, data: InterDataForSeqGroup, seq_id: int, seq_len: int, query_len: int, context_len: int) -> _Row:
         longest = self.input_builder.max_model_len
@@ -125,11 +130,16 @@ class FlashAttentionMetadataBuilder:
         most = self.input_builder.max_decode_query_len
         if not data.is_prompt and query_len > most:
             raise ValueError(f"Sequence {seq_id}: a decode must have at most {most} queries. Got {query_len}.")
-        blocks = [] if data.block_tables is None else data.block_tables[seq_id]
+        if data.block_tables is not None and seq_id not in data.block_tables:
+            raise ValueError(
+                f"Sequence {seq_id}: `block_tables` must have its blocks. Got those of {[*data.block_tables]}."
+            )
+        blocks = [] if data.block_tables is None else _numbers("block_tables", data.block_tables[seq_id])
         if data.block_tables is not None and len(blocks) * self.block_size < seq_len:
             raise ValueError(f"Sequence {seq_id}: its blocks must hold {seq_len} tokens. Got {len(blocks)} blocks.")
         slots = _slots(blocks, range(context_len, seq_len), self.block_size)
-        cross = data.cross_block_table or []
+        whole("encoder_seq_len", data.encoder_seq_len, 0)
+        cross = [] if data.cross_block_table is None else _numbers("cross_block_table", data.cross_block_table)
         if data.encoder_seq_len > min(self.input_builder.max_encoder_len or 0, len(cross) * self.block_size):
             raise ValueError(
                 f"Sequence {seq_id}: `encoder_seq_len` must be within `max_encoder_len`="
@@ -138,7 +148,14 @@ class FlashAttentionMetadataBuilder:
         return _Row(data.is_prompt, seq_len, query_len, blocks, slots, data.encoder_seq_len, cross)
 
     def _get_graph_runner_block_tables(self, num_seqs: int, block_tables: list[list[int]]) -> np.ndarray:
-        """The block tables as one array as wide as the longest sequence needs, 0 where they end."""
+        """The block tables as one array as wide as the longest sequence needs, 0 where they end.
+
+        Raises:
+            ValueError: There are more tables than `num_seqs`.
+        """
+        block_tables = [_numbers("block_tables", blocks) for blocks in (() if block_tables is None else block_tables)]
+        if len(block_tables) > whole("num_seqs", num_seqs, 0):
+            raise ValueError(f"`num_seqs` must be at least the {len(block_tables)} `block_tables`. Got {num_seqs}.")
         return _table(block_tables, num_seqs, _cdiv(self.input_builder.max_model_len, self.block_size))
 
     def build(
@@ -154,7 +171,12 @@ class FlashAttentionMetadataBuilder:
         Raises:
             ValueError: The arguments do not fit the rows, or the rows do not fit the bucket.
         """
-        config, pad = self.input_builder, max(cuda_graph_pad_size, 0)
+        config, pad = self.input_builder, max(whole("cuda_graph_pad_size", cuda_graph_pad_size, -1), 0)
+        seq_lens, query_lens = _numbers("seq_lens", seq_lens), _numbers("query_lens", query_lens)
+        if len(seq_lens) != len(query_lens):
+            raise ValueError(
+                f"`seq_lens` and `query_lens` must have one length. Got {len(seq_lens)} and {len(query_lens)} entries."
+            )
         prefills = [row for row in self._rows if row.is_prompt]
         decodes = [row for row in self._rows if not row.is_prompt] + [_PADDING] * pad
         count = len(self._rows)
@@ -233,6 +255,7 @@ class CommonAttentionState:
     """Makes the metadata that a bucket of decodes is compiled with."""
 
     def __init__(self, runner: InputBuilder):
+        instance("runner", runner, InputBuilder)
         self.runner = runner
 
     def graph_capture_get_metadata_for_batch(
@@ -243,12 +266,17 @@ class CommonAttentionState:
         Raises:
             ValueError: The model has an encoder and the runner no `max_encoder_len`, or the other way round.
         """
+        whole("batch_size", batch_size)
         if is_encoder_decoder_model != (self.runner.max_encoder_len is not None):
             raise ValueError(
                 "`is_encoder_decoder_model` must say whether the runner has a `max_encoder_len`. "
                 f"Got {is_encoder_decoder_model}, {self.runner.max_encoder_len}."
             )
         return FlashAttentionMetadataBuilder(self.runner).build([], [], batch_size, batch_size)
+
+
+def _numbers(name: str, values: Any) -> list[int]:
+    return host_integers(name, values, "n").tolist()
 
 
 def _slots(blocks: list[int], positions: range, block_size: int) -> list[int]:

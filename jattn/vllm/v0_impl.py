@@ -7,18 +7,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jattn.kv_cache_dtype import KV_CACHE_DTYPES, check_kv_cache_dtype
+from jattn.arguments import array, check_fields, check_whole, in_words, instance, number, scale_arrays, whole_number
+from jattn.kv_cache_dtype import cache_dtype
 from jattn.vllm.v0_metadata import (
     AttentionType,
     FlashAttentionMetadata,
     _get_causal_option,
     _get_query_key_seq_metadata,
+    checked_metadata,
 )
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend, write_pages
 from jattn_kernels.spec import PageLayout
 
+# What the kernels' names are called here.
+WORDS = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "k_pages": "kv_cache",
+    "slots": "slot_mapping",
+    "page_table": "block_tables",
+    "seq_lens": "seq_lens_tensor",
+    "cu_q_lens": "query_start_loc",
+    "cu_kv_lens": "seq_start_loc",
+    "num_q_heads": "num_heads",
+    "head_dim": "head_size",
+    "q_scale": "layer._q_scale",
+    "k_scale": "layer._k_scale",
+    "v_scale": "layer._v_scale",
+}
+CROSS_WORDS = {
+    "seq_start_loc": "encoder_seq_start_loc",
+    "slot_mapping": "cross_slot_mapping",
+    "block_tables": "cross_block_tables",
+    "seq_lens_tensor": "encoder_seq_lens_tensor",
+}
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -44,7 +70,7 @@ class FlashAttentionImpl:
         alibi_slopes: One a query head, or None.
         sliding_window: As given, keys with the own one; then vLLM's pair, keys to the left and to the right without the
             own one, -1 for all. To both sides in encoders.
-        kv_cache_dtype: "auto" for that of keys and values, or another of KV_CACHE_DTYPES.
+        kv_cache_dtype: "auto" for that of keys and values, or a name of DTYPE_NAMES.
         blocksparse_params: Refused.
         logits_soft_cap: Soft cap; None or 0 is off.
         attn_type: An AttentionType.
@@ -74,27 +100,41 @@ class FlashAttentionImpl:
             raise NotImplementedError(
                 "`blocksparse_params` must be None: no implementation has block-sparse attention."
             )
+        check_whole(self, "num_heads", "num_kv_heads", "head_size")
         if self.head_size not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             raise ValueError(f"`head_size` must be one of {sizes}. Got head_size={self.head_size}.")
         if self.attn_type not in tuple(AttentionType):
             raise ValueError(f"`attn_type` must be one of {', '.join(AttentionType)}. Got {self.attn_type!r}.")
-        check_kv_cache_dtype(self.kv_cache_dtype)
+        cache_dtype(self.kv_cache_dtype)
+        object.__setattr__(self, "scale", number("scale", self.scale))
+        if self.logits_soft_cap is not None:
+            object.__setattr__(self, "logits_soft_cap", number("logits_soft_cap", self.logits_soft_cap))
         if self.alibi_slopes is not None:
-            if len(self.alibi_slopes) != self.num_heads:
-                raise ValueError(
-                    f"`alibi_slopes` must have one slope a query head, {self.num_heads}. Got {len(self.alibi_slopes)}."
-                )
-            object.__setattr__(self, "alibi_slopes", tuple(self.alibi_slopes))
+            object.__setattr__(self, "alibi_slopes", self._checked_slopes(self.alibi_slopes))
+        if self.kv_sharing_target_layer_name is not None:
+            instance("kv_sharing_target_layer_name", self.kv_sharing_target_layer_name, str)
         object.__setattr__(self, "sliding_window", self._window())
-        self.spec(None)  # refuses heads that do not fit now, not in the first step
+        with in_words(num_q_heads="num_heads"):
+            self.spec(None)  # refuses heads that do not fit now, not in the first step
+
+    def _checked_slopes(self, slopes: Any) -> tuple[float, ...]:
+        if np.ndim(slopes) != 1 or len(slopes) != self.num_heads:
+            got = len(slopes) if np.ndim(slopes) else repr(slopes)
+            raise ValueError(f"`alibi_slopes` must have one slope a query head, {self.num_heads}. Got {got}.")
+        return tuple(number("alibi_slopes", slope) for slope in slopes)
 
     def _window(self) -> tuple[int, int]:
         window = self.sliding_window
-        if window is None or isinstance(window, tuple):
-            return window or (-1, -1)
-        if window < 1:
-            raise ValueError(f"`sliding_window` must be None or at least 1, the own key. Got sliding_window={window}.")
+        if window is None:
+            return -1, -1
+        rule = "`sliding_window` must be None, at least 1, which is the own key, or two sides of at least -1 (all)."
+        if isinstance(window, tuple):
+            if len(window) != 2:
+                raise ValueError(f"{rule} Got sliding_window={window}.")
+            left, right = (whole_number(side, rule, -1, 2**31) for side in window)
+            return left, right
+        window = whole_number(window, rule, 1, 2**31)
         if self.attn_type == AttentionType.ENCODER_DECODER:
             raise NotImplementedError(f"Cross attention has no window. Got sliding_window={window}.")
         return (window - 1, 0 if _get_causal_option(self.attn_type) else window - 1)
@@ -150,13 +190,16 @@ class FlashAttentionImpl:
             ValueError: Arguments do not belong together.
             NotImplementedError: `output_scale` is given, or scales are to be calculated.
         """
-        metadata = attn_metadata
+        metadata = checked_metadata(attn_metadata)
+        query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
         refuse_output_scale(output_scale)
         if metadata.enable_kv_scales_calculation:
             raise NotImplementedError("`enable_kv_scales_calculation` must be False: scales are given by the layer.")
-        if (key is None) != (value is None):
-            raise ValueError("`key` and `value` must be given together or both be None.")
         self._check_types_fields(query, metadata)
+        with in_words(**(CROSS_WORDS if self.attn_type == AttentionType.ENCODER_DECODER else {})):
+            return self._served(layer, query, key, value, kv_cache, metadata)
+
+    def _served(self, layer, query, key, value, kv_cache, metadata: FlashAttentionMetadata) -> tuple[Any, Any]:
         cached = kv_cache is not None and kv_cache.size > 0
         if not _reads_cache(self.attn_type) or not cached:
             if key is None or value is None:
@@ -165,7 +208,8 @@ class FlashAttentionImpl:
         assert kv_cache is not None
         cross = self.attn_type == AttentionType.ENCODER_DECODER
         slots = metadata.cross_slot_mapping if cross else metadata.slot_mapping
-        assert slots is not None
+        if slots is None:
+            raise ValueError("`slot_mapping` must be given where a cache is read. Got None.")
         kv_cache = self.save(layer, key, value, kv_cache, slots)
         chunk_size = self._chunk_size(metadata)
         outs = []
@@ -193,6 +237,27 @@ class FlashAttentionImpl:
             )
         return jnp.concatenate(outs), kv_cache
 
+    def checked(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any) -> tuple[Any, Any, Any, Any]:
+        """Queries, keys, values and cache as JAX's arrays, or None; the cache too if it is empty.
+
+        Raises:
+            ValueError: One is no array of the right axes, or only one of `key` and `value` is given.
+        """
+        check_fields("layer", layer, "_q_scale", "_k_scale", "_v_scale")
+        axes = ("num_tokens", "num_heads", "head_size")
+        query = array("query", query, *axes)
+        if query.shape[1:] != (self.num_heads, self.head_size):
+            raise ValueError(
+                f"`query` must be [num_tokens, {self.num_heads}, {self.head_size}]. Got query.shape={query.shape}."
+            )
+        if (key is None) != (value is None):
+            raise ValueError("`key` and `value` must be given together or both be None.")
+        axes = ("num_tokens", "num_kv_heads", "head_size")
+        key, value = (None if x is None else array(name, x, *axes) for name, x in (("key", key), ("value", value)))
+        if kv_cache is not None and (kv_cache := array("kv_cache", kv_cache)).size:
+            kv_cache = array("kv_cache", kv_cache, "2", "num_blocks", "block_size", "num_kv_heads", "head_size")
+        return query, key, value, kv_cache
+
     def save(
         self,
         layer: AttentionLayer,
@@ -207,25 +272,27 @@ class FlashAttentionImpl:
         Raises:
             ValueError: The cache's dtype is not the one that `kv_cache_dtype` says.
         """
-        expected = KV_CACHE_DTYPES[self.kv_cache_dtype]
-        if expected is not None and kv_cache.dtype.name != expected:
+        expected = cache_dtype(self.kv_cache_dtype)
+        if expected is not None and kv_cache.dtype != expected:
             raise ValueError(
                 f"`kv_cache` must be {expected} for kv_cache_dtype={self.kv_cache_dtype!r}. "
                 f"Got kv_cache.dtype={kv_cache.dtype}."
             )
         if key is None or value is None or self.kv_sharing_target_layer_name is not None:
             return kv_cache
-        kv_cache, _ = write_pages(
-            kv_cache,
-            None,
-            key,
-            value,
-            slots,
-            layout=page_layout,
-            combined_pool="kv_first",
-            k_scale=layer._k_scale,
-            v_scale=layer._v_scale,
-        )
+        if key.shape[0] != slots.shape[0]:
+            raise ValueError(f"`key` must have a row for each of {slots.shape[0]} slots. Got key.shape={key.shape}.")
+        with in_words(**WORDS):
+            kv_cache, _ = write_pages(
+                kv_cache,
+                None,
+                key,
+                value,
+                slots,
+                layout=page_layout,
+                combined_pool="kv_first",
+                **scale_arrays(k_scale=layer._k_scale, v_scale=layer._v_scale),
+            )
         return kv_cache
 
     def attend_pages(
@@ -239,19 +306,16 @@ class FlashAttentionImpl:
         spec: AttentionSpec,
     ) -> Float[Array, "T N H"]:
         """Attention over the cache; one token a row if `query_start_loc` is None."""
-        factors: dict[str, Any] = {
-            "alibi_slopes": self._slopes(),
-            "q_scale": layer._q_scale,
-            "k_scale": layer._k_scale,
-            "v_scale": layer._v_scale,
-        }
-        if query_start_loc is None:
-            out = paged_decode(query[:, None], kv_cache, None, block_tables, seq_lens, spec=spec, **factors)
+        with in_words(**WORDS):
+            scales = scale_arrays(q_scale=layer._q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
+            facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes(), **scales}
+            if query_start_loc is None:
+                out = paged_decode(query[:, None], kv_cache, None, block_tables, seq_lens, **facts)
+                assert isinstance(out, jax.Array)
+                return out[:, 0]
+            out = paged_extend(query, kv_cache, None, block_tables, seq_lens, query_start_loc, **facts)
             assert isinstance(out, jax.Array)
-            return out[:, 0]
-        out = paged_extend(query, kv_cache, None, block_tables, seq_lens, query_start_loc, spec=spec, **factors)
-        assert isinstance(out, jax.Array)
-        return out
+            return out
 
     def _attend_uncached(self, layer, query, key, value, metadata: FlashAttentionMetadata) -> Array:
         part = metadata.prefill_metadata
@@ -260,14 +324,17 @@ class FlashAttentionImpl:
                 "A batch with decodes must be given a cache to read. "
                 f"Got num_prefills={metadata.num_prefills}, num_decode_tokens={metadata.num_decode_tokens}."
             )
+        tokens = metadata.num_prefill_tokens if _reads_itself(self.attn_type) else metadata.num_encoder_tokens
+        if key.shape[0] != tokens:
+            raise ValueError(f"`key` must have a row for each of {tokens} tokens. Got key.shape={key.shape}.")
         query_start_loc, _, key_start_loc, _ = _get_query_key_seq_metadata(part, True, self.attn_type)
         if query_start_loc is None or key_start_loc is None:
             raise ValueError("`query_start_loc` and `seq_start_loc` must be given where no cache is read. Got None.")
         spec = self.spec(self._chunk_size(metadata), paged=False)
-        slopes = self._slopes()
-        out = ragged_extend(
-            query, key, value, query_start_loc, key_start_loc, spec=spec, q_scale=layer._q_scale, alibi_slopes=slopes
-        )
+        with in_words(**WORDS):
+            facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes()}
+            scale = scale_arrays(q_scale=layer._q_scale)
+            out = ragged_extend(query, key, value, query_start_loc, key_start_loc, **facts, **scale)
         assert isinstance(out, jax.Array)
         return out
 
@@ -302,3 +369,7 @@ def refuse_output_scale(output_scale: Array | None) -> None:
 
 def _reads_cache(attn_type: str) -> bool:
     return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+
+def _reads_itself(attn_type: str) -> bool:
+    return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)

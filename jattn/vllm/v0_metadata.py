@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jattn.arguments import array, instance, integers, whole
+
 PAD_SLOT_ID = -1
 
 
@@ -185,6 +187,9 @@ class FlashAttentionMetadata:
                 "`turn_prefills_into_decodes` must be set for a batch with prefills. "
                 f"Got num_prefills={self.num_prefills}."
             )
+        instance("model_input", model_input, ModelInput)
+        for name, size in (("block_size", block_size), ("num_seqs", num_seqs), ("num_queries", num_queries)):
+            whole(name, size, 0)
         if num_seqs != lens.shape[0] or not 0 <= num_queries <= num_seqs or block_size < 1:
             raise ValueError(
                 f"`num_seqs` must be the batch's {lens.shape[0]} rows, `num_queries` at most that, and `block_size` at "
@@ -197,7 +202,7 @@ class FlashAttentionMetadata:
         fits = grows & (column < self.block_tables.shape[1])
         tokens, positions = model_input.input_tokens[:num_seqs], model_input.input_positions[:num_seqs]
         if sampled_token_ids is not None:
-            sampled = sampled_token_ids.reshape(-1)[:num_queries].astype(tokens.dtype)
+            sampled = array("sampled_token_ids", sampled_token_ids).reshape(-1)[:num_queries].astype(tokens.dtype)
             tokens = jnp.where(grows, jnp.pad(sampled, (0, num_seqs - sampled.shape[0])), tokens)
         lens = lens + grows.astype(jnp.int32)
         metadata = dataclasses.replace(
@@ -237,6 +242,28 @@ class FlashAttentionMetadata:
             offsets = getattr(self, name)
             fields[name] = None if offsets is None else offsets[ends] - offsets[rows.start]
         return fields
+
+
+def checked_metadata(attn_metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
+    """Metadata as a user gave it, its lengths and places as arrays of int32.
+
+    Raises:
+        ValueError: It is none, or a field is not what it must be.
+    """
+    instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
+    axes = {
+        "slot_mapping": ("tokens",),
+        "seq_lens_tensor": ("rows",),
+        "block_tables": ("rows", "max_blocks"),
+        "query_start_loc": ("rows + 1",),
+        "seq_start_loc": ("rows + 1",),
+        "encoder_seq_lens_tensor": ("rows",),
+        "encoder_seq_start_loc": ("rows + 1",),
+        "cross_slot_mapping": ("encoder_tokens",),
+        "cross_block_tables": ("rows", "max_encoder_blocks"),
+    }
+    given = {name: getattr(attn_metadata, name) for name in axes if getattr(attn_metadata, name) is not None}
+    return dataclasses.replace(attn_metadata, **{name: integers(name, given[name], *axes[name]) for name in given})
 
 
 def start_locations(lens: Int[Array, " B"]) -> Int[Array, " B_plus_1"]:

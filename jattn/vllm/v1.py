@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn import local_attention
+from jattn.arguments import check_fields, check_whole, host_integers, in_words, instance, whole, whole_number
 
 
 @typing.no_type_check
@@ -71,10 +72,17 @@ class VllmConfig:
     Attributes:
         attention_layers: By name, the implementation of each attention layer.
         attention_chunk_size: Of layers that attend within chunks; None if there are none.
+
+    Raises:
+        ValueError: `attention_layers` is no mapping, or `attention_chunk_size` below 1.
     """
 
     attention_layers: Mapping[str, Any]
     attention_chunk_size: int | None = None
+
+    def __post_init__(self):
+        instance("attention_layers", self.attention_layers, Mapping)
+        check_whole(self, "attention_chunk_size", optional=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +97,9 @@ class SchedulerOutput:
     """How many tokens each request, by name, gets in this pass."""
 
     num_scheduled_tokens: dict[str, int]
+
+    def __post_init__(self):
+        instance("num_scheduled_tokens", self.num_scheduled_tokens, Mapping)
 
 
 Reordered = tuple[Int[np.ndarray, " B"], bool]
@@ -128,6 +139,7 @@ class AttentionMetadataBuilder[M](abc.ABC):
         Returns:
             For each new row the old one, and whether any moves.
         """
+        check_fields("input_batch", input_batch, "req_ids")
         return np.arange(len(input_batch.req_ids), dtype=np.int32), False
 
 
@@ -137,10 +149,13 @@ def get_per_layer_parameters(vllm_config: VllmConfig, cls_: type) -> dict[str, P
     Raises:
         ValueError: One is of another class.
     """
+    check_fields("vllm_config", vllm_config, "attention_layers")
+    instance("cls_", cls_, type)
     parameters = {}
     for name, impl in vllm_config.attention_layers.items():
         if not isinstance(impl, cls_):
             raise ValueError(f"Layer {name!r} must have a {cls_.__name__}. Got {type(impl).__name__}.")
+        check_fields(f"attention_layers[{name!r}]", impl, "sliding_window", "logits_soft_cap", "scale")
         window_left, _ = impl.sliding_window
         parameters[name] = PerLayerParameters(window_left, impl.logits_soft_cap or None, impl.scale)
     return parameters
@@ -152,6 +167,7 @@ def infer_global_hyperparameters(per_layer_params: dict[str, PerLayerParameters]
     Raises:
         ValueError: There is no layer, or two differ; the message names them.
     """
+    instance("per_layer_params", per_layer_params, dict)
     if not per_layer_params:
         raise ValueError("`per_layer_params` must have at least one layer. Got none.")
     (first, shared), *others = per_layer_params.items()
@@ -191,11 +207,11 @@ def make_local_attention_virtual_batches(
     Raises:
         ValueError: `attn_chunk_size` is no positive multiple of a positive `block_size`.
     """
-    if block_size < 1:
-        raise ValueError(f"`block_size` must be given, at least 1. Got block_size={block_size}.")
-    return local_attention.make_local_attention_virtual_batches(
-        attn_chunk_size, query_start_loc_np, seq_lens_np, block_table, block_size
-    )
+    whole_number(block_size, "`block_size` must be given, a whole number of at least 1.", 1)
+    with in_words(page_size="block_size"):
+        return local_attention.make_local_attention_virtual_batches(
+            attn_chunk_size, query_start_loc_np, seq_lens_np, block_table, block_size
+        )
 
 
 def reorder_batch_to_split_decodes_and_prefills(
@@ -205,9 +221,17 @@ def reorder_batch_to_split_decodes_and_prefills(
 
     Returns:
         For each new row the old one, and whether any moves; as few do as can.
+
+    Raises:
+        ValueError: A request has no number of tokens, or an argument is of another type.
     """
-    counts = np.array([scheduler_output.num_scheduled_tokens[name] for name in input_batch.req_ids], np.int32)
-    is_decode = counts <= decode_threshold
+    check_fields("input_batch", input_batch, "req_ids")
+    check_fields("scheduler_output", scheduler_output, "num_scheduled_tokens")
+    scheduled = scheduler_output.num_scheduled_tokens
+    if missing := [name for name in input_batch.req_ids if name not in scheduled]:
+        raise ValueError(f"`scheduler_output` must have tokens for every request. Got none for {missing}.")
+    counts = host_integers("num_scheduled_tokens", [scheduled[name] for name in input_batch.req_ids], "requests")
+    is_decode = counts <= whole("decode_threshold", decode_threshold, 0)
     front = np.arange(len(counts)) < is_decode.sum()
     early_prefills, late_decodes = np.flatnonzero(front & ~is_decode), np.flatnonzero(~front & is_decode)
     permutation = np.arange(len(counts), dtype=np.int32)
@@ -229,13 +253,14 @@ def split_decodes_and_prefills(
     Raises:
         ValueError: The host's offsets are missing, or a decode comes after a prefill.
     """
+    instance("common_attn_metadata", common_attn_metadata, CommonAttentionMetadata)
     offsets = common_attn_metadata.query_start_loc_cpu
     if offsets is None:
         raise ValueError("`query_start_loc_cpu` must be given to divide a batch on the host. Got None.")
-    offsets = np.asarray(offsets)
+    offsets = host_integers("query_start_loc_cpu", offsets, "batch_size + 1")
     lens = np.diff(offsets)
     num_rows = int(np.flatnonzero(lens)[-1]) + 1 if lens.any() else 0
-    is_decode = lens[:num_rows] <= decode_threshold
+    is_decode = lens[:num_rows] <= whole("decode_threshold", decode_threshold, 0)
     num_decodes = int(is_decode.sum())
     if not is_decode[:num_decodes].all():
         raise ValueError(f"Decodes must come before prefills. Got query lengths {lens[:num_rows].tolist()}.")

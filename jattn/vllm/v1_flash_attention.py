@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from jattn.arguments import check_fields, check_whole, in_words, instance, integers, whole
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.vllm import v0_impl
 from jattn.vllm.v0_metadata import AttentionType
@@ -16,9 +17,16 @@ from jattn.vllm.v1 import AttentionMetadataBuilder, CommonAttentionMetadata, Vll
 
 @dataclasses.dataclass(frozen=True)
 class KVCacheSpec:
-    """What the builder reads of a layer's cache: tokens a page."""
+    """What the builder reads of a layer's cache: tokens a page.
+
+    Raises:
+        ValueError: There are none.
+    """
 
     block_size: int
+
+    def __post_init__(self):
+        check_whole(self, "block_size")
 
 
 @typing.no_type_check
@@ -50,6 +58,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     """Makes what FlashAttentionImpl reads; chunks are cut here, once for all layers."""
 
     def __init__(self, kv_cache_spec: KVCacheSpec, vllm_config: VllmConfig, device: Any = None):
+        check_fields("kv_cache_spec", kv_cache_spec, "block_size")
+        check_fields("vllm_config", vllm_config, "attention_chunk_size")
         super().__init__(kv_cache_spec, vllm_config, device)
 
     def build(
@@ -58,27 +68,32 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         """Metadata of a batch; jit-able. The prefix and `fast_build` are accepted for vLLM's sake and ignored.
 
         Raises:
-            ValueError: The chunk size is no multiple of the block size.
+            ValueError: The chunk size is no multiple of the block size, or an array is none of integers.
         """
+        instance("common_attn_metadata", common_attn_metadata, CommonAttentionMetadata)
         common, chunk_size = common_attn_metadata, self.vllm_config.attention_chunk_size
+        starts = integers("query_start_loc", common.query_start_loc, "requests + 1")
+        lens = integers("seq_lens", common.seq_lens, "requests")
+        table = integers("block_table_tensor", common.block_table_tensor, "requests", "max_blocks")
+        slots = integers("slot_mapping", common.slot_mapping, "tokens")
         local = {}
         if chunk_size is not None:
-            _, starts, lens, table = pad_local_attention_virtual_batches(
-                chunk_size,
-                common.query_start_loc,
-                common.seq_lens,
-                common.block_table_tensor,
-                self.kv_cache_spec.block_size,
-                common.num_actual_tokens,
+            whole("num_actual_tokens", common.num_actual_tokens)
+            _, local_starts, local_lens, local_table = pad_local_attention_virtual_batches(
+                chunk_size, starts, lens, table, self.kv_cache_spec.block_size, common.num_actual_tokens
             )
-            local = {"local_query_start_loc": starts, "local_seqused_k": lens, "local_block_table": table}
+            local = {
+                "local_query_start_loc": local_starts,
+                "local_seqused_k": local_lens,
+                "local_block_table": local_table,
+            }
         return FlashAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
-            block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=table,
+            slot_mapping=slots,
             **local,
         )
 
@@ -121,10 +136,10 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             ValueError: Arguments do not belong together.
             NotImplementedError: `output_scale` is given.
         """
+        instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
         metadata, layout = attn_metadata, get_kv_cache_layout()
+        query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
         v0_impl.refuse_output_scale(output_scale)
-        if (key is None) != (value is None):
-            raise ValueError("`key` and `value` must be given together or both be None.")
         if kv_cache is None or query.shape[0] != metadata.num_actual_tokens:
             raise ValueError(
                 f"`kv_cache` must be given, and a query for each of the {metadata.num_actual_tokens} tokens. "
@@ -132,6 +147,11 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             )
         if self.use_irope and metadata.local_block_table is None:
             raise ValueError("`attention_chunk_size` of the configuration must be given to a layer with `use_irope`.")
+        # As v0's words, but for these two.
+        with in_words(block_tables="block_table", seq_lens_tensor="seq_lens"):
+            return self._served_from_pages(layer, query, key, value, kv_cache, metadata, layout)
+
+    def _served_from_pages(self, layer, query, key, value, kv_cache, metadata: Any, layout) -> tuple[Any, Any]:
         kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
         table, lens, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
         if self.use_irope:

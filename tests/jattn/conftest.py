@@ -1,12 +1,19 @@
-"""Fixtures of floor 2: the command line's LLM."""
+"""Fixtures of floor 2: the command line's LLM, and calls that only the code under test checks."""
 
 import sys
 import types
 
+import jaxtyping
 import pytest
 
 import jattn.checkpoint
 from tests.jattn.fake_llm import Delta, FakeLLM
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Annotations are not checked: they would be first to see what is wrong."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

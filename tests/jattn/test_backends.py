@@ -18,7 +18,7 @@ WINDOWED = dataclasses.replace(LAYER, sliding_window_size=7)
 def test_backends_go_by_their_names():
     assert backend_class("flash_attention") is FlashAttentionBackend
     assert backend_class("flashinfer") is FlashInferAttnBackend
-    with pytest.raises(ValueError, match=r"`name` must be one of flash_attention, flashinfer. Got 'nothing'"):
+    with pytest.raises(ValueError, match=r"`backend` must be one of flash_attention, flashinfer. Got 'nothing'"):
         backend_class("nothing")
 
 
@@ -28,6 +28,14 @@ def test_backend_of_a_model_is_static_and_knows_its_layers(name):
     assert isinstance(backend, EngineBackend)
     assert hash(backend) == hash(backend_class(name).for_model((LAYER, WINDOWED), OPTIONS))
     assert (backend.max_context_len, backend.page_size) == (64, 4)
+
+
+def test_engine_that_drafts_through_flashinfer_is_refused_in_the_engines_words():
+    options = dataclasses.replace(OPTIONS, speculative_num_draft_tokens=5)
+    with pytest.raises(NotImplementedError, match=r"`speculative` must be None with `backend` .* Got 4 drafted tokens"):
+        FlashInferAttnBackend.for_model((LAYER,), options)
+    with pytest.raises(ValueError, match=r"`max_num_seqs` must be a whole number of at least 1. Got 0"):
+        FlashInferAttnBackend.for_model((LAYER,), dataclasses.replace(OPTIONS, max_num_seqs=0))
 
 
 @pytest.mark.parametrize(

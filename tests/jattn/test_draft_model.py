@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from jattn.checkpoint import Checkpoint
 from jattn.serving import engine as engine_module
 from jattn.serving.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.drafting import Drafter, NgramDrafting
@@ -23,6 +24,13 @@ from tests.jattn.tiny import CONFIG, tiny_model
 def test_draft_model_refuses_what_is_out_of_range(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         DraftModel(**arguments)
+
+
+@pytest.mark.parametrize("thing", [DraftModel, Checkpoint], ids=lambda thing: thing.__name__)
+def test_checkpoint_that_is_no_path_is_refused(thing, unchecked):
+    argument = {"DraftModel": "checkpoint", "Checkpoint": "path"}[thing.__name__]
+    with pytest.raises(ValueError, match=f"`{argument}` must be .*the path of a .*folder. Got 5"):
+        thing(**{argument: 5})
 
 
 @pytest.mark.parametrize("drafter", [NgramDrafting(), DraftModel(num_layers=1)])

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn.serving.config import EngineConfig
+from jattn.serving.draft_model import DraftModel
 from jattn.serving.drafting import NO_DRAFT, NgramDrafting, check_drafter
 from jattn.serving.verification import accepted
 from tests.jattn.prompt_lookup import prompt_lookup
@@ -72,6 +74,28 @@ def test_token_of_logits_that_are_not_finite_is_no_draft():
 def test_ngram_drafting_refuses_what_is_out_of_range(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         NgramDrafting(**arguments)
+
+
+def test_lookup_of_long_ngrams_is_no_longer_to_compile():
+    def operations(max_ngram):
+        drafter = NgramDrafting(max_ngram=max_ngram)
+        return len(jax.jit(drafter.lookup).lower(jnp.zeros((2, 600), jnp.int32), jnp.zeros(2, jnp.int32)).as_text())
+
+    assert operations(500) < 1.1 * operations(8)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "sentence"),
+    [
+        (NgramDrafting(num_draft_tokens=64), "`num_draft_tokens` of `speculative` must be below .*, 64. Got .*=64"),
+        (NgramDrafting(max_ngram=500), "`max_ngram` of `speculative` must be below `max_context_len`, 64. Got .*=500"),
+        (DraftModel(num_layers=1, num_draft_tokens=99), "`num_draft_tokens` of `speculative` must be below"),
+    ],
+)
+def test_drafter_of_more_than_the_context_is_refused(speculative, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EngineConfig(num_pages=9, max_context_len=64, speculative=speculative)
+    EngineConfig(num_pages=9, max_context_len=512, speculative=speculative)
 
 
 def test_what_is_no_drafter_is_refused():

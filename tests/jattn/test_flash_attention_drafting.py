@@ -148,7 +148,7 @@ def test_drafting_of_what_is_no_draft_is_refused():
 
 @pytest.mark.parametrize("name", ["topk", "speculative_num_steps"])
 def test_drafting_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"`{name}` must be at least 1. Got {name}=0"):
+    with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least 1. Got 0"):
         FlashAttentionMultiStepBackend(
             **({"config": make_config(16), "topk": 1, "speculative_num_steps": 1} | {name: 0})
         )

@@ -162,12 +162,12 @@ def capture(backend, bs=2, num_tokens=2, mode=ForwardMode.DECODE, width=CONTEXT,
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make_backend(0), "`page_size` must be at least 1. Got page_size=0"),
+        (lambda: make_backend(0), "`page_size` must be a whole number of at least 1. Got 0"),
         (lambda: make_backend(num_heads=3), "must be a multiple of `num_kv_heads`"),
         (lambda: make_backend(req_to_token=(1, 8)), "at least max_context_len=128"),
         (lambda: make_backend(sliding_window_size=3, is_encoder_decoder=True), "`sliding_window_size` must be None"),
-        (lambda: make_backend(sliding_window_size=-5), "`sliding_window_size` must be None or at least 0"),
-        (lambda: make_backend(num_draft_tokens=0), "`num_draft_tokens` must be None or at least 1"),
+        (lambda: make_backend(sliding_window_size=-5), "`sliding_window_size` must be None or a whole number"),
+        (lambda: make_backend(num_draft_tokens=0), "`num_draft_tokens` must be None or a whole number of at least 1"),
         (lambda: make_backend(sliding_window_size=3, kv_indptr_buf=(9,)), "must be None where there are two wrappers"),
         (lambda: make_backend().init_cuda_graph_state(9, 9), r"`max_bs` must be in 1 .. 8 .* Got max_bs=9"),
         (lambda: make_backend().init_cuda_graph_state(2, 1), "Got max_bs=2, max_num_tokens=1"),
@@ -208,7 +208,7 @@ def test_layers_and_keys_that_contradict_the_metadata_are_refused(layer, given, 
 def test_backend_says_what_a_batch_lacks():
     world = make_world(1)
     batch = make_batch(world, ForwardMode.DECODE, (1,), (1,), (5,))
-    with pytest.raises(ValueError, match="`forward_batch` must have page tables, or requests and their token slots"):
+    with pytest.raises(ValueError, match="`forward_batch` must have `page_tables`, or `req_pool_indices`"):
         make_backend().init_forward_metadata(dataclasses.replace(batch, req_to_token_pool=None))
     encoders = make_backend(is_encoder_decoder=True)
     with pytest.raises(ValueError, match="`encoder_lens` must be given"):

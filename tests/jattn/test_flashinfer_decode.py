@@ -133,7 +133,7 @@ def test_graph_plan_that_does_not_fit_is_refused_and_keeps_the_last():
         wrapper.plan(too_many, too_many[1:], np.ones(5, np.int32), *arguments)
     with pytest.raises(ValueError, match=r"Got 1 sequences and 25 pages"):
         wrapper.plan(np.array([0, 25]), np.arange(25), np.array([1]), *arguments)
-    with pytest.raises(ValueError, match=r"must have the static facts of the first"):
+    with pytest.raises(ValueError, match=r"must have the static facts of the first: .* Got window_left=4 after None\."):
         wrapper.plan(np.array([0, 1]), np.array([3]), np.array([2]), *arguments, window_left=4, q_data_type="float32")
     q, pages = jnp.ones((4, 6, 16)), jnp.ones((5, GRAPH_PAGE_SIZE, 2, 16))
     kept = wrapper.run(q, (pages, pages))
@@ -176,10 +176,10 @@ def small_plan(wrapper=None, **changes):
         ({"last_page_len": np.array([1])}, r"`last_page_len` must be \[batch_size=2\]"),
         ({"last_page_len": np.array([1, 0])}, r"must be in 1 .. page_size=4 .* Got last_page_len\[1\]=0"),
         ({"last_page_len": np.array([5, 1])}, r"Got last_page_len\[0\]=5"),
-        ({"page_size": 0}, "`page_size` must be at least 1"),
+        ({"page_size": 0}, "`page_size` must be a whole number of at least 1"),
         ({"num_qo_heads": 3}, "must be a multiple of `num_kv_heads`"),
         ({"pos_encoding_mode": "SINE"}, "`pos_encoding_mode` must be one of NONE, ROPE_LLAMA, ALIBI. Got 'SINE'"),
-        ({"window_left": -2}, "Got window_left=-2"),
+        ({"window_left": -2}, "`window_left` must be a whole number of at least 0, or -1 .off.. Got -2"),
         ({"logits_soft_cap": -1.0}, "`logits_soft_cap` must be None"),
     ],
 )
@@ -227,11 +227,15 @@ def test_kept_plan_is_refused_inside_jit():
 @pytest.mark.parametrize(
     ("q", "pages", "message"),
     [
-        (jnp.ones((3, 4, 8)), jnp.ones((5, 4, 2, 8)), r"`q` must have the planned 2 rows of float32. Got q.shape"),
+        (
+            jnp.ones((3, 4, 8)),
+            jnp.ones((5, 4, 2, 8)),
+            r"`q` must have the planned 2 rows of float32, 4 heads of 8. Got",
+        ),
         (jnp.ones((2, 4, 8), "bfloat16"), jnp.ones((5, 4, 2, 8)), r"q.dtype=bfloat16"),
         (jnp.ones((2, 4, 8)), jnp.ones((5, 4, 2, 8), "bfloat16"), "must be of the planned dtype float32"),
         (jnp.ones((2, 4, 8)), jnp.ones((5, 8, 2, 8)), "must have pages of the planned 4 tokens in layout NHD"),
-        (jnp.ones((2, 4, 8)), jnp.ones((5, 4, 4, 8)), "`k_pages` must have num_kv_heads=2"),
+        (jnp.ones((2, 4, 8)), jnp.ones((5, 4, 4, 8)), r"`paged_kv_cache\[0\]` must have num_kv_heads=2"),
     ],
 )
 def test_run_of_what_was_not_planned_is_refused(q, pages, message):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.kv_cache_dtype import KV_CACHE_DTYPES, stored_dtype
+from jattn.dtype_names import DTYPE_NAMES
+from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
@@ -24,7 +25,7 @@ def test_name_says_what_is_stored_beside_bfloat16(name, stored):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("int8", rf"`kv_cache_dtype` must be one of {', '.join(KV_CACHE_DTYPES)}. Got 'int8'"),
+        ("int8", rf"`kv_cache_dtype` must be auto, a dtype or one of {', '.join(DTYPE_NAMES)}. Got 'int8'"),
         ("bfloat16", r"`kv_cache_dtype` must be auto, one of fp8, or .* computes in, float32. Got 'bfloat16'"),
     ],
 )

@@ -43,9 +43,9 @@ def test_page_bytes_are_those_of_the_arrays(spec, dtype):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_pages": 1}, "`num_pages` must be at least 2, as page 0 is reserved. Got 1"),
-        ({"num_pages": -1}, "`num_pages` must be at least 2, as page 0 is reserved. Got -1"),
-        ({"page_size": 0}, "`page_size` must be at least 1. Got 0"),
+        ({"num_pages": 1}, "`num_pages` must be a whole number of at least 2, as page 0 is reserved. Got 1"),
+        ({"num_pages": -1}, "`num_pages` must be a whole number of at least 2, as page 0 is reserved. Got -1"),
+        ({"page_size": 0}, "`page_size` must be a whole number of at least 1. Got 0"),
     ],
 )
 def test_pool_without_room_is_refused(sizes, message):

@@ -17,9 +17,9 @@ Backend = v0.FlashAttentionBackend
         ({"blocksparse_params": {}}, NotImplementedError, "`blocksparse_params` must be None"),
         ({"head_size": 80}, ValueError, r"one of 32, 64, .* Got head_size=80"),
         ({"attn_type": "other"}, ValueError, r"`attn_type` must be one of decoder, .* Got 'other'"),
-        ({"kv_cache_dtype": "int8"}, ValueError, r"`kv_cache_dtype` must be one of auto, .* Got 'int8'"),
+        ({"kv_cache_dtype": "int8"}, ValueError, r"`kv_cache_dtype` must be auto, a dtype or one of .* Got 'int8'"),
         ({"alibi_slopes": [1.0]}, ValueError, r"one slope a query head, 4. Got 1"),
-        ({"sliding_window": 0}, ValueError, "Got sliding_window=0"),
+        ({"sliding_window": 0}, ValueError, "`sliding_window` must be None, at least 1, .* Got 0"),
         ({"sliding_window": 4, "attn_type": "encoder_decoder"}, NotImplementedError, "Cross attention has no window"),
         ({"num_kv_heads": 3}, ValueError, "multiple of `num_kv_heads`"),
     ],
@@ -67,7 +67,7 @@ def test_backend_names_its_classes_and_shapes():
 
 @pytest.mark.parametrize("block_size", [0, 1, 8, 24])
 def test_cache_of_other_blocks_is_refused(block_size):
-    with pytest.raises(ValueError, match=f"multiple of 16. Got block_size={block_size}"):
+    with pytest.raises(ValueError, match=f"`block_size` must be a multiple of 16. Got .*{block_size}"):
         Backend.get_kv_cache_shape(7, block_size, 2, 32)
 
 
@@ -95,9 +95,9 @@ def test_swap_blocks_goes_to_the_host_and_back():
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([[1, 99]], r"Every destination must be a block in 0 .. 23. Got \[99\]"),
-        ([[-1, 2]], r"Every source must be a block in 0 .. 23. Got \[-1\]"),
-        ([[1, 2, 3]], r"must be \[n, 2\]. Got shape \(1, 3\)"),
+        ([[1, 99]], r"`src_to_dists` must have as every destination a block in 0 .. 23. Got \[99\]"),
+        ([[-1, 2]], r"`src_to_dists` must have as every source a block in 0 .. 23. Got \[-1\]"),
+        ([[1, 2, 3]], r"must be pairs of blocks \[n, 2\]. Got src_to_dists.shape=\(1, 3\)"),
     ],
 )
 def test_blocks_that_are_not_there_are_refused(pairs, message, monkeypatch):

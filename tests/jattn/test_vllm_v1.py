@@ -118,7 +118,7 @@ def test_virtual_batches_go_by_block_size():
     arguments = np.array([0, 4], np.int32), np.array([6], np.int32), np.arange(3, dtype=np.int32)[None]
     q_local, *_, pages = v1.make_local_attention_virtual_batches(4, *arguments, block_size=2)
     assert (q_local.tolist(), pages.tolist()) == ([2, 2], [[0, 1], [2, 2]])
-    with pytest.raises(ValueError, match=r"`block_size` must be given, at least 1. Got block_size=0"):
+    with pytest.raises(ValueError, match=r"`block_size` must be given, a whole number of at least 1. Got 0"):
         v1.make_local_attention_virtual_batches(4, *arguments)
 
 
