@@ -27,6 +27,7 @@ DEVICE_FILES = (
     "schedule.py",
     "merge.py",
     "pages.py",
+    "norm.py",
     "rope.py",
     "scales.py",
     "shared_prefix.py",

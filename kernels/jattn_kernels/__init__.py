@@ -3,6 +3,7 @@
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
+from jattn_kernels.norm import rms_norm
 from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
@@ -22,6 +23,7 @@ __all__ = [
     "paged_decode",
     "paged_extend",
     "ragged_extend",
+    "rms_norm",
     "rotate",
     "rotate_and_write",
     "shared_prefix_decode",

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
+from jattn.norm import rms_norm
 from jattn.parallel import Parallel
 
 _LEAST_ROWS = 8  # of a product of bfloat16 into float32 that goes to the tensor cores
@@ -46,6 +47,22 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
+class NormScale(nnx.Param):
+    """The scale of a norm: [D], or in a loop over layers an `OfLayer` of all layers' scales."""
+
+
+class OfLayer(NamedTuple):
+    """A layer's weights, read from the stack of all layers' where they are used.
+
+    Attributes:
+        stack: [L, ...].
+        number: Of the layer.
+    """
+
+    stack: Array
+    number: Int[Array, ""]
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in float32; the result has the input's dtype.
 
@@ -57,14 +74,15 @@ class RMSNorm(nnx.Module):
     def __init__(self, size: int, *, eps: float, offset: float = 0.0, scaled: bool = True, dtype: Any):
         self.eps = eps
         self.offset = offset
-        self.scale = nnx.Param(jnp.full(size, 1.0 - offset, dtype)) if scaled else None
+        self.scale = NormScale(jnp.full(size, 1.0 - offset, dtype)) if scaled else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        wide = x.astype(jnp.float32)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        if self.scale is not None:
-            wide *= jnp.broadcast_to(self.scale[...].astype(jnp.float32) + self.offset, x.shape)
-        return wide.astype(x.dtype)
+        if self.scale is None:
+            wide = x.astype(jnp.float32)
+            return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
+        scale = self.scale.get_value()
+        stack, number = scale if isinstance(scale, OfLayer) else (scale, None)
+        return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
 
 class LayerNorm(nnx.Module):

@@ -76,7 +76,7 @@ def test_measured_row_of_fp8_pages_says_so(monkeypatch):
 def test_measured_rejects_numbers_that_are_not_finite(monkeypatch):
     arrays = DECODE_TINY.arrays(2, "xla")
     arrays = arrays._replace(v_pages=jnp.full_like(arrays.v_pages, jnp.nan))
-    monkeypatch.setattr(AttentionWorkload, "arrays", lambda self, pools: arrays)
+    monkeypatch.setattr(AttentionWorkload, "arrays", lambda self, pools, implementation: arrays)
     monkeypatch.setattr(attention, "num_calls", lambda workload: 2)
     with pytest.raises(FloatingPointError, match="`xla` gives numbers that are not finite"):
         measured(DECODE_TINY, "xla", repeats=1)

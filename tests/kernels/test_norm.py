@@ -1,0 +1,113 @@
+"""The norm against NumPy, its kernel under the interpreter, lowered for CUDA, and on a GPU."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from jattn_kernels import rms_norm
+from jattn_kernels.call import Device
+from jattn_kernels.mosaic.sm90 import tiles
+
+EPS = 1e-5
+
+
+def exact(x, scale, offset=0.0):
+    x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * (scale + offset)
+
+
+def rows(*shape, dtype="float32", key=0):
+    return (jax.random.normal(jax.random.key(key), shape) * 3).astype(dtype)
+
+
+def assert_norm(out, x, scale, offset=0.0):
+    expected = exact(x, scale, offset)
+    assert out.dtype == x.dtype
+    tolerance = float(jnp.finfo(x.dtype).eps)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [("float32", 0.0), ("bfloat16", 1.0)])
+def test_norm_of_a_layer_of_the_stack(dtype, offset):
+    x, scale = rows(2, 3, 40, dtype=dtype), rows(5, 40, dtype=dtype, key=1)
+    out = jax.jit(lambda x, scale, layer: rms_norm(x, scale, eps=EPS, offset=offset, layer_index=layer))(
+        x, scale, jnp.int32(3)
+    )
+    assert_norm(out, x, scale[3], offset)
+    np.testing.assert_array_equal(out, rms_norm(x, scale[3], eps=EPS, offset=offset))
+
+
+def test_norm_has_the_gradient_of_its_formula():
+    x, scale = rows(2, 40), rows(40, key=1)
+
+    def formula(x, scale):
+        return jnp.sum(jnp.sin(x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * scale[None]))
+
+    got = jax.grad(lambda x, scale: jnp.sum(jnp.sin(rms_norm(x, scale, eps=EPS))), argnums=(0, 1))(x, scale)
+    for actual, expected in zip(got, jax.grad(formula, argnums=(0, 1))(x, scale), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU."""
+    monkeypatch.setattr("jattn_kernels.norm.default_device", lambda: Device("gpu", (9, 0)))
+
+
+def test_kernel_without_races(hopper):
+    x, scale = rows(3, 1024, dtype="bfloat16"), rows(2, 1024, dtype="bfloat16", key=1)
+    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        out = rms_norm(x, scale, eps=EPS, offset=1.0, layer_index=1, implementation="mosaic")
+    assert not gpu_callbacks.get_races().races_found
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    assert_norm(out, x, scale[1], 1.0)
+
+
+@pytest.mark.parametrize("columns", [1024, 4096, 8192])
+def test_kernel_lowers_for_cuda(hopper, columns):
+    x, scale = (jax.ShapeDtypeStruct((n, columns), "bfloat16") for n in (9, 4))
+    traced = jax.jit(lambda x, scale, layer: rms_norm(x, scale, eps=EPS, layer_index=layer)).trace(
+        x, scale, jax.ShapeDtypeStruct((), jnp.int32)
+    )
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("columns", "dtype"), [(1000, "bfloat16"), (16384, "bfloat16"), (1024, "float32")])
+def test_what_the_kernel_does_not_take_is_refused_or_done_by_xla(hopper, columns, dtype):
+    x, scale = rows(2, columns, dtype=dtype), rows(columns, dtype=dtype, key=1)
+    assert_norm(rms_norm(x, scale, eps=EPS), x, scale)
+    with pytest.raises(NotImplementedError, match="1,024 to 8,192"):
+        rms_norm(x, scale, eps=EPS, implementation="mosaic")
+
+
+def test_without_hopper_the_kernel_is_refused():
+    x = rows(2, 1024, dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        rms_norm(x, x[0], eps=EPS, implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    ("scale", "given", "match"),
+    [
+        (jnp.ones(39), {}, "`scale` must be"),
+        (jnp.ones((2, 40)), {}, "`layer_index` given"),
+        (jnp.ones(40), {"layer_index": 0}, "`scale` must be"),
+        (jnp.ones(40), {"implementation": "cuda"}, "`implementation` must be"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(scale, given, match):
+    with pytest.raises(ValueError, match=match):
+        rms_norm(jnp.ones((2, 40)), scale, eps=EPS, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "dtype"), [(1, 4096, "bfloat16"), (256, 4096, "float16"), (7, 8192, "bfloat16")]
+)
+def test_kernel_on_a_gpu(num_rows, columns, dtype):
+    x, scale = rows(num_rows, columns, dtype=dtype), rows(3, columns, dtype=dtype, key=1)
+    out = rms_norm(x, scale, eps=EPS, layer_index=jnp.int32(2), implementation="mosaic")
+    assert_norm(out, x, scale[2])
