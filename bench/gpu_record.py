@@ -169,7 +169,7 @@ def record_steps(recorder: Recorder, *, quick: bool) -> None:
     )
 
 
-def record_tests(recorder: Recorder, *, processes: int = 12) -> None:
+def record_tests(recorder: Recorder, *, processes: int = 15) -> None:
     """The GPU tests, in processes of their own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
