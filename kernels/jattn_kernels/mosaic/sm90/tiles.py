@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,9 +16,8 @@ from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout
 NUM_SMS = 132  # of an H100 or H200
 SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
 REDUCTION_BYTES = 2 * 1024  # what Mosaic reserves for reductions across warps
-RESERVED_BYTES = 2 * 1024  # of each block: the driver's own, barriers, alignment
+RESERVED_BYTES = 3 * 1024 + 128  # of each block: the driver's own, barriers, alignment
 WGMMA_ROWS = 64  # of one warpgroup's product
-_WARPS = 4  # of a warpgroup
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
@@ -65,19 +63,6 @@ def overlaid(*buffers: Any) -> Any:
     The interpreter keeps them apart: its race detector would take the parts of two warpgroups for the same memory.
     """
     return plgpu.RefUnion(*buffers) if interpret_params() is None else buffers
-
-
-def each_warp(run: Callable[[int], None]) -> None:
-    """Does `run(number)` in the warp of that number, all warps at once; the interpreter one after the other."""
-    if interpret_params() is not None:
-        for number in range(_WARPS):
-            run(number)
-        return
-
-    @plgpu.warp_map
-    def choose(warp):
-        for number in range(_WARPS):
-            pl.when(warp == number)(functools.partial(run, number))
 
 
 def accumulator(rows: int, columns: int) -> Any:
@@ -182,44 +167,34 @@ class PageCopies:
         barrier: Any,
         end_key: Any = None,
     ) -> None:
-        """Starts the copies of one tile of keys or values, each warp its share: one after the other they take too long.
+        """Starts the copies of one tile of keys or values.
 
         Args:
             smem: May be wider than a row: the columns past a row's end stay as they are.
             end_key: Nothing is read from here on: the copies that would bring nothing else only arrive.
         """
         columns = pl.ds(0, pages_ref.shape[-1])
-
-        def start_one(copy):
+        for copy, page in enumerate(pages):
             key = tile_index * self.block_kv + copy * self.rows
             rows = pl.ds(0 if self.page_size == self.rows else jax.lax.rem(key, self.page_size), self.rows)
             match self.combined_pool:
                 case None:
-                    where = (place.layer, pages[copy])
+                    where = (place.layer, page)
                 case "pages_first":
-                    where = (place.layer, pages[copy], place.of_values)
+                    where = (place.layer, page, place.of_values)
                 case "kv_first":
-                    where = (place.layer, place.of_values, pages[copy])
+                    where = (place.layer, place.of_values, page)
             where += (rows, place.head) if self.page_layout == "NHD" else (place.head, rows)
 
-            def bring():
+            def bring(where=where, copy=copy):
                 target = smem.at[pl.ds(copy * self.rows, self.rows), columns]
                 plgpu.copy_gmem_to_smem(pages_ref.at[where], target, barrier)
 
-            if end_key is None:
+            if end_key is None or copy == 0:
                 bring()
-                return
+                continue
             pl.when(key < end_key)(bring)
             pl.when(key >= end_key)(lambda: plgpu.barrier_arrive(barrier))
-
-        def start_own(warp):
-            for copy in range(warp, self.copies, _WARPS):
-                start_one(copy)
-
-        if self.copies == 1:
-            start_one(0)
-        else:
-            each_warp(start_own)
 
 
 class PoolPlace(NamedTuple):
