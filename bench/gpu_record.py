@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
-PARTS = ("tests", "decode", "prefill", "decode_step")
+PARTS = ("tests", "decode", "decode_features", "prefill", "decode_step")
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
 DEVICE_FILES = (
     "schedule.py",
@@ -137,11 +137,17 @@ def summary(row: Row) -> str:
 
 
 def record_attention(recorder: Recorder, part: str, *, quick: bool, implementations: tuple[str, ...]) -> None:
-    """The decode or the prefill table: every workload by the first implementation, the plain ones by the others too."""
+    """A table of attention: every workload by the first implementation, those like the peers' by the others too."""
     from bench import attention, workloads
 
-    table = workloads.DECODE if part == "decode" else workloads.EXTEND
-    plain = [w for w in table if (w.page, w.layout, w.hq, w.kv) == (16, "NHD", 32, "bf16")]
+    tables = {
+        "decode": workloads.DECODE,
+        "decode_features": workloads.DECODE_FEATURES,
+        "prefill": workloads.EXTEND,
+    }
+    table = tables[part]
+    of_peers = part != "decode_features"
+    plain = [w for w in table if of_peers and (w.page, w.layout, w.hq, w.kv) == (16, "NHD", 32, "bf16")]
     first = implementations[0]
     short: dict[str, Any] = {"repeats": 3, "seconds": 0.03}
     recorder.measure(

@@ -30,6 +30,12 @@ def section(record: Path = RECORD) -> str:
             _decode_cells,
         ),
         _table(
+            "Decode with more than plain heads over all keys. `GB/s` of the keys and values that are seen, once.",
+            ("batch", "context", "heads", "head dim", "page", "what", "jattn", "GB/s", "of read bandwidth"),
+            [(row, {}) for row in read_rows(record / "decode_features.jsonl")],
+            _feature_cells,
+        ),
+        _table(
             "Prefill, paged, causal, bf16, FlashInfer with pages of 16.",
             ("batch", "new tokens", "context", "page", "jattn TFLOP/s", "FlashInfer FA3", "ratio"),
             pairs("prefill", record=record),
@@ -79,6 +85,26 @@ def _decode_cells(row: Row, peer: Row) -> tuple[str, ...]:
         f"{row['time_us']:,.1f} µs",
         f"{peer['time_us']:,.1f} µs",
         f"{row['time_us'] / peer['time_us']:.2f}",
+        f"{row['GBps']:,.0f}",
+        f"{row['roofline_share']:.0%}",
+    )
+
+
+def _feature_cells(row: Row, _: Row) -> tuple[str, ...]:
+    what = (
+        "fp8 e4m3" if row["kv"] == "fp8_e4m3" else "",
+        f"{row['q_tokens']} tokens a sequence" if "q_tokens" in row else "",
+        f"window {row['window'] + 1:,}" if "window" in row else "",
+        "rotated in the kernel" if "rope" in row else "",
+    )
+    return (
+        str(row["batch"]),
+        f"{row['ctx']:,}",
+        f"{row['hq']}/{row['hkv']}",
+        str(row["d"]),
+        _page(row),
+        ", ".join(filter(None, what)),
+        f"{row['time_us']:,.1f} µs",
         f"{row['GBps']:,.0f}",
         f"{row['roofline_share']:.0%}",
     )

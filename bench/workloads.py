@@ -49,8 +49,11 @@ class AttentionWorkload:
 
     Attributes:
         ctx: Keys a sequence; 0 for "ragged64", which has its own lengths.
-        q_tokens: Query tokens a sequence; None is decode, with one.
+        q_tokens: Query tokens a sequence of a prefill; None is decode, with `verify`.
         kv: Name of the keys' dtype; queries are bf16 where that is fp8.
+        verify: Query tokens a sequence of decode.
+        window: Keys before its own that a token sees; None is all.
+        rope: Whether queries and keys are rotated in the kernel.
     """
 
     batch: Batch
@@ -62,6 +65,9 @@ class AttentionWorkload:
     page: int = 16
     kv: str = "bf16"
     layout: PageLayout = "NHD"
+    verify: int = 1
+    window: int | None = None
+    rope: bool = False
 
     @property
     def case(self) -> str:
@@ -70,10 +76,15 @@ class AttentionWorkload:
     @property
     def name(self) -> str:
         q = "" if self.q_tokens is None else f"_q{self.q_tokens}"
-        layout = "" if self.layout == "NHD" else f"_{self.layout}"
-        return (
-            f"{self.case}_{self.kv}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}-{self.hkv}x{self.d}_p{self.page}{layout}"
+        more = "".join(
+            (
+                "" if self.layout == "NHD" else f"_{self.layout}",
+                "" if self.verify == 1 else f"_verify{self.verify}",
+                "" if self.window is None else f"_window{self.window}",
+                "_rope" if self.rope else "",
+            )
         )
+        return f"{self.case}_{self.kv}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}-{self.hkv}x{self.d}_p{self.page}{more}"
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
@@ -81,18 +92,30 @@ class AttentionWorkload:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(num_q_heads=self.hq, num_kv_heads=self.hkv, head_dim=self.d, page_layout=self.layout)
+        return AttentionSpec(
+            num_q_heads=self.hq,
+            num_kv_heads=self.hkv,
+            head_dim=self.d,
+            page_layout=self.layout,
+            window_left=self.window,
+            rope_theta=_ROPE_THETA if self.rope else None,
+        )
+
+    @property
+    def seen_lens(self) -> tuple[int, ...]:
+        """Keys of each sequence that its last token sees."""
+        return tuple(length if self.window is None else min(length, self.window + 1) for length in self.kv_lens)
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of real tokens."""
-        return 2 * sum(self.kv_lens) * self.hkv * self.d * jnp.dtype(DTYPES[self.kv]).itemsize
+        """Keys and values of real tokens that are seen."""
+        return 2 * sum(self.seen_lens) * self.hkv * self.d * jnp.dtype(DTYPES[self.kv]).itemsize
 
     @property
     def flops(self) -> int:
         """Of the pairs of a query and a key that it sees, both products."""
-        q = self.q_tokens or 1
-        pairs = sum(q * (kv - q) + q * (q + 1) // 2 for kv in self.kv_lens)
+        q = self.q_tokens or self.verify
+        pairs = sum(q * (kv - q) + q * (q + 1) // 2 for kv in self.seen_lens)
         return 4 * self.d * self.hq * pairs
 
     @property
@@ -107,9 +130,9 @@ class AttentionWorkload:
         fields = {"case": self.case, **shape, "hq": self.hq, "hkv": self.hkv, "d": self.d, "page": self.page}
         if self.q_tokens is None:
             fields |= {"kv": self.kv, "kv_MB": round(self.kv_bytes / 1e6, 4), "tokens": sum(self.kv_lens)}
-        if self.layout != "NHD":
-            fields["layout"] = self.layout
-        return fields
+        more = {"layout": self.layout, "q_tokens": self.verify, "window": self.window, "rope": self.rope}
+        plain = {"layout": "NHD", "q_tokens": 1, "window": None, "rope": False}
+        return fields | {name: value for name, value in more.items() if value != plain[name]}
 
     def rate(self, time_us: float) -> dict[str, float]:
         """What a call of this duration reaches, in the unit of its case."""
@@ -121,12 +144,12 @@ class AttentionWorkload:
         """The arguments of an implementation's calls, with `pools` pools side by side."""
         page_table, num_pages = random_page_table(self.kv_lens, self.page)
         q_dtype = "bfloat16" if self.kv.startswith("fp8") else DTYPES[self.kv]
-        batch_size, q = len(self.kv_lens), self.q_tokens or 1
+        batch_size, q = len(self.kv_lens), self.q_tokens or self.verify
         page = (self.page, self.hkv) if self.layout == "NHD" else (self.hkv, self.page)
         keys = jax.random.split(jax.random.key(0), 3)
         # Decode calls feed each other their outputs as queries: values this large keep those near 1.
-        v_size = math.sqrt(sum(self.kv_lens) / batch_size / math.e) if self.q_tokens is None else 1.0
-        q_shape = (batch_size, 1) if self.q_tokens is None else (batch_size * q,)
+        v_size = math.sqrt(sum(self.seen_lens) / batch_size / math.e) if self.q_tokens is None else 1.0
+        q_shape = (batch_size, q) if self.q_tokens is None else (batch_size * q,)
         pages = (pools, num_pages, *page, self.d)
         seq_lens = jnp.asarray(self.kv_lens, jnp.int32)
         cu_q_lens = jnp.arange(batch_size + 1, dtype=jnp.int32) * q
@@ -141,7 +164,7 @@ class AttentionWorkload:
                 seq_lens,
                 None if self.q_tokens is None else cu_q_lens,
                 spec=self.spec,
-                num_tokens=1 if self.q_tokens is None else batch_size * q,
+                num_tokens=q if self.q_tokens is None else batch_size * q,
                 dtype=q_dtype,
                 kv_dtype=DTYPES[self.kv],
                 page_size=self.page,
@@ -188,6 +211,7 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: floa
     return jax.lax.map(lambda key: part(key, shape[1:]), jax.random.split(key, shape[0]))
 
 
+_ROPE_THETA = 5e5
 _PAGES: tuple[tuple[int, PageLayout], ...] = ((64, "NHD"), (16, "HND"), (64, "HND"))
 _DECODE_SHAPES: tuple[tuple[Batch, int], ...] = (
     (1, 8192),
@@ -212,6 +236,19 @@ DECODE: tuple[AttentionWorkload, ...] = (
         for batch, ctx in ((8, 8192), (64, 8192))
         for page, layout in _PAGES
     ),
+)
+
+# What decode does besides, each beside the plain row of as many keys.
+DECODE_FEATURES: tuple[AttentionWorkload, ...] = (
+    AttentionWorkload(batch=1, ctx=1024),
+    AttentionWorkload(batch=32, ctx=32768, window=4095),
+    *(AttentionWorkload(batch=64, ctx=8192, verify=tokens) for tokens in (4, 8, 16)),
+    AttentionWorkload(batch=32, ctx=4096, rope=True),
+    *(AttentionWorkload(batch=64, ctx=8192, page=page) for page in (8, 128)),
+    *(AttentionWorkload(batch=64, ctx=8192, d=d) for d in (64, 256)),
+    AttentionWorkload(batch=32, ctx=4096, hkv=32),
+    AttentionWorkload(batch=64, ctx=32768, hkv=1),
+    *(AttentionWorkload(batch=64, ctx=8192, kv="fp8_e4m3", page=64, layout=layout) for layout in ("NHD", "HND")),
 )
 
 EXTEND: tuple[AttentionWorkload, ...] = tuple(

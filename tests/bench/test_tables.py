@@ -21,6 +21,11 @@ ROWS = {
         {**DECODE, "batch": "ragged64", "ctx": 0, "impl": "jattn-mosaic", "time_us": 1146.48},
         {**DECODE, "batch": 5, "ctx": 77, "impl": "jattn-mosaic", "time_us": 1.0},
     ],
+    "decode_features": [
+        {**DECODE, "batch": 32, "ctx": 32768, "time_us": 137.0, "window": 4095},
+        {**DECODE, "batch": 64, "ctx": 8192, "time_us": 540.0, "q_tokens": 4, "rope": True},
+        {**DECODE, "batch": 64, "ctx": 8192, "time_us": 251.0, "kv": "fp8_e4m3", "page": 64, "layout": "HND"},
+    ],
     "prefill": [
         {
             "case": "prefill",
@@ -69,6 +74,9 @@ def test_section_shows_times_and_ratios(record):
     assert "| 64 | 8,192 | 32/8 | 16 | 520.0 µs | 495.1 µs | 1.05 | 4,000 | 91% |" in text
     assert "| 64 | 8,192 | 32/8 | 64 HND | 510.0 µs |" in text
     assert "| 64, ragged | 128 to 32,768 | 32/8 | 16 | 1,146.5 µs | 573.2 µs | 2.00 |" in text
+    assert "| 32 | 32,768 | 32/8 | 128 | 16 | window 4,096 | 137.0 µs | 4,000 | 91% |" in text
+    assert "| 64 | 8,192 | 32/8 | 128 | 16 | 4 tokens a sequence, rotated in the kernel | 540.0 µs |" in text
+    assert "| 64 | 8,192 | 32/8 | 128 | 64 HND | fp8 e4m3 | 251.0 µs |" in text
     assert "| 1 | 8,192 | 8,192 | 16 | 560 | 560 | 1.00 |" in text
     assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
     assert "NVIDIA H200, JAX 0.11.2" in text

@@ -9,7 +9,7 @@ import pytest
 
 from bench.comparison import FLASHINFER, TORCH_STEP
 from bench.gpu_record import read_rows
-from bench.workloads import DECODE, EXTEND, STEPS, AttentionWorkload, random_normal, random_page_table
+from bench.workloads import DECODE, DECODE_FEATURES, EXTEND, STEPS, AttentionWorkload, random_normal, random_page_table
 
 TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
 FLASHINFER_ROWS = read_rows(FLASHINFER)
@@ -47,8 +47,31 @@ def test_step_has_the_peers_roofline(row):
 
 
 def test_names_are_unique():
-    names = [workload.name for workload in (*DECODE, *EXTEND, *STEPS)]
+    names = [workload.name for workload in (*DECODE, *DECODE_FEATURES, *EXTEND, *STEPS)]
     assert len(set(names)) == len(names)
+
+
+def test_a_window_hides_keys_and_a_token_more_reads_none():
+    plain = AttentionWorkload(batch=32, ctx=4096)
+    windowed = AttentionWorkload(batch=32, ctx=32768, window=4095)
+    assert windowed.kv_bytes == plain.kv_bytes
+    assert windowed.flops == plain.flops
+    verify = AttentionWorkload(batch=32, ctx=4096, verify=4)
+    assert verify.kv_bytes == plain.kv_bytes
+    assert verify.flops == plain.flops // 4096 * (4 * 4096 - 6)
+    assert windowed.fields().items() >= {"case": "decode", "window": 4095}.items()
+    assert verify.fields()["q_tokens"] == 4
+    assert "q_tokens" not in plain.fields()
+
+
+@pytest.mark.parametrize("change", [{"verify": 3}, {"window": 4}, {"rope": True}])
+def test_features_change_what_a_call_gives(change):
+    plain = dataclasses.replace(TINY, batch=2, ctx=20, **({"verify": 3} if "verify" in change else {}))
+    arrays = dataclasses.replace(plain, **change).arrays(1, "xla")
+    out = dataclasses.replace(plain, **change).call(arrays, jnp.int32(0), "xla")
+    assert out.shape == arrays.q.shape
+    if "verify" not in change:
+        assert not jnp.array_equal(out, plain.call(arrays, jnp.int32(0), "xla"))
 
 
 def test_ragged_lens_are_their_own():
@@ -65,6 +88,7 @@ def test_ragged_lens_are_their_own():
         ({"layout": "HND"}, (3, 1, 4, 16), (2, 8, 16)),
         ({"q_tokens": 5}, (15, 4, 16), (8, 2, 16)),
         ({"kv": "fp8_e4m3"}, (3, 1, 4, 16), (8, 2, 16)),
+        ({"verify": 4, "window": 7, "rope": True}, (3, 4, 4, 16), (8, 2, 16)),
     ],
 )
 def test_arrays_have_the_shapes_of_a_call(change, q_shape, page_shape):
@@ -73,7 +97,8 @@ def test_arrays_have_the_shapes_of_a_call(change, q_shape, page_shape):
     assert arrays.q.dtype == jnp.bfloat16
     assert arrays.k_pages.shape == arrays.v_pages.shape == (2, 10, *page_shape)
     assert arrays.k_pages.dtype == (jnp.float8_e4m3fn if "kv" in change else jnp.bfloat16)
-    assert arrays.cu_q_lens.tolist() == [i * change.get("q_tokens", 1) for i in range(4)]
+    num_tokens = change.get("q_tokens", change.get("verify", 1))
+    assert arrays.cu_q_lens.tolist() == [i * num_tokens for i in range(4)]
     assert float(jnp.std(arrays.k_pages.astype(jnp.float32))) == pytest.approx(1, abs=0.1)
     assert not jnp.array_equal(arrays.k_pages[0], arrays.k_pages[1])
 
