@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.tuned_tiles import VARIABLE, Arrangement, Shape, tuned
 from jattn_kernels.spec import AttentionSpec
 
 _BLOCK_KV = 64
@@ -50,34 +51,77 @@ class DecodeTiles:
 
 
 def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
-    """As many stages of 64 keys as let two blocks share an SM, or one block have it, with some compute warpgroups.
+    """Sizes found on this GPU by trying them, if they are told; else the best by rule that fit.
+
+    As many stages of 64 keys as let two blocks share an SM, or one block have it, with some compute warpgroups.
 
     Args:
         kv_itemsize: Bytes of a number of a key or value.
         num_tokens: Query tokens a sequence.
+
+    Raises:
+        ValueError: Sizes that were told cannot be read, or do not fit.
     """
-    rows = num_tokens * spec.group_size
-    block_rows = min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
+    block_rows = _most_rows(spec, num_tokens)
     while True:
-        for sizes in _candidates(spec, kv_itemsize, block_rows):
-            if sizes.shared_memory_bytes(spec, kv_itemsize) * sizes.blocks_per_sm <= SHARED_MEMORY_BYTES:
+        shape = shape_of(spec, kv_itemsize, block_rows)
+        told = tuned(shape)
+        if told is not None:
+            sizes = _arranged(spec, block_rows, told)
+            if told.stages % told.warpgroups or not _fits(sizes, spec, kv_itemsize):
+                raise ValueError(f"Sizes that ${VARIABLE} tells do not fit a GPU of Hopper. Got {told} for {shape}.")
+            return sizes
+        for arrangement in _by_rule(spec, kv_itemsize, block_rows):
+            sizes = _arranged(spec, block_rows, arrangement)
+            if _fits(sizes, spec, kv_itemsize):
                 return sizes
         assert block_rows > tiles.TILED_ROWS, f"no tiles fit {spec}"
         block_rows = max(tiles.TILED_ROWS, block_rows // 2 // tiles.TILED_ROWS * tiles.TILED_ROWS)
 
 
-def _candidates(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator[DecodeTiles]:
-    """Sizes for blocks of so many rows, the best ones first."""
+def shape_of(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Shape:
+    """What a choice of sizes depends on."""
+    return Shape(block_rows, spec.head_dim, spec.value_dim, kv_itemsize, spec.rope_theta is not None)
+
+
+def arrangements(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> list[Arrangement]:
+    """All that fit, for a search."""
+    every = (
+        Arrangement(stages, blocks_per_sm, warpgroups)
+        for blocks_per_sm, warpgroups in ((2, 1), (1, 1), (1, 2), (1, 3))
+        for stages in range(_MOST_STAGES[warpgroups], 1, -1)
+        if stages % warpgroups == 0
+    )
+    return [one for one in every if _fits(_arranged(spec, block_rows, one), spec, kv_itemsize)]
+
+
+def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator[Arrangement]:
+    """Arrangements of blocks of so many rows, the best ones first."""
     if block_rows > _FEW_ROWS or spec.rope_theta is not None:
         blocks = ((1, 2), (1, 1))
     elif kv_itemsize < _WGMMA_BYTES:
         blocks = ((1, 3), (1, 2), (1, 1))
     else:  # All that there is to do is to attend few rows: one warpgroup keeps up with the memory.
         blocks = ((2, 1), (1, 1))
-    tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
     for blocks_per_sm, warpgroups in blocks:
         for stages in range(_MOST_STAGES[warpgroups], 1, -warpgroups):
-            yield DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
+            yield Arrangement(stages, blocks_per_sm, warpgroups)
+
+
+def _arranged(spec: AttentionSpec, block_rows: int, arrangement: Arrangement) -> DecodeTiles:
+    stages, blocks_per_sm, warpgroups = arrangement
+    tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
+    return DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
+
+
+def _fits(sizes: DecodeTiles, spec: AttentionSpec, kv_itemsize: int) -> bool:
+    return sizes.shared_memory_bytes(spec, kv_itemsize) * sizes.blocks_per_sm <= SHARED_MEMORY_BYTES
+
+
+def _most_rows(spec: AttentionSpec, num_tokens: int) -> int:
+    """Rows of a block that has all of a head's, or as many as it may."""
+    rows = num_tokens * spec.group_size
+    return min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
 
 
 def value_columns(spec: AttentionSpec) -> int:

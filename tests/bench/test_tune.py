@@ -1,0 +1,96 @@
+"""The search times what fits, keeps what is faster by more than chance, and dispatch then takes it."""
+
+import json
+
+import pytest
+
+from bench import tune
+from bench.workloads import AttentionWorkload
+from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
+from jattn_kernels.mosaic.sm90.tuned_tiles import VARIABLE, Arrangement
+
+WORKLOAD = AttentionWorkload(batch=32, ctx=4096)
+RULE, OTHER = Arrangement(3, 2, 1), Arrangement(4, 1, 2)
+
+
+def times(faster, seen=None):
+    """A clock: 100 us, and what is told for one arrangement; it asks what the kernel would be compiled for."""
+
+    def time_us(workload):
+        sizes = choose_tiles(workload.spec, 2, workload.verify)
+        arrangement = Arrangement(sizes.stages, sizes.blocks_per_sm, sizes.warpgroups)
+        if seen is not None:
+            seen.append(arrangement)
+        if arrangement == Arrangement(2, 1, 1):
+            raise ValueError("does not compile")
+        return faster.get(arrangement, 100.0)
+
+    return time_us
+
+
+def test_search_times_every_arrangement_the_rules_first():
+    seen = []
+    found = tune.search(WORKLOAD, times({OTHER: 90.0}, seen))
+    assert len(seen) == len(set(seen)) > 5
+    assert {RULE, OTHER} <= set(seen)
+    assert found.timed[:2] == [(RULE, 100.0), (OTHER, 90.0)]
+    assert len(found.timed) == len(seen) - 1  # one did not compile
+    assert found.best == (OTHER, 90.0)
+
+
+@pytest.mark.parametrize("faster", [{}, {OTHER: 99.0}, {RULE: 80.0, OTHER: 90.0}])
+def test_what_may_be_chance_is_not_kept(faster):
+    assert tune.search(WORKLOAD, times(faster)).best is None
+
+
+def test_the_rules_own_choice_must_compile():
+    def time_us(workload):
+        raise ValueError("does not compile")
+
+    with pytest.raises(ValueError, match="does not compile"):
+        tune.search(WORKLOAD, time_us)
+
+
+def test_main_writes_what_dispatch_then_takes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
+    monkeypatch.setattr(tune, "_time_us", times({OTHER: 90.0}))
+    out = tmp_path / "tiles.jsonl"
+    tune.main(["--out", str(out)])
+    assert "Set JATTN_DECODE_TILES" in capsys.readouterr().out
+    (row,) = (json.loads(text) for text in out.read_text().splitlines())
+    assert row["time_us"] == 90.0
+    by_rule = choose_tiles(WORKLOAD.spec, 2, 1)
+    monkeypatch.setenv(VARIABLE, str(out))
+    told = choose_tiles(WORKLOAD.spec, 2, 1)
+    assert (told.stages, told.blocks_per_sm, told.warpgroups) == OTHER
+    assert told.block_rows == by_rule.block_rows
+    assert choose_tiles(WORKLOAD.spec, 1, 1).warpgroups == 3  # another shape
+
+
+def test_main_says_that_the_rule_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
+    monkeypatch.setattr(tune, "_time_us", times({}))
+    tune.main(["--out", str(tmp_path / "tiles.jsonl")])
+    assert "nothing to keep" in capsys.readouterr().out
+    assert not (tmp_path / "tiles.jsonl").exists()
+
+
+@pytest.mark.parametrize("text", ["no JSON", "{}", '{"block_rows": 8}', None])
+def test_a_file_that_is_none_of_these_is_refused(tmp_path, monkeypatch, text):
+    file = tmp_path / "tiles.jsonl"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv(VARIABLE, str(file))
+    with pytest.raises(ValueError, match="JATTN_DECODE_TILES must name a file"):
+        choose_tiles(WORKLOAD.spec, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "match"), [((4, 4, 1), "do not fit"), ((3, 1, 2), "do not fit"), ((0, 1, 1), "at least 1")]
+)
+def test_sizes_that_do_not_fit_are_refused(tmp_path, monkeypatch, arrangement, match):
+    shape = tune.shape_of(WORKLOAD.spec, 2, 8)
+    (tmp_path / "tiles.jsonl").write_text(tune.line(shape, Arrangement(*arrangement)))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "tiles.jsonl"))
+    with pytest.raises(ValueError, match=match):
+        choose_tiles(WORKLOAD.spec, 2, 1)
