@@ -1,6 +1,7 @@
 """Root-mean-square norm of rows, by a scale that may lie in a stack of those of all layers."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,8 @@ def rms_norm(
         implementation = "xla" if refusal is not None else "mosaic"
     layer = jnp.asarray(0 if layer_index is None else layer_index, jnp.int32)
     rows = x.reshape(-1, x.shape[-1])
-    return _norm(rows, scale if stacked else scale[None], layer, eps, offset, implementation).reshape(x.shape)
+    out: Any = _norm(rows, scale if stacked else scale[None], layer, eps, offset, implementation)
+    return out.reshape(x.shape)
 
 
 def _refusal(x: Array, scale: Array) -> str | None:

@@ -247,6 +247,7 @@ class Compute:
         if self._config.widens:
             widen(source, target)
             source = target
+        assert self._key_turns is not None
         turn_keys(source, target, self._key_turns)
 
     def _queries(self, q_smem):
