@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
-PARTS = ("tests", "decode", "decode_features", "prefill", "decode_step")
+PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "decode_step")
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
 DEVICE_FILES = (
     "schedule.py",
@@ -138,15 +138,16 @@ def summary(row: Row) -> str:
 
 def record_attention(recorder: Recorder, part: str, *, quick: bool, implementations: tuple[str, ...]) -> None:
     """A table of attention: every workload by the first implementation, those like the peers' by the others too."""
-    from bench import attention, workloads
+    from bench import attention, named_workloads
 
     tables = {
-        "decode": workloads.DECODE,
-        "decode_features": workloads.DECODE_FEATURES,
-        "prefill": workloads.EXTEND,
+        "decode": named_workloads.DECODE,
+        "decode_features": named_workloads.DECODE_FEATURES,
+        "prefill": named_workloads.EXTEND,
+        "prefill_features": named_workloads.EXTEND_FEATURES,
     }
     table = tables[part]
-    of_peers = part != "decode_features"
+    of_peers = not part.endswith("features")
     plain = [w for w in table if of_peers and (w.page, w.layout, w.hq, w.kv) == (16, "NHD", 32, "bf16")]
     first = implementations[0]
     short: dict[str, Any] = {"repeats": 3, "seconds": 0.03}
@@ -165,13 +166,16 @@ def record_attention(recorder: Recorder, part: str, *, quick: bool, implementati
 
 def record_steps(recorder: Recorder, *, quick: bool) -> None:
     """The decode steps, by the implementation that dispatch chooses."""
-    from bench import decode_step, workloads
+    from bench import decode_step, named_workloads
 
     options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
     model = decode_step.random_model()
     recorder.measure(
         "decode_step",
-        ((workload.name, lambda w=workload: decode_step.measured(model, w, **options)) for workload in workloads.STEPS),
+        (
+            (workload.name, lambda w=workload: decode_step.measured(model, w, **options))
+            for workload in named_workloads.STEPS
+        ),
     )
 
 

@@ -42,6 +42,13 @@ def section(record: Path = RECORD) -> str:
             _prefill_cells,
         ),
         _table(
+            "Prefill with other prompts, heads and rules, and beside decodes. `TFLOP/s` of the pairs of a query and a "
+            "key that it sees.",
+            ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s"),
+            [(row, {}) for row in read_rows(record / "prefill_features.jsonl") if row["case"] == "prefill"],
+            _prefill_feature_cells,
+        ),
+        _table(
             "A whole decode step of Llama-3-8B shapes, random bf16 weights. PyTorch: FlashInfer, inductor, one CUDA "
             "graph. The roofline is weights, keys and values over 4,386 GB/s.",
             ("batch", "context", "jattn", "PyTorch", "ratio", "of the roofline", "compile"),
@@ -119,6 +126,24 @@ def _prefill_cells(row: Row, peer: Row) -> tuple[str, ...]:
         f"{row['TFLOPs']:,.0f}",
         f"{peer['TFLOPs']:,.0f}",
         f"{row['time_us'] / peer['time_us']:.2f}",
+    )
+
+
+def _prefill_feature_cells(row: Row, _: Row) -> tuple[str, ...]:
+    mixed = row["batch"] == "mixed"
+    what = (
+        "one launch" if mixed else "",
+        f"window {row['window'] + 1:,}" if "window" in row else "",
+        f"chunks of {row['chunk']:,}" if "chunk" in row else "",
+    )
+    return (
+        "60 and 4" if mixed else str(row["batch"]),
+        "1 and 2,048" if mixed else f"{row['q']:,}",
+        "4,096 and 2,048" if mixed else f"{row['kv']:,}",
+        str(row["d"]),
+        ", ".join(filter(None, what)),
+        f"{row['time_us']:,.1f} µs",
+        f"{row['TFLOPs']:,.0f}",
     )
 
 

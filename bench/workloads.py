@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import random
+from collections import Counter
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ READ_GBPS = 4386.0
 MATMUL_TFLOPS = 740.0
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn"}
-Batch = int | Literal["ragged64"]
+Batch = int | Literal["ragged64", "mixed"]
 
 
 def ragged64_lens() -> tuple[int, ...]:
@@ -48,11 +49,13 @@ class AttentionWorkload:
     """Attention over a paged cache of random numbers in random page order; fields named as in the peers' files.
 
     Attributes:
-        ctx: Keys a sequence; 0 for "ragged64", which has its own lengths.
-        q_tokens: Query tokens a sequence of a prefill; None is decode, with `verify`.
+        batch: Sequences; "mixed" is 60 that decode over 4,096 keys and 4 that begin with 2,048 tokens, in one prefill.
+        ctx: Keys a sequence; 0 for "ragged64" and "mixed", which have their own lengths.
+        q_tokens: Query tokens a sequence of a prefill, 0 for "mixed"; None is decode, with `verify`.
         kv: Name of the keys' dtype; queries are bf16 where that is fp8.
         verify: Query tokens a sequence of decode.
         window: Keys before its own that a token sees; None is all.
+        chunk: Tokens a chunk, of which a token sees its own one's; None is no chunks.
         rope: Whether queries and keys are rotated in the kernel.
     """
 
@@ -67,6 +70,7 @@ class AttentionWorkload:
     layout: PageLayout = "NHD"
     verify: int = 1
     window: int | None = None
+    chunk: int | None = None
     rope: bool = False
 
     @property
@@ -81,6 +85,7 @@ class AttentionWorkload:
                 "" if self.layout == "NHD" else f"_{self.layout}",
                 "" if self.verify == 1 else f"_verify{self.verify}",
                 "" if self.window is None else f"_window{self.window}",
+                "" if self.chunk is None else f"_chunk{self.chunk}",
                 "_rope" if self.rope else "",
             )
         )
@@ -88,7 +93,18 @@ class AttentionWorkload:
 
     @property
     def kv_lens(self) -> tuple[int, ...]:
-        return ragged64_lens() if self.batch == "ragged64" else (self.ctx,) * self.batch
+        match self.batch:
+            case "ragged64":
+                return ragged64_lens()
+            case "mixed":
+                return tuple(kv for _, kv in _MIXED)
+        return (self.ctx,) * self.batch
+
+    @property
+    def q_lens(self) -> tuple[int, ...]:
+        if self.batch == "mixed":
+            return tuple(q for q, _ in _MIXED)
+        return (self.verify if self.q_tokens is None else self.q_tokens,) * len(self.kv_lens)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -98,13 +114,21 @@ class AttentionWorkload:
             head_dim=self.d,
             page_layout=self.layout,
             window_left=self.window,
+            chunk_size=self.chunk,
             rope_theta=_ROPE_THETA if self.rope else None,
         )
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
         """Keys of each sequence that its last token sees."""
-        return tuple(length if self.window is None else min(length, self.window + 1) for length in self.kv_lens)
+        return tuple(int(self._seen(length - 1)) for length in self.kv_lens)
+
+    def _seen(self, position: Any) -> Any:
+        """How many keys a token at a position, or at each of some, sees."""
+        seen = position + 1
+        if self.window is not None:
+            seen = np.minimum(seen, self.window + 1)
+        return seen if self.chunk is None else np.minimum(seen, position % self.chunk + 1)
 
     @property
     def kv_bytes(self) -> int:
@@ -114,8 +138,8 @@ class AttentionWorkload:
     @property
     def flops(self) -> int:
         """Of the pairs of a query and a key that it sees, both products."""
-        q = self.q_tokens or self.verify
-        pairs = sum(q * (kv - q) + q * (q + 1) // 2 for kv in self.seen_lens)
+        lens = Counter(zip(self.q_lens, self.kv_lens, strict=True))
+        pairs = sum(count * int(self._seen(np.arange(kv - q, kv)).sum()) for (q, kv), count in lens.items())
         return 4 * self.d * self.hq * pairs
 
     @property
@@ -130,9 +154,14 @@ class AttentionWorkload:
         fields = {"case": self.case, **shape, "hq": self.hq, "hkv": self.hkv, "d": self.d, "page": self.page}
         if self.q_tokens is None:
             fields |= {"kv": self.kv, "kv_MB": round(self.kv_bytes / 1e6, 4), "tokens": sum(self.kv_lens)}
-        more = {"layout": self.layout, "q_tokens": self.verify, "window": self.window, "rope": self.rope}
-        plain = {"layout": "NHD", "q_tokens": 1, "window": None, "rope": False}
-        return fields | {name: value for name, value in more.items() if value != plain[name]}
+        more = {
+            "layout": (self.layout, "NHD"),
+            "q_tokens": (self.verify, 1),
+            "window": (self.window, None),
+            "chunk": (self.chunk, None),
+            "rope": (self.rope, False),
+        }
+        return fields | {name: value for name, (value, plain) in more.items() if value != plain}
 
     def rate(self, time_us: float) -> dict[str, float]:
         """What a call of this duration reaches, in the unit of its case."""
@@ -144,15 +173,15 @@ class AttentionWorkload:
         """The arguments of an implementation's calls, with `pools` pools side by side."""
         page_table, num_pages = random_page_table(self.kv_lens, self.page)
         q_dtype = "bfloat16" if self.kv.startswith("fp8") else DTYPES[self.kv]
-        batch_size, q = len(self.kv_lens), self.q_tokens or self.verify
+        batch_size, num_tokens = len(self.kv_lens), sum(self.q_lens)
         page = (self.page, self.hkv) if self.layout == "NHD" else (self.hkv, self.page)
         keys = jax.random.split(jax.random.key(0), 3)
         # Decode calls feed each other their outputs as queries: values this large keep those near 1.
         v_size = math.sqrt(sum(self.seen_lens) / batch_size / math.e) if self.q_tokens is None else 1.0
-        q_shape = (batch_size, q) if self.q_tokens is None else (batch_size * q,)
+        q_shape = (batch_size, self.verify) if self.q_tokens is None else (num_tokens,)
         pages = (pools, num_pages, *page, self.d)
         seq_lens = jnp.asarray(self.kv_lens, jnp.int32)
-        cu_q_lens = jnp.arange(batch_size + 1, dtype=jnp.int32) * q
+        cu_q_lens = jnp.asarray(np.cumsum((0, *self.q_lens)), jnp.int32)
         return Arrays(
             q=random_normal(keys[0], (*q_shape, self.hq, self.d), q_dtype),
             k_pages=random_normal(keys[1], pages, DTYPES[self.kv]),
@@ -164,7 +193,7 @@ class AttentionWorkload:
                 seq_lens,
                 None if self.q_tokens is None else cu_q_lens,
                 spec=self.spec,
-                num_tokens=q if self.q_tokens is None else batch_size * q,
+                num_tokens=self.verify if self.q_tokens is None else num_tokens,
                 dtype=q_dtype,
                 kv_dtype=DTYPES[self.kv],
                 page_size=self.page,
@@ -212,51 +241,7 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: floa
 
 
 _ROPE_THETA = 5e5
-_PAGES: tuple[tuple[int, PageLayout], ...] = ((64, "NHD"), (16, "HND"), (64, "HND"))
-_DECODE_SHAPES: tuple[tuple[Batch, int], ...] = (
-    (1, 8192),
-    (1, 131072),
-    (8, 8192),
-    (32, 4096),
-    (64, 8192),
-    (128, 2048),
-    (256, 1024),
-    ("ragged64", 0),
-)
-
-# The decode rows of the peers' file, of fp8 those of 32 query heads, then other pages and layouts.
-DECODE: tuple[AttentionWorkload, ...] = (
-    *(
-        AttentionWorkload(batch=batch, ctx=ctx, hq=hq, kv=kv)
-        for kv, hq in (("bf16", 32), ("bf16", 64), ("fp8_e4m3", 32))
-        for batch, ctx in _DECODE_SHAPES
-    ),
-    *(
-        AttentionWorkload(batch=batch, ctx=ctx, page=page, layout=layout)
-        for batch, ctx in ((8, 8192), (64, 8192))
-        for page, layout in _PAGES
-    ),
-)
-
-# What decode does besides, each beside the plain row of as many keys.
-DECODE_FEATURES: tuple[AttentionWorkload, ...] = (
-    AttentionWorkload(batch=1, ctx=1024),
-    AttentionWorkload(batch=32, ctx=32768, window=4095),
-    *(AttentionWorkload(batch=64, ctx=8192, verify=tokens) for tokens in (4, 8, 16)),
-    AttentionWorkload(batch=32, ctx=4096, rope=True),
-    *(AttentionWorkload(batch=64, ctx=8192, page=page) for page in (8, 128)),
-    *(AttentionWorkload(batch=64, ctx=8192, d=d) for d in (64, 256)),
-    AttentionWorkload(batch=32, ctx=4096, hkv=32),
-    AttentionWorkload(batch=64, ctx=32768, hkv=1),
-    *(AttentionWorkload(batch=64, ctx=8192, kv="fp8_e4m3", page=64, layout=layout) for layout in ("NHD", "HND")),
-)
-
-EXTEND: tuple[AttentionWorkload, ...] = tuple(
-    AttentionWorkload(batch=batch, ctx=ctx, q_tokens=q, page=page)
-    for page in (16, 64)
-    for batch, q, ctx in ((1, 8192, 8192), (4, 4096, 4096), (1, 32768, 32768), (8, 1024, 8192))
-)
-
+_MIXED = ((1, 4096),) * 60 + ((2048, 2048),) * 4  # query tokens and keys of each sequence
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -291,8 +276,3 @@ class StepWorkload:
     def roofline_ms(self, *, weight_bytes: int, kv_bytes_per_token: int) -> float:
         """Time to read the weights, but for the embedding, and the keys and values once."""
         return (weight_bytes + self.batch * self.ctx * kv_bytes_per_token) / READ_GBPS / 1e6
-
-
-STEPS: tuple[StepWorkload, ...] = tuple(
-    StepWorkload(batch=batch, ctx=ctx) for batch, ctx in ((1, 1024), (8, 8192), (64, 2048), (256, 1024))
-)

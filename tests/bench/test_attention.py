@@ -9,7 +9,8 @@ import pytest
 
 from bench import attention
 from bench.attention import measured, num_calls, num_pools, unrolled
-from bench.workloads import DECODE, EXTEND, AttentionWorkload
+from bench.named_workloads import DECODE, EXTEND
+from bench.workloads import AttentionWorkload
 
 DECODE_TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
 EXTEND_TINY = dataclasses.replace(DECODE_TINY, q_tokens=5)

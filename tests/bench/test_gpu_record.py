@@ -139,13 +139,13 @@ def test_recorder_goes_on_after_a_failure_and_leaves_the_part_incomplete(tmp_pat
 
 
 def test_attention_record_runs_every_workload_once_for_the_first_implementation(tmp_path, monkeypatch):
-    from bench import attention, workloads
+    from bench import attention, named_workloads
 
     done = []
     monkeypatch.setattr(attention, "measured", lambda w, name, **options: done.append((w, name)) or measured())
     gpu_record.record_attention(Recorder(tmp_path, {}), "decode", quick=False, implementations=("mosaic", "xla"))
-    assert [w for w, name in done if name == "mosaic"] == list(workloads.DECODE)
-    assert {w.name for w, name in done if name == "xla"} < {w.name for w in workloads.DECODE}
+    assert [w for w, name in done if name == "mosaic"] == list(named_workloads.DECODE)
+    assert {w.name for w, name in done if name == "xla"} < {w.name for w in named_workloads.DECODE}
     assert len(read_rows(tmp_path / "decode.jsonl")) == len(done)
 
 

@@ -13,6 +13,7 @@ BEGIN, END = markers(SPEED)
 SHARED = {"jax": "0.11.2", "device": "NVIDIA H200", "kernels_sha": "0"}
 SHAPE = {"hq": 32, "hkv": 8, "d": 128}
 DECODE = {"case": "decode", "kv": "bf16", **SHAPE, "page": 16, "GBps": 4000.0, "roofline_share": 0.91}
+PREFILL = {"case": "prefill", **SHAPE, "page": 16}
 ROWS = {
     "decode": [
         {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-mosaic", "time_us": 520.0},
@@ -37,6 +38,11 @@ ROWS = {
             "time_us": 981.477,
             "TFLOPs": 560.2,
         },
+    ],
+    "prefill_features": [
+        {**PREFILL, "batch": "mixed", "q": 0, "kv": 0, "time_us": 400.0, "TFLOPs": 300.0},
+        {**PREFILL, "batch": 1, "q": 32768, "kv": 32768, "time_us": 4000.0, "TFLOPs": 500.0, "window": 4095},
+        {**DECODE, "batch": 60, "ctx": 4096, "time_us": 240.0},
     ],
     "decode_step": [
         {
@@ -78,6 +84,8 @@ def test_section_shows_times_and_ratios(record):
     assert "| 64 | 8,192 | 32/8 | 128 | 16 | 4 tokens a sequence, rotated in the kernel | 540.0 µs |" in text
     assert "| 64 | 8,192 | 32/8 | 128 | 64 HND | fp8 e4m3 | 251.0 µs |" in text
     assert "| 1 | 8,192 | 8,192 | 16 | 560 | 560 | 1.00 |" in text
+    assert "| 60 and 4 | 1 and 2,048 | 4,096 and 2,048 | 128 | one launch | 400.0 µs | 300 |" in text
+    assert "| 1 | 32,768 | 32,768 | 128 | window 4,096 | 4,000.0 µs | 500 |" in text
     assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
     assert "NVIDIA H200, JAX 0.11.2" in text
     assert "bench/results/decode.svg" in text
@@ -85,7 +93,7 @@ def test_section_shows_times_and_ratios(record):
 
 
 def test_section_leaves_out_what_was_not_recorded(record):
-    for part in ("decode", "prefill"):
+    for part in ("decode", "prefill", "prefill_features"):
         (record / f"{part}.jsonl").unlink()
     text = section(record)
     assert "PyTorch" in text

@@ -9,7 +9,8 @@ import pytest
 
 from bench.comparison import FLASHINFER, TORCH_STEP
 from bench.gpu_record import read_rows
-from bench.workloads import DECODE, DECODE_FEATURES, EXTEND, STEPS, AttentionWorkload, random_normal, random_page_table
+from bench.named_workloads import DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATURES, STEPS
+from bench.workloads import AttentionWorkload, random_normal, random_page_table
 
 TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
 FLASHINFER_ROWS = read_rows(FLASHINFER)
@@ -47,7 +48,7 @@ def test_step_has_the_peers_roofline(row):
 
 
 def test_names_are_unique():
-    names = [workload.name for workload in (*DECODE, *DECODE_FEATURES, *EXTEND, *STEPS)]
+    names = [workload.name for workload in (*DECODE, *DECODE_FEATURES, *EXTEND, *EXTEND_FEATURES, *STEPS)]
     assert len(set(names)) == len(names)
 
 
@@ -72,6 +73,22 @@ def test_features_change_what_a_call_gives(change):
     assert out.shape == arrays.q.shape
     if "verify" not in change:
         assert not jnp.array_equal(out, plain.call(arrays, jnp.int32(0), "xla"))
+
+
+def test_chunks_and_windows_hide_pairs_of_a_prefill():
+    chunks = AttentionWorkload(batch=1, ctx=131072, q_tokens=131072, chunk=8192)
+    assert chunks.flops == AttentionWorkload(batch=16, ctx=8192, q_tokens=8192).flops
+    tiny = AttentionWorkload(batch=1, ctx=5, q_tokens=5, window=1, d=1, hq=1)
+    assert tiny.flops == 4 * (1 + 2 + 2 + 2 + 2)
+
+
+def test_a_mixed_batch_is_the_work_of_both_launches():
+    mixed, decodes, prompts = (w for w in EXTEND_FEATURES if w.batch in ("mixed", 60, 4))
+    assert mixed.flops == decodes.flops + prompts.flops
+    assert mixed.kv_bytes == decodes.kv_bytes + prompts.kv_bytes
+    arrays = jax.eval_shape(lambda: mixed.arrays(1, "xla"))
+    assert arrays.q.shape == (60 + 4 * 2048, 32, 128)
+    assert arrays.cu_q_lens.shape == (65,)
 
 
 def test_ragged_lens_are_their_own():

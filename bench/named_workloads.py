@@ -1,0 +1,65 @@
+"""The rows of the record: named workloads of decode, of extend and of whole steps."""
+
+from bench.workloads import AttentionWorkload, Batch, StepWorkload
+from jattn_kernels.spec import PageLayout
+
+_PAGES: tuple[tuple[int, PageLayout], ...] = ((64, "NHD"), (16, "HND"), (64, "HND"))
+_DECODE_SHAPES: tuple[tuple[Batch, int], ...] = (
+    (1, 8192),
+    (1, 131072),
+    (8, 8192),
+    (32, 4096),
+    (64, 8192),
+    (128, 2048),
+    (256, 1024),
+    ("ragged64", 0),
+)
+
+# The decode rows of the peers' file, of fp8 those of 32 query heads, then other pages and layouts.
+DECODE: tuple[AttentionWorkload, ...] = (
+    *(
+        AttentionWorkload(batch=batch, ctx=ctx, hq=hq, kv=kv)
+        for kv, hq in (("bf16", 32), ("bf16", 64), ("fp8_e4m3", 32))
+        for batch, ctx in _DECODE_SHAPES
+    ),
+    *(
+        AttentionWorkload(batch=batch, ctx=ctx, page=page, layout=layout)
+        for batch, ctx in ((8, 8192), (64, 8192))
+        for page, layout in _PAGES
+    ),
+)
+
+# What decode does besides, each beside the plain row of as many keys.
+DECODE_FEATURES: tuple[AttentionWorkload, ...] = (
+    AttentionWorkload(batch=1, ctx=1024),
+    AttentionWorkload(batch=32, ctx=32768, window=4095),
+    *(AttentionWorkload(batch=64, ctx=8192, verify=tokens) for tokens in (4, 8, 16)),
+    AttentionWorkload(batch=32, ctx=4096, rope=True),
+    *(AttentionWorkload(batch=64, ctx=8192, page=page) for page in (8, 128)),
+    *(AttentionWorkload(batch=64, ctx=8192, d=d) for d in (64, 256)),
+    AttentionWorkload(batch=32, ctx=4096, hkv=32),
+    AttentionWorkload(batch=64, ctx=32768, hkv=1),
+    *(AttentionWorkload(batch=64, ctx=8192, kv="fp8_e4m3", page=64, layout=layout) for layout in ("NHD", "HND")),
+)
+
+EXTEND: tuple[AttentionWorkload, ...] = tuple(
+    AttentionWorkload(batch=batch, ctx=ctx, q_tokens=q, page=page)
+    for page in (16, 64)
+    for batch, q, ctx in ((1, 8192, 8192), (4, 4096, 4096), (1, 32768, 32768), (8, 1024, 8192))
+)
+
+# What extend does besides: short prompts, other widths, hidden keys, decodes beside prompts and the two launches apart.
+EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
+    *(AttentionWorkload(batch=batch, ctx=ctx, q_tokens=ctx) for batch, ctx in ((16, 512), (64, 128))),
+    *(AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, d=d) for d in (64, 256)),
+    AttentionWorkload(batch=1, ctx=32768, q_tokens=32768, window=4095),
+    AttentionWorkload(batch=1, ctx=131072, q_tokens=131072, chunk=8192),
+    AttentionWorkload(batch=16, ctx=8192, q_tokens=8192),
+    AttentionWorkload(batch="mixed", ctx=0, q_tokens=0),
+    AttentionWorkload(batch=60, ctx=4096),
+    AttentionWorkload(batch=4, ctx=2048, q_tokens=2048),
+)
+
+STEPS: tuple[StepWorkload, ...] = tuple(
+    StepWorkload(batch=batch, ctx=ctx) for batch, ctx in ((1, 1024), (8, 8192), (64, 2048), (256, 1024))
+)
