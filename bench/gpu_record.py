@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
-PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "decode_step")
+PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "prefill_dense", "decode_step")
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
 DEVICE_FILES = (
     "schedule.py",
@@ -164,6 +164,22 @@ def record_attention(recorder: Recorder, part: str, *, quick: bool, implementati
     )
 
 
+def record_dense(recorder: Recorder) -> None:
+    """JAX's own dense attention on what of the prefills has a dense equivalent."""
+    from bench import dense, named_workloads
+
+    table = [w for w in (*named_workloads.EXTEND, *named_workloads.EXTEND_FEATURES) if w.page == 16]
+    recorder.measure(
+        "prefill_dense",
+        (
+            (f"{w.name} {name}", lambda w=w, n=name, a=arrangements: dense.measured(w, n, a))
+            for name, arrangements in dense.implementations().items()
+            for w in table
+            if dense.is_dense(w)
+        ),
+    )
+
+
 def record_steps(recorder: Recorder, *, quick: bool) -> None:
     """The decode steps, by the implementation that dispatch chooses."""
     from bench import decode_step, named_workloads
@@ -235,6 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
             record_tests(recorder)
         elif part == "decode_step":
             record_steps(recorder, quick=options.quick)
+        elif part == "prefill_dense":
+            record_dense(recorder)
         else:
             record_attention(recorder, part, quick=options.quick, implementations=implementations)
     if recorder.failures:

@@ -42,6 +42,12 @@ def section(record: Path = RECORD) -> str:
             _prefill_cells,
         ),
         _table(
+            "JAX's own dense attention on the dense equivalents of prefills, at its best tile.",
+            ("batch", "tokens", "head dim", "implementation", "time", "TFLOP/s"),
+            [(row, {}) for row in read_rows(record / "prefill_dense.jsonl")],
+            _dense_cells,
+        ),
+        _table(
             "Prefill with other prompts, heads and rules, and beside decodes. `TFLOP/s` of the pairs of a query and a "
             "key that it sees.",
             ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s"),
@@ -145,6 +151,11 @@ def _prefill_feature_cells(row: Row, _: Row) -> tuple[str, ...]:
         f"{row['time_us']:,.1f} µs",
         f"{row['TFLOPs']:,.0f}",
     )
+
+
+def _dense_cells(row: Row, _: Row) -> tuple[str, ...]:
+    size = (str(row["batch"]), f"{row['q']:,}", str(row["d"]))
+    return (*size, row["impl"].removeprefix("jax-"), f"{row['time_us']:,.1f} µs", f"{row['TFLOPs']:,.0f}")
 
 
 def _step_cells(row: Row, peer: Row) -> tuple[str, ...]:

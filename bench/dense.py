@@ -1,0 +1,86 @@
+"""What JAX has for dense attention, on the dense equivalents of prefills: rows beside ours, of the same run."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.attention import Measured
+from bench.timing import measure, profiled
+from bench.workloads import DTYPES, AttentionWorkload, random_normal
+
+_CALLS, _PROFILED_RUNS = 4, 2
+_KEYS_A_TILE = (256, 128, 64)
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def implementations() -> dict[str, tuple[Attend, ...]]:
+    """By name of the row, the arrangements of which the fastest counts."""
+    # Imported only here: it wants a CUDA runtime.
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    tuned = (
+        attention_mgpu.TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=True)
+        for keys in _KEYS_A_TILE
+    )
+    return {
+        "jax-attention_mgpu": tuple(functools.partial(attention_mgpu.attention, config=config) for config in tuned),
+        "jax-cudnn": (functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),),
+    }
+
+
+def is_dense(workload: AttentionWorkload) -> bool:
+    """Whether a prefill has a dense equivalent: whole prompts of one length, every key before a token seen."""
+    return workload.q_tokens == workload.ctx > 0 and workload.window is None and workload.chunk is None
+
+
+def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend, ...]) -> Measured:
+    """Times the fastest of some arrangements on the default device.
+
+    Raises:
+        NotImplementedError: None of them takes the workload; the last one's reason.
+    """
+    assert isinstance(workload.batch, int)
+    shape = (workload.batch, workload.ctx)
+    q, k, v = (
+        random_normal(jax.random.key(i), (*shape, heads, workload.d), DTYPES[workload.kv])
+        for i, heads in enumerate((workload.hq, workload.hkv, workload.hkv))
+    )
+    times, refusal = [], None
+    for attend in arrangements:
+        try:
+            run = functools.partial(_in_a_row(attend).lower(q, k, v).compile(), q, k, v)
+            times.append((measure(run, calls=_CALLS), run))
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            refusal = error
+    if not times:
+        raise NotImplementedError(f"`{name}` does not take {workload.name}: {refusal}") from refusal
+    timing, run = min(times, key=lambda entry: entry[0].time_us)
+    profile = profiled(run, runs=_PROFILED_RUNS)
+    row: dict[str, Any] = {
+        **workload.fields(),
+        "case": "prefill_dense",
+        "impl": name,
+        "time_us": round(timing.time_us, 3),
+        "min_us": round(timing.min_us, 3),
+        **workload.rate(timing.time_us),
+    }
+    kernels = [{"of": workload.name, "impl": name, **kernel} for kernel in profile.rows(per=_PROFILED_RUNS * _CALLS)]
+    return Measured(row, kernels)
+
+
+def _in_a_row(attend: Attend) -> Any:
+    """`_CALLS` calls in one executable, each after the one before."""
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = jnp.zeros_like(q)
+        for _ in range(_CALLS):
+            q, _ = jax.lax.optimization_barrier((q, out))
+            out = attend(q, k, v)
+        return out
+
+    return run

@@ -1,0 +1,49 @@
+"""Dense rows are of the same work as ours, and the fastest arrangement counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import dense
+from bench.named_workloads import EXTEND, EXTEND_FEATURES
+from bench.timing import Timing
+from bench.workloads import AttentionWorkload
+
+TINY = AttentionWorkload(batch=2, ctx=16, q_tokens=16, hq=4, hkv=2, d=16)
+
+
+@jax.numpy_dtype_promotion("standard")
+def attend_in_xla(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+def refuse(q, k, v):
+    raise NotImplementedError("not this size")
+
+
+def test_only_whole_prompts_without_windows_are_dense():
+    names = {w.name for w in (*EXTEND, *EXTEND_FEATURES) if dense.is_dense(w)}
+    assert "prefill_bf16_b16_ctx512_q512_h32-8x128_p16" in names
+    assert not any(part in name for name in names for part in ("window", "chunk", "mixed", "ctx8192_q1024", "decode"))
+
+
+def test_a_row_is_of_the_workload_and_of_the_fastest(monkeypatch):
+    times = iter((Timing(30.0, 29.0), Timing(20.0, 19.0)))
+    monkeypatch.setattr(dense, "measure", lambda run, calls: (run(), next(times))[1])
+    row, _ = dense.measured(TINY, "jax-xla", (attend_in_xla, refuse, attend_in_xla))
+    assert row["case"] == "prefill_dense"
+    assert row["impl"] == "jax-xla"
+    assert (row["batch"], row["q"], row["kv"], row["time_us"], row["min_us"]) == (2, 16, 16, 20.0, 19.0)
+    assert row["TFLOPs"] == TINY.rate(20.0)["TFLOPs"]
+
+
+def test_the_reason_is_told_where_none_takes_the_workload():
+    with pytest.raises(NotImplementedError, match=r"`jax-none` does not take .*: not this size"):
+        dense.measured(TINY, "jax-none", (refuse, refuse))
+
+
+def test_calls_in_a_row_give_what_one_gives():
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 16, heads, 16)) for i, heads in enumerate((4, 2, 2)))
+    np.testing.assert_allclose(dense._in_a_row(attend_in_xla)(q, k, v), attend_in_xla(q, k, v), atol=1e-6)
+    assert jnp.isfinite(attend_in_xla(q, k, v)).all()
