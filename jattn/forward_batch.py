@@ -145,11 +145,6 @@ def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
     by_group = {name: _of_groups(name, getattr(forward_batch, name), axes) for name, axes in groups.items()}
     if not by_group["out_cache_loc"]:
         raise ValueError("`out_cache_loc` must have the slots of each group of the pool. Got ().")
-    for table in by_group["page_tables"]:
-        if table.shape[0] != rows:
-            raise ValueError(
-                f"`page_tables` must have a row for each of {rows} `seq_lens`. Got a shape of {table.shape}."
-            )
     if by_group["page_tables"] and len(by_group["page_tables"]) != len(by_group["out_cache_loc"]):
         raise ValueError(
             "`page_tables` and `out_cache_loc` must have one entry for each group of the pool. "
@@ -163,6 +158,11 @@ def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
     }
     given = {name: axes for name, axes in optional.items() if getattr(forward_batch, name) is not None}
     arrays = {name: integers(name, getattr(forward_batch, name), *axes) for name, axes in given.items()}
+    of_rows = [("page_tables", table) for table in by_group["page_tables"]]
+    of_rows += [(name, arrays[name]) for name, axes in given.items() if axes[0] == "batch_size"]
+    for name, value in of_rows:
+        if value.shape[0] != rows:
+            raise ValueError(f"`{name}` must have a row for each of {rows} `seq_lens`. Got a shape of {value.shape}.")
     starts = forward_batch.cu_q_lens
     if mode.is_extend_or_draft_extend_or_mixed():
         starts = integers("cu_q_lens", starts, "batch_size + 1")
@@ -172,6 +172,24 @@ def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
             )
     given = {"input_ids": input_ids, "seq_lens": seq_lens, "cu_q_lens": starts}
     return dataclasses.replace(forward_batch, **given, **by_group, **arrays)
+
+
+def checked_requests(
+    req_pool_indices: Any, seq_lens: Any, encoder_lens: Any
+) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"] | None]:
+    """The rows that a replay is given, as integers; `encoder_lens` may be None.
+
+    Raises:
+        ValueError: One is none of integers, or of another length than the others.
+    """
+    given = {"req_pool_indices": req_pool_indices, "seq_lens": seq_lens}
+    given |= {} if encoder_lens is None else {"encoder_lens": encoder_lens}
+    rows = {name: integers(name, values, "rows") for name, values in given.items()}
+    if len({values.shape for values in rows.values()}) > 1:
+        *names, last = rows
+        shapes = ", ".join(f"{name}.shape={values.shape}" for name, values in rows.items())
+        raise ValueError(f"`{'`, `'.join(names)}` and `{last}` must have the same length. Got {shapes}.")
+    return rows["req_pool_indices"], rows["seq_lens"], rows.get("encoder_lens")
 
 
 def _of_groups(name: str, arrays: Any, axes: tuple[str, ...]) -> tuple[Int[Array, "..."], ...]:

@@ -22,7 +22,7 @@ from jattn.flash_attention.checks import check_call
 from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import Reading, kind_of, reading
-from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVGroup, KVPool
 from jattn.rotary import Angles, rotate
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
@@ -247,14 +247,7 @@ class FlashAttentionBackend:
         """
         whole("bs", bs)
         q_len = self._captured_q_len(forward_mode, spec_info)
-        req_pool_indices = integers("req_pool_indices", req_pool_indices, "rows")
-        seq_lens = integers("seq_lens", seq_lens, "rows")
-        encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
-        if req_pool_indices.shape != seq_lens.shape:
-            raise ValueError(
-                "`req_pool_indices` and `seq_lens` must have the same length. "
-                f"Got req_pool_indices.shape={req_pool_indices.shape}, seq_lens.shape={seq_lens.shape}."
-            )
+        req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
         given = seq_lens.shape[0]
         seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value())
         if forward_mode.is_idle():

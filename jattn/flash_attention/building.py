@@ -100,7 +100,10 @@ def slots_of_tokens(
     drafting: Drafting,
     config: FlashAttentionConfig,
 ) -> Int[Array, " T"]:
-    """The slots of a batch's tokens, `tokens_a_sequence` for each: the next places of its sequences."""
+    """The slots of a batch's tokens, `tokens_a_sequence` for each: the next places of its sequences.
+
+    A token beyond its row of the page table is written nowhere.
+    """
     count = tokens_a_sequence(mode, spec_info, drafting, config)
     assert count is not None
     token = jnp.arange(count, dtype=jnp.int32)[None]
@@ -109,9 +112,11 @@ def slots_of_tokens(
     elif not mode.is_target_verify():
         token = token - 1  # decode: its own token is counted
     positions = jnp.maximum(seq_lens[:, None] + token, 0)
-    page = jnp.take_along_axis(page_table, positions // config.page_size, axis=1, mode="fill", fill_value=0)
+    column = positions // config.page_size
+    page = jnp.take_along_axis(page_table, column, axis=1, mode="clip")
     slots = page * config.page_size + positions % config.page_size
-    return jnp.where(seq_lens[:, None] > 0, slots, NOWHERE).reshape(-1)
+    has_place = (seq_lens[:, None] > 0) & (column < page_table.shape[1])
+    return jnp.where(has_place, slots, NOWHERE).reshape(-1)
 
 
 def build(

@@ -8,14 +8,14 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.arguments import in_words, instance, integers, scale_arrays, whole
+from jattn.arguments import in_words, instance, scale_arrays, whole
 from jattn.backend import WORDS, AttentionLayer, checked_rows
 from jattn.flash_attention import CudaGraphState
 from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
 from jattn.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
 from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
-from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput, tree_of
 from jattn_kernels import merge_state
@@ -237,14 +237,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         if not 1 <= bs <= self.max_bs:
             raise ValueError(f"`bs` must be in 1 .. {self.max_bs}. Got bs={bs}.")
         decode = forward_mode.is_decode_or_idle()
-        req_pool_indices = integers("req_pool_indices", req_pool_indices, "rows")
-        seq_lens = integers("seq_lens", seq_lens, "rows")
-        if req_pool_indices.shape != seq_lens.shape:
-            raise ValueError(
-                "`req_pool_indices` and `seq_lens` must have the same length. "
-                f"Got req_pool_indices.shape={req_pool_indices.shape}, seq_lens.shape={seq_lens.shape}."
-            )
-        encoder_lens = None if encoder_lens is None else integers("encoder_lens", encoder_lens, "rows")
+        req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
         table = pages_of_requests(_rows(req_pool_indices, bs, 0), req_to_token, self)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)

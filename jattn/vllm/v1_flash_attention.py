@@ -68,7 +68,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         """Metadata of a batch; jit-able. The prefix and `fast_build` are accepted for vLLM's sake and ignored.
 
         Raises:
-            ValueError: The chunk size is no multiple of the block size, or an array is none of integers.
+            ValueError: The chunk size is no multiple of the block size, or an array is none of integers or of another
+                number of requests.
         """
         instance("common_attn_metadata", common_attn_metadata, CommonAttentionMetadata)
         common, chunk_size = common_attn_metadata, self.vllm_config.attention_chunk_size
@@ -76,6 +77,12 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         lens = integers("seq_lens", common.seq_lens, "requests")
         table = integers("block_table_tensor", common.block_table_tensor, "requests", "max_blocks")
         slots = integers("slot_mapping", common.slot_mapping, "tokens")
+        rows = len(starts) - 1, len(lens), len(table)
+        if set(rows) != {common.num_reqs}:
+            raise ValueError(
+                "`query_start_loc` must have an entry more than `num_reqs`, `seq_lens` and `block_table_tensor` a row "
+                f"for each. Got num_reqs={common.num_reqs} and {rows[0]}, {rows[1]} and {rows[2]} requests."
+            )
         local = {}
         if chunk_size is not None:
             whole("num_actual_tokens", common.num_actual_tokens)

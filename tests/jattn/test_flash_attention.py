@@ -202,6 +202,13 @@ def test_replay_reads_pages_and_slots_from_the_token_table(padding):
     assert (metadata.max_seq_len_q, metadata.max_seq_len_k) == (1, MAX_CONTEXT)
 
 
+def test_replayed_token_beyond_its_page_table_is_written_nowhere():
+    """Not to page 0, which belongs to nobody and must stay zero."""
+    longest = 6 * PAGE_SIZE
+    metadata = replay(3, int32(2, 0, 1), int32(longest, 14, longest + 1), req_to_token())
+    assert metadata.slots[0].tolist() == [3, 14 * PAGE_SIZE + 1, NOWHERE]
+
+
 def test_replayed_metadata_serves_a_decode_step():
     layer, pool = dataclasses.replace(LAYER, group=0), make_pool()
     pool = KVPool(pool.groups[1:])

@@ -129,6 +129,9 @@ def test_backends_take_the_names_of_fp8(name):
         ({"seq_lens": jnp.array([5.0, 3.0])}, "`seq_lens` must be integers .* Got .*float32"),
         ({"page_tables": BATCH.page_tables[0]}, "`page_tables` must be a tuple of arrays"),
         ({"page_tables": (BATCH.page_tables[0][:1],)}, "`page_tables` must have a row for each of 2 `seq_lens`"),
+        ({"encoder_lens": int32(4)}, r"`encoder_lens` must have a row for each of 2 `seq_lens`. Got a shape of \(1,\)"),
+        ({"req_pool_indices": int32(0)}, "`req_pool_indices` must have a row for each of 2 `seq_lens`"),
+        ({"encoder_page_table": BATCH.page_tables[0][:1]}, "`encoder_page_table` must have a row for each of 2"),
         ({"out_cache_loc": int32(8, 14)}, "`out_cache_loc` must be a tuple of arrays"),
         ({"out_cache_loc": BATCH.out_cache_loc * 2}, "must have one entry for each group of the pool. Got 1 and 2"),
         ({"encoder_lens": [1.5, 2]}, r"`encoder_lens` must be integers \[batch_size\]"),
@@ -161,6 +164,8 @@ def test_backends_say_what_no_batch_is(backend, fields, sentence):
         ({"seq_lens": [1.5, 1]}, r"`seq_lens` must be integers \[rows\]"),
         ({"req_to_token": None}, r"`req_to_token` must be integers \[requests, slots\]"),
         ({"encoder_lens": 5}, r"`encoder_lens` must be integers \[rows\]"),
+        ({"seq_lens": [1]}, r"`req_pool_indices` and `seq_lens` must have the same length. Got .*\(2,\), .*\(1,\)"),
+        ({"encoder_lens": [1]}, "`req_pool_indices`, `seq_lens` and `encoder_lens` must have the same length"),
     ],
 )
 def test_captures_say_what_they_cannot_use(backend, arguments, sentence):

@@ -159,6 +159,16 @@ def test_v1_builder_takes_integers_of_any_kind_and_says_what_it_cannot_use():
         refused(lambda: builder.build(0, changed), f"`{field}` must be integers .* Got {field}=None")  # noqa: B023
 
 
+@pytest.mark.parametrize("chunk_size", [None, 16])
+@pytest.mark.parametrize("field", ["query_start_loc", "seq_lens", "block_table_tensor", "num_reqs"])
+def test_v1_builder_refuses_rows_that_do_not_belong_together(field, chunk_size):
+    builder = flash.FlashAttentionMetadataBuilder(flash.KVCacheSpec(16), v1.VllmConfig({}, chunk_size))
+    common = make_common(*DECODES)
+    value = getattr(common, field)
+    changed = dataclasses.replace(common, **{field: value + 1 if field == "num_reqs" else value[:-1]})
+    refused(lambda: builder.build(0, changed), "`query_start_loc` must have an entry more than `num_reqs`")
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
