@@ -24,6 +24,7 @@ from jattn.serving.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
+from jattn.serving.mixing import mixed_rows
 from jattn.serving.pool_memory import fitting_pool
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
@@ -123,6 +124,7 @@ class Engine:
             speculative_num_draft_tokens=1 + config.num_draft_tokens,
         )
         backend = backend_class(config.backend).for_model(served.attention_layers, options)
+        self._mixed_rows = mixed_rows(config, served.attention_layers, options)
         graph, self._weights = nnx.split(served)
         self._state = self._empty_state()
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)
@@ -215,7 +217,7 @@ class Engine:
             events = self._read(0) if self.scheduler.must_preempt() else []
             before = len(self._in_flight)
             requests = self.scheduler.plan_decode()
-            mixed = requests if len(requests) <= self.config.mixed_rows else []
+            mixed = requests if len(requests) <= self._mixed_rows else []
             chunks = self.scheduler.plan_prefill(len(mixed))
             if requests and not (chunks and mixed):
                 self._launch_decode(requests)
@@ -337,7 +339,7 @@ class Engine:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) + len(decoding)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
         variant = _variant([chunk.request for chunk in chunks] + decoding)
-        plan = decode_batch(decoding, self.config.mixed_rows, self.config)
+        plan = decode_batch(decoding, self._mixed_rows, self.config)
         batch = prefill_batch(chunks, bucket, self.config, variant)
         if self.config.debug_checks:
             assert self._state is not None
@@ -368,11 +370,8 @@ class Engine:
                 arguments = (*held, decode_batch([], size, self.config))
                 plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2))
             for size in self.config.prefill_buckets:
-                batches = (
-                    decode_batch([], self.config.mixed_rows, self.config),
-                    prefill_batch([], size, self.config, variant),
-                )
-                arguments = (*held, *batches)
+                batch = prefill_batch([], size, self.config, variant)
+                arguments = (*held, decode_batch([], self._mixed_rows, self.config), batch)
                 plans["prefill", size, variant] = StepPlan(prefill, arguments, donate=(1, 2))
         return plans
 

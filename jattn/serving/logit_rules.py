@@ -54,7 +54,7 @@ class TokenHistory:
         self,
         rows: Int[Array, " B"],
         is_first: Bool[Array, " B"],
-        row_of_token: Int[Array, " T"],
+        owner: Int[Array, " T"],
         token_ids: Int[Array, " T"],
         in_prompt: Bool[Array, " T"],
         in_output: Bool[Array, " T"],
@@ -64,12 +64,13 @@ class TokenHistory:
         Args:
             rows: Of the sequences; out of range writes nowhere.
             is_first: Whether a sequence's part is its first, so that its row starts anew; all parts must pass here.
-            row_of_token: Each token's; out of range likewise.
+            owner: Each token's sequence.
             in_prompt, in_output: What a token is; padding is neither.
         """
         nowhere = self.in_prompt.shape[0]
         fresh = jnp.where(is_first, rows, nowhere)
-        prompt, output = (jnp.where(is_part, row_of_token, nowhere) for is_part in (in_prompt, in_output))
+        rows = rows[owner]
+        prompt, output = (jnp.where(is_part, rows, nowhere) for is_part in (in_prompt, in_output))
         seen = self.in_prompt.at[fresh].set(False, mode="drop")
         counts = self.output_counts.at[fresh].set(0, mode="drop")
         return TokenHistory(

@@ -122,50 +122,27 @@ class Steps:
             plan: The rows that decode, as in `decode`; none, if the step has no places for them.
         """
         state = state.put(batch.rows, batch.values).with_pages(plan)
-        live = ~state.finished.at[plan[:, 0]].get(mode="fill", fill_value=True)
+        decoding, num_rows = plan[:, 0], state.finished.shape[0]
+        live = ~state.finished.at[decoding].get(mode="fill", fill_value=True)
         q_lens = live.astype(jnp.int32)
-        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[plan[:, 0]].add(q_lens, mode="drop"))
-        num_prompt_tokens, num_tokens = batch.cu_q_lens[-1], batch.input_ids.shape[0]
-        cu_q_lens = jnp.concatenate([batch.cu_q_lens, num_prompt_tokens + jnp.cumsum(q_lens, dtype=jnp.int32)])
-        rows = jnp.concatenate([batch.rows, plan[:, 0]])
+        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[decoding].add(q_lens, mode="drop"))
+        rows = jnp.concatenate([batch.rows, decoding])
         values = state.take(rows)
-        owner, is_real = owners(cu_q_lens, num_tokens)
-        of_prompt = jnp.arange(num_tokens, dtype=jnp.int32) < num_prompt_tokens
+        cu_q_lens = jnp.concatenate([batch.cu_q_lens, batch.cu_q_lens[-1] + jnp.cumsum(q_lens, dtype=jnp.int32)])
+        first, end = cu_q_lens[:-1], cu_q_lens[1:]
+        newest = jnp.where(first < end, first, batch.input_ids.shape[0])[batch.rows.shape[0] :]
         forward_batch = ragged_pass(
             pool,
             values.page_table,
-            jnp.where(is_real & ~of_prompt, values.last_tokens[owner], batch.input_ids),
-            jnp.where(jnp.diff(cu_q_lens) > 0, values.seq_lens, 0),
+            batch.input_ids.at[newest].set(values.last_tokens[batch.rows.shape[0] :], mode="drop"),
+            jnp.where(first < end, values.seq_lens, 0),
             cu_q_lens,
             mode=ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND,
         )
         hidden, pool = self._forward(weights, pool, forward_batch)
-        num_rows = state.finished.shape[0]
-        row_of_token = jnp.where(of_prompt, rows[owner], num_rows)
-        state = state.with_tokens(row_of_token, forward_batch.positions, batch.input_ids)
-        prompt = None
-        if variant == "full":
-            assert state.history
-            assert values.rules
-            assert batch.next_ids is not None
-            assert batch.wants_logprobs is not None
-            is_first = forward_batch.extend_prefix_lens[: batch.rows.shape[0]] == 0
-            is_given = forward_batch.positions < values.rules.prompt_len[owner]
-            history = state.history.with_parts(
-                batch.rows, is_first, row_of_token, batch.input_ids, of_prompt & is_given, of_prompt & ~is_given
-            )
-            state = dataclasses.replace(state, history=history)
-            prompt = prompt_logprobs(
-                functools.partial(self._logits, weights),
-                hidden,
-                batch.next_ids,
-                batch.wants_logprobs,
-                top=self.max_logprobs,
-            )
-        else:
-            state = state.without_rules(batch.rows)
-        # Each row of the loop state has a sequence here at most, so its rows are the fewest places to choose tokens at.
-        last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(cu_q_lens[1:] - 1, 0), mode="drop")
+        prompt, state = self._noted(weights, hidden, state, batch, forward_batch.positions, variant=variant)
+        # A row has one sequence here at most, so that there are no more tokens to choose than rows.
+        last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(end - 1, 0), mode="drop")
         gives = jnp.concatenate([batch.is_last, live])
         gives = jnp.zeros(num_rows, jnp.bool_).at[rows].set(gives, mode="drop")
         every = jnp.arange(num_rows, dtype=jnp.int32)
@@ -201,6 +178,31 @@ class Steps:
     def _forward(self, weights, pool, forward_batch):
         metadata = self.backend.init_forward_metadata(forward_batch)
         return self._model(weights)(forward_batch, metadata, self.backend, pool)
+
+    def _noted(self, weights, hidden, state, batch, positions, *, variant):
+        """Log-probabilities of prompts, if asked for, and the state that has the parts of prompts on record."""
+        owner, is_real = owners(batch.cu_q_lens, batch.input_ids.shape[0])
+        row_of_token = jnp.where(is_real, batch.rows[owner], state.finished.shape[0])
+        state = state.with_tokens(row_of_token, positions, batch.input_ids)
+        if variant != "full":
+            return None, state.without_rules(batch.rows)
+        assert state.history
+        assert batch.values.rules
+        assert batch.next_ids is not None
+        assert batch.wants_logprobs is not None
+        is_first = batch.values.seq_lens == jnp.diff(batch.cu_q_lens)
+        in_prompt = positions < batch.values.rules.prompt_len[owner]
+        history = state.history.with_parts(
+            batch.rows, is_first, owner, batch.input_ids, is_real & in_prompt, is_real & ~in_prompt
+        )
+        prompt = prompt_logprobs(
+            functools.partial(self._logits, weights),
+            hidden,
+            batch.next_ids,
+            batch.wants_logprobs,
+            top=self.max_logprobs,
+        )
+        return prompt, dataclasses.replace(state, history=history)
 
     def _logits(self, weights, hidden):
         return self._model(weights).compute_logits(hidden)

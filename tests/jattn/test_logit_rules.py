@@ -124,13 +124,13 @@ def test_history_of_parts_is_a_recount():
             if random.random() < 0.2:
                 sequences[row].clear()
         ids = np.zeros(16, np.int32)
-        row_of_token, in_prompt, in_output = np.full(16, num_rows, np.int32), np.zeros(16, bool), np.zeros(16, bool)
+        owner, in_prompt, in_output = np.zeros(16, np.int32), np.zeros(16, bool), np.zeros(16, bool)
         end = 0
         for i, row in enumerate(rows):
             sequence = sequences.get(row, [])
             starts[i] = len(sequence)
             for _ in range(lens[i]):
-                ids[end], row_of_token[end] = random.integers(vocab_size), row
+                ids[end], owner[end] = random.integers(vocab_size), i
                 in_prompt[end] = len(sequence) < prompt_len
                 in_output[end] = ~in_prompt[end]
                 sequence.append(int(ids[end]))
@@ -138,7 +138,7 @@ def test_history_of_parts_is_a_recount():
         history = history.with_parts(
             jnp.asarray(rows.astype(np.int32)),
             jnp.asarray((starts == 0) & (rows < num_rows)),
-            *map(jnp.asarray, (row_of_token, ids, in_prompt, in_output)),
+            *map(jnp.asarray, (owner, ids, in_prompt, in_output)),
         )
         chosen = random.integers(vocab_size, size=3).astype(np.int32)
         live = (lens > 0) & (starts + lens >= prompt_len)
