@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jattn.backend import AttentionLayer, BackendOptions
 from jattn.serving import mixing
@@ -123,11 +124,63 @@ def test_row_that_ends_is_inert_in_the_launch_that_was_planned_with_it(launches)
     engine().add(ends)
     while len(ends.generated) < 2:
         engine().step()
+    row = ends.row
     launches.clear()
     assert run(engine(), [engine().make_request(prompt, DRAWN)]) == [expected]
     assert ends.generated == probe[:5]
+    assert engine()._state.seq_lens[row] == 3 + 4  # the last token has no key
     # The second one gives the stop token, which the host has read before the fourth.
     assert launches[:4] == [("prefill", 1, 15), ("prefill", 1, 15), ("prefill", 1, 10), ("decode", 1, 0)]
+
+
+def test_abort_and_interrupt_of_mixed_launches_lose_no_request(launches, monkeypatch):
+    shared = engine()
+    requests, steps = crowd([DRAWN, GREEDY], 8, seed=2), shared.compiled_steps
+    expected = [run(shared, [shared.make_request(request.prompt, request.params)])[0] for request in requests]
+
+    def cut_short(*arguments):
+        results = steps(*arguments)
+        if launches[-1][0] == "prefill" and launches[-1][1] == 2:
+            monkeypatch.setattr(shared, "compiled_steps", steps)
+            raise KeyboardInterrupt
+        return results
+
+    launches.clear()
+    for request in requests:
+        shared.add(request)
+    while not any(request.generated for request in requests):
+        shared.step()
+    decoding = next(request for request in requests if request.generated)
+    monkeypatch.setattr(shared, "config", dataclasses.replace(shared.config, debug_checks=True))
+    shared.abort(decoding)
+    assert decoding.pages == []
+    monkeypatch.setattr(shared, "compiled_steps", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        run(shared)
+    run(shared)
+    for request, tokens in zip(requests, expected, strict=True):
+        assert request.generated == (tokens[: len(request.generated)] if request is decoding else tokens)
+
+
+def test_logits_that_are_not_finite_end_their_row_amid_prompts(launches, monkeypatch):
+    """A token whose embedding is NaN comes in a prompt, in a launch in which a neighbour decodes."""
+    shared = engine()
+    neighbour, prompt = [1, 2, 3], [400, 401, 402]
+    (expected,) = run(shared, [shared.make_request(neighbour, DRAWN)])
+    weights = nnx.clone(shared._weights)
+    embedding = weights.vocabulary.embedding
+    embedding[...] = embedding[...].at[401].set(np.nan)
+    assert 401 not in expected
+    monkeypatch.setattr(shared, "_weights", weights)
+    request, victim = shared.make_request(neighbour, DRAWN), shared.make_request(prompt, DRAWN)
+    shared.add(request)
+    while not request.generated:
+        shared.step()
+    launches.clear()
+    run(shared, [victim])
+    assert launches[0] == ("prefill", 1, len(prompt))
+    assert (victim.finish_reason, victim.generated) == ("error", [])
+    assert request.generated == expected
 
 
 LAYER = AttentionLayer(
