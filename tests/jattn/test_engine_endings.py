@@ -109,9 +109,9 @@ def test_nan_logits_end_their_request_and_leave_neighbours_bit_identical(engine,
     def neighbours():
         return [engine.make_request(list(range(i, 4 * i)), sampled(seed=i, max_tokens=10)) for i in (1, 2, 3)]
 
+    expected, _ = served(engine, neighbours())
     prompt, params = [400, 401, 402], sampled(seed=9, max_tokens=10)
     clean = alone(engine, prompt, params)
-    expected, _ = served(engine, neighbours(), engine.make_request(prompt, params))
     token, before = (prompt[1], []) if where == "prompt" else (clean[2], clean[:3])
     assert not any(token in [*range(1, 12), *tokens] for tokens, *_ in expected)
     poison(token)
