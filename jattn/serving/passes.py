@@ -21,7 +21,7 @@ def slots(
 
 
 def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
-    """The sequence of each of a launch's tokens, 0 for padding, and whether it is none."""
+    """The sequence of each token, and whether the token is real: padding is not, and its sequence reads 0."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     is_real = token < cu_q_lens[-1]
     owner = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)

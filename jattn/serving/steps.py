@@ -129,20 +129,16 @@ class Steps:
         rows = jnp.concatenate([batch.rows, decoding])
         values = state.take(rows)
         cu_q_lens = jnp.concatenate([batch.cu_q_lens, batch.cu_q_lens[-1] + jnp.cumsum(q_lens, dtype=jnp.int32)])
-        first, end = cu_q_lens[:-1], cu_q_lens[1:]
-        newest = jnp.where(first < end, first, batch.input_ids.shape[0])[batch.rows.shape[0] :]
-        forward_batch = ragged_pass(
-            pool,
-            values.page_table,
-            batch.input_ids.at[newest].set(values.last_tokens[batch.rows.shape[0] :], mode="drop"),
-            jnp.where(first < end, values.seq_lens, 0),
-            cu_q_lens,
-            mode=ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND,
-        )
+        num_prompts, num_tokens = batch.rows.shape[0], batch.input_ids.shape[0]
+        places = jnp.where(live, cu_q_lens[num_prompts:-1], num_tokens)
+        tokens = batch.input_ids.at[places].set(values.last_tokens[num_prompts:], mode="drop")
+        seq_lens = jnp.where(jnp.diff(cu_q_lens) > 0, values.seq_lens, 0)
+        mode = ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND
+        forward_batch = ragged_pass(pool, values.page_table, tokens, seq_lens, cu_q_lens, mode=mode)
         hidden, pool = self._forward(weights, pool, forward_batch)
         prompt, state = self._noted(weights, hidden, state, batch, forward_batch.positions, variant=variant)
-        # A row has one sequence here at most, so that there are no more tokens to choose than rows.
-        last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(end - 1, 0), mode="drop")
+        # A row is in one sequence here at most: by row, there are the fewest tokens to choose.
+        last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(cu_q_lens[1:] - 1, 0), mode="drop")
         gives = jnp.concatenate([batch.is_last, live])
         gives = jnp.zeros(num_rows, jnp.bool_).at[rows].set(gives, mode="drop")
         every = jnp.arange(num_rows, dtype=jnp.int32)
