@@ -1,6 +1,6 @@
 """How long running requests wait for their next token while a long prompt arrives: the engine at full size.
 
-python -m bench.inter_token [--prefill-tokens N ...] [--running N] [--ctx N] [--prompt N]
+python -m bench.inter_token [--prefill-tokens N ...] [--running N] [--ctx N] [--prompt N] [--apart]
 """
 
 import argparse
@@ -35,6 +35,7 @@ class Arrival:
         prompt: Tokens of the prompt that arrives.
         prefill_tokens: The budget: tokens of a prefill launch at most.
         page: Tokens a page.
+        mixed_steps: As in `EngineConfig`.
     """
 
     running: int = 32
@@ -42,12 +43,14 @@ class Arrival:
     prompt: int = 32768
     prefill_tokens: int = 512
     page: int = 16
+    mixed_steps: bool | None = None
 
     @property
     def max_tokens(self) -> int:
         """Of a running request: more than the steps that are taken, those while its like are still prefilled too."""
         prefilled = self.prompt + self.running * self.ctx
-        return _WARM_UP_STEPS + _STEPS_ALONE + -(-prefilled // self.prefill_tokens) + 10
+        chunk = self.prefill_tokens - (self.running if 2 * self.running <= self.prefill_tokens else 0)
+        return _WARM_UP_STEPS + _STEPS_ALONE + -(-prefilled // chunk) + 10
 
     def engine(self, model: Model) -> Engine:
         """An engine of one bucket for each step, with pages for all."""
@@ -60,6 +63,7 @@ class Arrival:
             prefill_tokens=self.prefill_tokens,
             smallest_decode_bucket=self.running + 1,
             smallest_prefill_bucket=self.prefill_tokens,
+            mixed_steps=self.mixed_steps,
             full_sampling=False,
         )
         return Engine(nnx.merge(model.graph, model.weights), config, dtype=jnp.bfloat16)
@@ -111,8 +115,9 @@ def _inter_token_ms(engine: Engine, running: list[Request], done: Callable[[int]
 
 def sentence(row: dict[str, Any]) -> str:
     """A row in words."""
+    apart = ", prefills and decodes apart" if row["mixed_steps"] is False else ""
     return (
-        f"prefill_tokens {row['prefill_tokens']}: inter-token time of {row['running']} running requests alone "
+        f"prefill_tokens {row['prefill_tokens']}{apart}: inter-token time of {row['running']} running requests alone "
         f"{row['alone_median_ms']} ms (median), {row['alone_worst_ms']} ms (worst); while a prompt of {row['prompt']} "
         f"tokens arrives {row['median_ms']} ms (median), {row['worst_ms']} ms (worst); its first token came after "
         f"{row['first_token_ms']} ms."
@@ -125,11 +130,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[512], help="budgets, one run each")
     for name in ("running", "ctx", "prompt"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Arrival, name))
+    parser.add_argument("--apart", action="store_true", help="prefills and decodes in launches of their own")
     options = parser.parse_args(arguments)
     model = random_model(LLAMA_3_8B | {"max_position_embeddings": 2 * options.prompt})
     for prefill_tokens in options.prefill_tokens:
         arrival = Arrival(
-            running=options.running, ctx=options.ctx, prompt=options.prompt, prefill_tokens=prefill_tokens
+            running=options.running,
+            ctx=options.ctx,
+            prompt=options.prompt,
+            prefill_tokens=prefill_tokens,
+            mixed_steps=False if options.apart else None,
         )
         print(sentence(measured(model, arrival)), flush=True)
 

@@ -15,25 +15,37 @@ def check_decode(state: LoopState, plan: np.ndarray, config: EngineConfig) -> No
         ValueError: A length is longer than its page table, a page is not in the pool, or a slot is of the reserved page
             or written twice.
     """
-    plan = plan[plan[:, 0] < config.max_num_seqs]
-    rows, columns, pages = plan[:, 0], plan[:, 1], plan[:, 2:]
-    q_len = 1 + config.num_draft_tokens
-    live = ~np.asarray(state.finished)[rows]
-    seq_lens = np.where(live, np.asarray(state.seq_lens)[rows] + q_len, 0)
-    page_table = np.asarray(state.page_table)[rows]
-    for i, column in enumerate(columns):
-        page_table[i, column : column + pages.shape[1]] = pages[i, : config.max_pages - column]
-    _check(page_table, seq_lens, np.cumsum([0, *(live * q_len)]), len(rows) * q_len, config)
+    page_table, seq_lens, q_lens = _of_decodes(state, plan, config)
+    _check(page_table, seq_lens, _starts(q_lens), len(q_lens) * (1 + config.num_draft_tokens), config)
 
 
-def check_prefill(batch: PrefillBatch, config: EngineConfig) -> None:
-    """Checks what a prefill launch will use.
+def check_prefill(state: LoopState, plan: np.ndarray, batch: PrefillBatch, config: EngineConfig) -> None:
+    """Checks what a prefill launch will use, its decodes included; waits as `check_decode` does.
 
     Raises:
         ValueError: As for `check_decode`, or `cu_q_lens` does not fit the tokens or the lengths.
     """
-    page_table, seq_lens = np.asarray(batch.values.page_table), np.asarray(batch.values.seq_lens)
-    _check(page_table, seq_lens, np.asarray(batch.cu_q_lens), len(batch.input_ids), config)
+    page_table, seq_lens, q_lens = _of_decodes(state, plan, config)
+    page_table = np.concatenate([batch.values.page_table, page_table])
+    seq_lens = np.concatenate([batch.values.seq_lens, seq_lens])
+    cu_q_lens = np.concatenate([batch.cu_q_lens, batch.cu_q_lens[-1] + _starts(q_lens)[1:]])
+    _check(page_table, seq_lens, cu_q_lens, len(batch.input_ids), config)
+
+
+def _of_decodes(state: LoopState, plan: np.ndarray, config: EngineConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Page tables, keys and tokens of the rows that a plan names; rows that have finished have none."""
+    plan = plan[plan[:, 0] < config.max_num_seqs]
+    rows, columns, pages = plan[:, 0], plan[:, 1], plan[:, 2:]
+    q_lens = (1 + config.num_draft_tokens) * ~np.asarray(state.finished)[rows]
+    seq_lens = np.where(q_lens > 0, np.asarray(state.seq_lens)[rows] + q_lens, 0)
+    page_table = np.asarray(state.page_table)[rows]
+    for i, column in enumerate(columns):
+        page_table[i, column : column + pages.shape[1]] = pages[i, : config.max_pages - column]
+    return page_table, seq_lens, q_lens
+
+
+def _starts(q_lens: np.ndarray) -> np.ndarray:
+    return np.cumsum([0, *q_lens])
 
 
 def _check(

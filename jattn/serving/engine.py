@@ -24,6 +24,7 @@ from jattn.serving.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
+from jattn.serving.mixing import mixed_rows
 from jattn.serving.pool_memory import fitting_pool
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
@@ -123,6 +124,7 @@ class Engine:
             speculative_num_draft_tokens=1 + config.num_draft_tokens,
         )
         backend = backend_class(config.backend).for_model(served.attention_layers, options)
+        self._mixed_rows = mixed_rows(config, served.attention_layers, options)
         graph, self._weights = nnx.split(served)
         self._state = self._empty_state()
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)
@@ -210,14 +212,17 @@ class Engine:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenEvent]:
-        """Launches the next decode and prefill, then reads the tokens of the launches before them."""
+        """Launches the next decodes and prefills, in one launch if that may be, then reads the launches before."""
         with self._guarded():
             events = self._read(0) if self.scheduler.must_preempt() else []
             before = len(self._in_flight)
-            if requests := self.scheduler.plan_decode():
+            requests = self.scheduler.plan_decode()
+            mixed = requests if len(requests) <= self._mixed_rows else []
+            chunks = self.scheduler.plan_prefill(len(mixed))
+            if requests and not (chunks and mixed):
                 self._launch_decode(requests)
-            if chunks := self.scheduler.plan_prefill():
-                self._launch_prefill(chunks)
+            if chunks:
+                self._launch_prefill(chunks, mixed)
             return events + self._read(len(self._in_flight) - before)
 
     @contextlib.contextmanager
@@ -330,15 +335,18 @@ class Engine:
             check_decode(self._state, plan, self.config)
         self._launch(("decode", bucket, _variant(requests)), list(requests), plan)
 
-    def _launch_prefill(self, chunks: list[Chunk]) -> None:
-        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+    def _launch_prefill(self, chunks: list[Chunk], decoding: list[Request]) -> None:
+        num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) + len(decoding)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
-        variant = _variant([chunk.request for chunk in chunks])
+        variant = _variant([chunk.request for chunk in chunks] + decoding)
+        plan = decode_batch(decoding, self._mixed_rows, self.config)
         batch = prefill_batch(chunks, bucket, self.config, variant)
         if self.config.debug_checks:
-            check_prefill(batch, self.config)
-        requests = [chunk.request if chunk.is_last else None for chunk in chunks]
-        self._launch(("prefill", bucket, variant), requests, batch, chunks=chunks)
+            assert self._state is not None
+            check_prefill(self._state, plan, batch, self.config)
+        by_row = {request.row: request for request in decoding + [chunk.request for chunk in chunks if chunk.is_last]}
+        requests = [by_row.get(row) for row in range(self.config.max_num_seqs)]
+        self._launch(("prefill", bucket, variant), requests, plan, batch, chunks=chunks)
 
     def _launch(
         self, step: tuple[str, int, Variant], requests: list[Request | None], *arguments, chunks: Sequence[Chunk] = ()
@@ -362,7 +370,8 @@ class Engine:
                 arguments = (*held, decode_batch([], size, self.config))
                 plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2))
             for size in self.config.prefill_buckets:
-                arguments = (*held, prefill_batch([], size, self.config, variant))
+                batch = prefill_batch([], size, self.config, variant)
+                arguments = (*held, decode_batch([], self._mixed_rows, self.config), batch)
                 plans["prefill", size, variant] = StepPlan(prefill, arguments, donate=(1, 2))
         return plans
 

@@ -1,4 +1,4 @@
-"""Forward passes over rows of the loop state that are past their prompts: the batches that a model takes."""
+"""Forward passes over rows of the loop state: the batches that a model takes."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -18,6 +18,38 @@ def slots(
     page_size = pool.groups[0].page_size
     page = page_table[owner, positions // page_size]
     return jnp.where(written, page * page_size + positions % page_size, pool.groups[0].num_slots)
+
+
+def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> tuple[Int[Array, " T"], Bool[Array, " T"]]:
+    """The sequence of each token, and whether the token is real: padding is not, and its sequence reads 0."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    is_real = token < cu_q_lens[-1]
+    owner = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
+    return jnp.where(is_real, owner, 0), is_real
+
+
+def ragged_pass(
+    pool: KVPool,
+    page_table: Int[Array, "B max_pages"],
+    tokens: Int[Array, " T"],
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    *,
+    mode: ForwardMode,
+) -> ForwardBatch:
+    """Any number of tokens a sequence, the last ones of its `seq_lens`; padding writes nowhere and reads nothing."""
+    owner, is_real = owners(cu_q_lens, tokens.shape[0])
+    first = (seq_lens - cu_q_lens[1:])[owner]
+    positions = jnp.where(is_real, first + jnp.arange(tokens.shape[0], dtype=jnp.int32), 0)
+    return ForwardBatch(
+        forward_mode=mode,
+        input_ids=tokens,
+        positions=positions,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        out_cache_loc=(slots(pool, page_table, owner, positions, is_real),),
+        page_tables=(page_table,),
+    )
 
 
 def decode_pass(

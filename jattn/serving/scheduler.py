@@ -132,11 +132,15 @@ class Scheduler:
         request.num_computed += num_accepted
         request.num_unsure -= self._num_draft_tokens
 
-    def plan_prefill(self) -> list[Chunk]:
-        """The parts of prompts that go into the next prefill launch, earliest arrivals first."""
+    def plan_prefill(self, num_decodes: int = 0) -> list[Chunk]:
+        """The parts of prompts that go into the next prefill launch, earliest arrivals first.
+
+        Args:
+            num_decodes: Tokens of the launch that are decodes'.
+        """
         self._admit()
         chunks = []
-        budget = self._prefill_tokens
+        budget = self._prefill_tokens - num_decodes
         for request in self._admitted:
             if request.status is not RequestStatus.PREFILL or not budget or len(chunks) == self._prefill_seqs:
                 continue

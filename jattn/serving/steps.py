@@ -11,12 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionBackend
-from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
 from jattn.serving.logit_rules import apply_rules
 from jattn.serving.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
 from jattn.serving.loop_state import LoopState
-from jattn.serving.passes import decode_pass, slots
+from jattn.serving.passes import decode_pass, owners, ragged_pass
 from jattn.serving.sampler import sample
 
 # What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
@@ -60,7 +60,8 @@ class StepOutput:
     """What the host reads of a launch.
 
     Attributes:
-        tokens: Each row's next token; of a step that verifies, those that it accepts, and UNUSED past the last.
+        tokens: The next token of each row of the launch, after a prefill of each row of the loop state; of a step that
+            verifies, those that it accepts, and UNUSED past the last.
         logprobs: Its log-probabilities, in the full variant; of a step that verifies, place by place of each row.
         prompt_logprobs: Those of `PrefillBatch.next_ids`, in the full variant of a prefill.
         drafts: Of a step that verifies, how many tokens were drafted for each row, and how many of them accepted.
@@ -104,55 +105,44 @@ class Steps:
     max_logprobs: int = 0
 
     def prefill(
-        self, weights: Any, state: LoopState, pool: KVPool, batch: PrefillBatch, *, variant: Variant
+        self,
+        weights: Any,
+        state: LoopState,
+        pool: KVPool,
+        plan: Int[Array, "D plan"],
+        batch: PrefillBatch,
+        *,
+        variant: Variant,
     ) -> tuple[StepOutput, LoopState, KVPool]:
-        """Computes parts of prompts, and the token that follows each one that ends. State and pool are donated."""
-        num_tokens = batch.input_ids.shape[0]
-        token = jnp.arange(num_tokens, dtype=jnp.int32)
-        owner = jnp.searchsorted(batch.cu_q_lens[1:], token, side="right").astype(jnp.int32)
-        real = token < batch.cu_q_lens[-1]
-        owner = jnp.where(real, owner, 0)
-        seq_lens = batch.values.seq_lens
-        prefix_lens = seq_lens - jnp.diff(batch.cu_q_lens)
-        positions = jnp.where(real, prefix_lens[owner] + token - batch.cu_q_lens[owner], 0)
-        hidden, pool = self._forward(
-            weights,
-            pool,
-            ForwardBatch(
-                forward_mode=ForwardMode.EXTEND,
-                input_ids=batch.input_ids,
-                positions=positions,
-                seq_lens=seq_lens,
-                cu_q_lens=batch.cu_q_lens,
-                out_cache_loc=(slots(pool, batch.values.page_table, owner, positions, real),),
-                page_tables=(batch.values.page_table,),
-            ),
-        )
-        last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-        state = state.put(batch.rows, batch.values)
-        row_of_token = jnp.where(real, batch.rows[owner], state.finished.shape[0])
-        state = state.with_tokens(row_of_token, positions, batch.input_ids)
-        prompt = None
-        if variant == "full":
-            assert state.history
-            assert batch.values.rules
-            assert batch.next_ids is not None
-            assert batch.wants_logprobs is not None
-            in_prompt = positions < batch.values.rules.prompt_len[owner]
-            history = state.history.with_parts(
-                batch.rows, prefix_lens == 0, owner, batch.input_ids, real & in_prompt, real & ~in_prompt
-            )
-            state = dataclasses.replace(state, history=history)
-            prompt = prompt_logprobs(
-                functools.partial(self._logits, weights),
-                hidden,
-                batch.next_ids,
-                batch.wants_logprobs,
-                top=self.max_logprobs,
-            )
-        else:
-            state = state.without_rules(batch.rows)
-        output, state = self._sampled(weights, hidden[last], state, batch.rows, live=batch.is_last, variant=variant)
+        """Computes parts of prompts, and the token that follows each one that ends; beside them decodes, in one launch.
+
+        The decodes' tokens come behind those of the prompts. State and pool are donated.
+
+        Args:
+            plan: The rows that decode, as in `decode`; none, if the step has no places for them.
+        """
+        state = state.put(batch.rows, batch.values).with_pages(plan)
+        decoding, num_rows = plan[:, 0], state.finished.shape[0]
+        live = ~state.finished.at[decoding].get(mode="fill", fill_value=True)
+        q_lens = live.astype(jnp.int32)
+        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[decoding].add(q_lens, mode="drop"))
+        rows = jnp.concatenate([batch.rows, decoding])
+        values = state.take(rows)
+        cu_q_lens = jnp.concatenate([batch.cu_q_lens, batch.cu_q_lens[-1] + jnp.cumsum(q_lens, dtype=jnp.int32)])
+        num_prompts, num_tokens = batch.rows.shape[0], batch.input_ids.shape[0]
+        places = jnp.where(live, cu_q_lens[num_prompts:-1], num_tokens)
+        tokens = batch.input_ids.at[places].set(values.last_tokens[num_prompts:], mode="drop")
+        seq_lens = jnp.where(jnp.diff(cu_q_lens) > 0, values.seq_lens, 0)
+        mode = ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND
+        forward_batch = ragged_pass(pool, values.page_table, tokens, seq_lens, cu_q_lens, mode=mode)
+        hidden, pool = self._forward(weights, pool, forward_batch)
+        prompt, state = self._noted(weights, hidden, state, batch, forward_batch.positions, variant=variant)
+        # A row is in one sequence here at most: by row, there are the fewest tokens to choose.
+        last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(cu_q_lens[1:] - 1, 0), mode="drop")
+        gives = jnp.concatenate([batch.is_last, live])
+        gives = jnp.zeros(num_rows, jnp.bool_).at[rows].set(gives, mode="drop")
+        every = jnp.arange(num_rows, dtype=jnp.int32)
+        output, state = self._sampled(weights, hidden[last], state, every, live=gives, variant=variant)
         return dataclasses.replace(output, prompt_logprobs=prompt), state, pool
 
     def decode(
@@ -184,6 +174,31 @@ class Steps:
     def _forward(self, weights, pool, forward_batch):
         metadata = self.backend.init_forward_metadata(forward_batch)
         return self._model(weights)(forward_batch, metadata, self.backend, pool)
+
+    def _noted(self, weights, hidden, state, batch, positions, *, variant):
+        """Log-probabilities of prompts, if asked for, and the state that has the parts of prompts on record."""
+        owner, is_real = owners(batch.cu_q_lens, batch.input_ids.shape[0])
+        row_of_token = jnp.where(is_real, batch.rows[owner], state.finished.shape[0])
+        state = state.with_tokens(row_of_token, positions, batch.input_ids)
+        if variant != "full":
+            return None, state.without_rules(batch.rows)
+        assert state.history
+        assert batch.values.rules
+        assert batch.next_ids is not None
+        assert batch.wants_logprobs is not None
+        is_first = batch.values.seq_lens == jnp.diff(batch.cu_q_lens)
+        in_prompt = positions < batch.values.rules.prompt_len[owner]
+        history = state.history.with_parts(
+            batch.rows, is_first, owner, batch.input_ids, is_real & in_prompt, is_real & ~in_prompt
+        )
+        prompt = prompt_logprobs(
+            functools.partial(self._logits, weights),
+            hidden,
+            batch.next_ids,
+            batch.wants_logprobs,
+            top=self.max_logprobs,
+        )
+        return prompt, dataclasses.replace(state, history=history)
 
     def _logits(self, weights, hidden):
         return self._model(weights).compute_logits(hidden)

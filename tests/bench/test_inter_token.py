@@ -1,5 +1,7 @@
 """The inter-token bench drives the engine, on a Llama of two layers."""
 
+import dataclasses
+
 import pytest
 
 from bench import inter_token
@@ -38,7 +40,7 @@ def test_command_line_prints_a_sentence_for_each_budget(monkeypatch, capsys):
     def fake(model, arrival):
         arrivals.append(arrival)
         times = {"alone_median_ms": 1, "alone_worst_ms": 2, "median_ms": 3, "worst_ms": 4, "first_token_ms": 99}
-        return {"running": arrival.running, "prompt": arrival.prompt, "prefill_tokens": arrival.prefill_tokens, **times}
+        return dataclasses.asdict(arrival) | times
 
     monkeypatch.setattr(inter_token, "measured", fake)
     inter_token.main(["--prefill-tokens", "256", "512", "--running", "4"])
@@ -47,3 +49,6 @@ def test_command_line_prints_a_sentence_for_each_budget(monkeypatch, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("prefill_tokens 256: inter-token time of 4 running requests alone 1 ms (median), 2 ms (wor")
     assert second.endswith("arrives 3 ms (median), 4 ms (worst); its first token came after 99 ms.")
+    inter_token.main(["--apart"])
+    assert arrivals[-1] == Arrival(mixed_steps=False)
+    assert capsys.readouterr().out.startswith("prefill_tokens 512, prefills and decodes apart: inter-token time of 32")

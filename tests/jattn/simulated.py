@@ -40,15 +40,11 @@ class SimulatedDevice:
         self.engine = Engine(Sizes(), config)
 
     def __call__(self, key, weights, state, pool, *arguments):
-        if key[0] == "decode":
-            (plan,) = arguments
-            rows = plan[:, 0]
-            num_tokens = int(np.sum(rows < self._num_rows))
-        else:
-            (batch,) = arguments
-            rows, num_tokens = batch.rows, int(batch.cu_q_lens[-1])
+        plan, *prompts = arguments
+        num_tokens = int(np.sum(plan[:, 0] < self._num_rows)) + sum(int(batch.cu_q_lens[-1]) for batch in prompts)
+        assert not prompts or num_tokens <= key[1]
         self._ends.append(max(self.now, self._ends[-1]) + num_tokens)
-        return StepOutput(tokens=jnp.ones(len(rows), jnp.int32)), state, pool
+        return StepOutput(tokens=jnp.ones(self._num_rows if prompts else len(plan), jnp.int32)), state, pool
 
     def step(self):
         """The engine's events; `now` is then when the last of the launches that it waited for has ended."""

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jattn.serving.batches import prefill_batch
+from jattn.serving.batches import decode_batch, prefill_batch
 from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
 from jattn.serving.loop_state import empty_rows
@@ -51,38 +51,43 @@ def test_decode_out_of_its_pages_is_refused(changes, new_page, sentence):
         check_decode(*decode_arguments(new_page, **changes), CONFIG)
 
 
-def prefill_arguments(pages=((1, 2), (3,))):
-    """Tokens 2 to 6 of one prompt and 0 to 3 of another."""
+def prefill_arguments(pages=((1, 2), (3,), (5, 6))):
+    """Tokens 2 to 6 of one prompt and 0 to 3 of another; beside them a row of 7 tokens decodes, and a finished one."""
     requests = [
-        Request(number=i, prompt=[1] * 6, params=SamplingParams(), limit=9, stop_ids=frozenset()) for i in range(2)
+        Request(number=i, prompt=[1] * 6, params=SamplingParams(), limit=9, stop_ids=frozenset()) for i in range(3)
     ]
     for row, request in enumerate(requests):
         request.row, request.pages = row, list(pages[row])
-    return prefill_batch([Chunk(requests[0], 2, 6, True), Chunk(requests[1], 0, 3, False)], 8, CONFIG, "plain")
+    state = empty_rows(3, max_pages=4, max_stop_ids=1, numpy=np)
+    state.seq_lens[2], state.page_table[2, 0] = 7, pages[2][0]
+    chunks = [Chunk(requests[0], 2, 6, True), Chunk(requests[1], 0, 3, False)]
+    return state, decode_batch(requests[2:], 2, CONFIG), prefill_batch(chunks, 8, CONFIG, "plain")
 
 
 def test_prefill_within_its_pages_passes():
-    check_prefill(prefill_arguments(), CONFIG)
+    check_prefill(*prefill_arguments(), CONFIG)
 
 
 @pytest.mark.parametrize(
     ("pages", "sentence"),
     [
-        (((1, 8), (3,)), r"Got page_table\[0, 1\]=8"),
-        (((1, 3), (3,)), r"each slot once .* Got slot 12 of page 3 2 times"),
-        (((1,), (3,)), r"Got slot 0 of page 0 1 times"),
+        (((1, 8), (3,), (5, 6)), r"Got page_table\[0, 1\]=8"),
+        (((1, 3), (3,), (5, 6)), r"each slot once .* Got slot 12 of page 3 2 times"),
+        (((1,), (3,), (5, 6)), r"Got slot 0 of page 0 1 times"),
+        (((1, 2), (3,), (5, 8)), r"Got page_table\[2, 1\]=8"),
+        (((1, 6), (3,), (5, 1)), r"Got slot 7 of page 1 2 times"),
     ],
 )
 def test_prefill_out_of_its_pages_is_refused(pages, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check_prefill(prefill_arguments(pages), CONFIG)
+        check_prefill(*prefill_arguments(pages), CONFIG)
 
 
 def test_prefill_longer_than_its_sequence_is_refused():
-    batch = prefill_arguments()
+    state, plan, batch = prefill_arguments()
     batch.values.seq_lens[0] = 3
     with pytest.raises(ValueError, match=r"`seq_lens` must count the launch's own tokens. Got seq_lens\[0\]=3, 4 tok"):
-        check_prefill(batch, CONFIG)
+        check_prefill(state, plan, batch, CONFIG)
 
 
 @pytest.fixture

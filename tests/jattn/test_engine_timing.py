@@ -16,11 +16,11 @@ CONFIG = EngineConfig(
 ENDLESS = SamplingParams(max_tokens=1024, ignore_eos=True)
 
 
-def inter_token_times(monkeypatch, **changes):
+def inter_token_times(monkeypatch, long_len=LONG, **changes):
     """Of 8 running requests, step by step from the arrival of a long prompt until it has its first token."""
     device = SimulatedDevice(dataclasses.replace(CONFIG, **changes), monkeypatch)
     running = [device.engine.make_request([1] * 16, ENDLESS) for _ in range(8)]
-    long = device.engine.make_request([1] * LONG, ENDLESS)
+    long = device.engine.make_request([1] * long_len, ENDLESS)
     for request in running:
         device.engine.add(request)
     while not all(request.generated for request in running):
@@ -35,16 +35,25 @@ def inter_token_times(monkeypatch, **changes):
     return times
 
 
-@pytest.mark.parametrize("max_chunk_tokens", [None, 128])
-def test_decodes_wait_for_one_chunk_of_a_long_prompt_at_most(monkeypatch, max_chunk_tokens):
-    chunk = max_chunk_tokens or BUDGET
-    times = inter_token_times(monkeypatch, max_chunk_tokens=max_chunk_tokens)
-    assert len(times) >= LONG // chunk
+@pytest.mark.parametrize(
+    ("changes", "chunk"),
+    [
+        ({}, BUDGET - 8),
+        ({"max_chunk_tokens": 128}, 128),
+        ({"mixed_steps": False}, BUDGET),
+        ({"mixed_steps": False, "max_chunk_tokens": 128}, 128),
+        ({"prefill_tokens": 16, "long_len": 512}, 8),
+        ({"prefill_tokens": 15, "long_len": 512}, 15),  # 8 decodes would take more than half of it
+    ],
+)
+def test_decodes_wait_for_one_chunk_of_a_long_prompt_at_most(monkeypatch, changes, chunk):
+    times = inter_token_times(monkeypatch, **changes)
+    assert len(times) >= changes.get("long_len", LONG) // chunk
     assert max(times) == chunk + 8  # one chunk, and one token of each running request
 
 
 def test_decodes_wait_for_the_whole_prompt_without_a_budget(monkeypatch):
-    assert max(inter_token_times(monkeypatch, prefill_tokens=LONG)) == LONG + 8
+    assert max(inter_token_times(monkeypatch, prefill_tokens=LONG + 8)) == LONG + 8
 
 
 @pytest.mark.parametrize(

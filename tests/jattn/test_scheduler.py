@@ -189,11 +189,12 @@ class Traffic:
     def __init__(self, seed, num_draft_tokens):
         self.rng = rng = random.Random(seed)
         self.num_rows, self.page_size = rng.randint(1, 5), rng.choice([1, 2, 4])
+        self.prefill_tokens = rng.randint(1, 12)
         self.scheduler, self.allocator = make_scheduler(
             num_pages=rng.randint(4, 20),
             page_size=self.page_size,
             max_num_seqs=self.num_rows,
-            prefill_tokens=rng.randint(1, 12),
+            prefill_tokens=self.prefill_tokens,
             prefill_seqs=rng.randint(1, 3),
             max_chunk_tokens=rng.choice([None, 2]),
             num_draft_tokens=num_draft_tokens,
@@ -231,7 +232,9 @@ class Traffic:
         if planned := self.scheduler.plan_decode():
             rooms = [len(request.pages) * self.page_size for request in planned]
             self.in_flight.append(list(zip(planned, rooms, strict=True)))
-        if chunks := self.scheduler.plan_prefill():
+        num_mixed = len(planned) if 2 * len(planned) <= self.prefill_tokens else 0
+        if chunks := self.scheduler.plan_prefill(num_mixed):
+            assert sum(chunk.stop - chunk.start for chunk in chunks) <= self.prefill_tokens - num_mixed
             self.started += [chunk.request.number for chunk in chunks if chunk.request.number not in self.started]
             self.in_flight.append([(chunk.request, None) for chunk in chunks if chunk.is_last])
         self.read(len(self.in_flight) - before)

@@ -1,0 +1,37 @@
+"""Mixed steps: how many requests a prefill launch decodes beside its prompts."""
+
+from jattn.backend import AttentionLayer, BackendOptions
+from jattn.flash_attention.config import spec_of
+from jattn.kv_cache_dtype import stored_dtype
+from jattn.serving.config import EngineConfig
+from jattn_kernels.call import AttentionCall
+from jattn_kernels.dispatch import choose
+
+
+def mixed_rows(config: EngineConfig, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> int:
+    """Requests that a prefill launch may decode; 0 if prefills and decodes have launches of their own.
+
+    At most half of the launch's tokens, so that prompts go on, and one request less than there are: one has a prompt.
+
+    Args:
+        layers: One of each kind that the model has.
+    """
+    mixed = config.mixed_steps
+    if mixed is None:
+        mixed = all(_goes_by_work_list(layer, options) for layer in layers)
+    if config.speculative or not mixed:
+        return 0
+    return min(config.max_num_seqs - 1, config.prefill_tokens // 2)
+
+
+def _goes_by_work_list(layer: AttentionLayer, options: BackendOptions) -> bool:
+    """Whether extend's kernel for a layer does the work that each sequence has, and no more."""
+    call = AttentionCall(
+        operation="paged_extend",
+        spec=spec_of(layer),
+        q_dtype=options.dtype,
+        kv_dtype=stored_dtype(options.kv_cache_dtype, options.dtype).name,
+        page_size=options.page_size,
+        features=frozenset({"layer_index"}),
+    )
+    return call.operation in choose(call, options.implementation).implementation.schedules
