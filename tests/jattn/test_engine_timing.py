@@ -38,12 +38,12 @@ def inter_token_times(monkeypatch, long_len=LONG, **changes):
 @pytest.mark.parametrize(
     ("changes", "chunk"),
     [
-        ({}, BUDGET - 8),
+        ({"mixed_steps": True}, BUDGET - 8),
         ({"max_chunk_tokens": 128}, 128),
-        ({"mixed_steps": False}, BUDGET),
-        ({"mixed_steps": False, "max_chunk_tokens": 128}, 128),
-        ({"prefill_tokens": 16, "long_len": 512}, 8),
-        ({"prefill_tokens": 15, "long_len": 512}, 15),  # 8 decodes would take more than half of it
+        ({}, BUDGET),
+        ({"mixed_steps": True, "max_chunk_tokens": 128}, 128),
+        ({"mixed_steps": True, "prefill_tokens": 16, "long_len": 512}, 8),
+        ({"mixed_steps": True, "prefill_tokens": 15, "long_len": 512}, 15),  # 8 decodes would take more than half of it
     ],
 )
 def test_decodes_wait_for_one_chunk_of_a_long_prompt_at_most(monkeypatch, changes, chunk):
