@@ -1,13 +1,14 @@
 """The README's tables: speed, made from the record, and features, asked of dispatch: `python -m bench.tables`."""
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from bench import plots
 from bench.comparison import pairs
-from bench.gpu_record import RECORD, ROOT, read_rows
+from bench.gpu_record import PARTS, RECORD, ROOT, read_rows
 from jattn_kernels.features import feature_markdown
 
 SPEED, FEATURES = "bench", "features"
@@ -16,7 +17,7 @@ PICTURE = ROOT / "bench" / "results" / "decode.svg"
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
 Row = dict[str, Any]
-Cells = Callable[[Row, Row], tuple[str, ...]]
+Cells = tuple[str, ...]
 
 
 def section(record: Path = RECORD) -> str:
@@ -26,40 +27,38 @@ def section(record: Path = RECORD) -> str:
             "Decode, paged, bf16, random page order, FlashInfer with pages of 16 in NHD. Time of one call; `GB/s` of "
             "keys and values.",
             ("batch", "context", "heads", "page", "jattn", "FlashInfer", "ratio", "GB/s", "of read bandwidth"),
-            pairs("decode", record=record),
-            _decode_cells,
+            starmap(_decode_cells, pairs("decode", record=record)),
         ),
         _table(
             "Decode with more than plain heads over all keys. `GB/s` of the keys and values that are seen, once.",
             ("batch", "context", "heads", "head dim", "page", "what", "jattn", "GB/s", "of read bandwidth"),
-            [(row, {}) for row in read_rows(record / "decode_features.jsonl")],
-            _feature_cells,
+            map(_feature_cells, read_rows(record / "decode_features.jsonl")),
         ),
         _table(
             "Prefill, paged, causal, bf16, FlashInfer with pages of 16.",
             ("batch", "new tokens", "context", "page", "jattn TFLOP/s", "FlashInfer FA3", "ratio"),
-            pairs("prefill", record=record),
-            _prefill_cells,
+            starmap(_prefill_cells, pairs("prefill", record=record)),
         ),
         _table(
             "JAX's own dense attention on the dense equivalents of prefills, at its best tile.",
             ("batch", "tokens", "head dim", "implementation", "time", "TFLOP/s"),
-            [(row, {}) for row in read_rows(record / "prefill_dense.jsonl")],
-            _dense_cells,
+            map(_dense_cells, read_rows(record / "prefill_dense.jsonl")),
         ),
         _table(
             "Prefill with other prompts, heads and rules, and beside decodes. `TFLOP/s` of the pairs of a query and a "
             "key that it sees.",
             ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s"),
-            [(row, {}) for row in read_rows(record / "prefill_features.jsonl") if row["case"] == "prefill"],
-            _prefill_feature_cells,
+            (
+                _prefill_feature_cells(row)
+                for row in read_rows(record / "prefill_features.jsonl")
+                if row["case"] == "prefill"
+            ),
         ),
         _table(
             "A whole decode step of Llama-3-8B shapes, random bf16 weights. PyTorch: FlashInfer, inductor, one CUDA "
             "graph. The roofline is weights, keys and values over 4,386 GB/s.",
             ("batch", "context", "jattn", "PyTorch", "ratio", "of the roofline", "compile"),
-            pairs("decode_step", record=record),
-            _step_cells,
+            starmap(_step_cells, pairs("decode_step", record=record)),
         ),
     ]
     parts = [part for part in parts if part]
@@ -67,7 +66,7 @@ def section(record: Path = RECORD) -> str:
         return NOTHING_RECORDED
     if pairs("decode", record=record):
         parts.insert(0, f"![Decode bandwidth beside FlashInfer's]({PICTURE.relative_to(ROOT).as_posix()})")
-    row = next(row for case in ("decode", "prefill", "decode_step") for row in read_rows(record / f"{case}.jsonl"))
+    row = next(row for part in PARTS if part != "tests" for row in read_rows(record / f"{part}.jsonl"))
     head = (
         f"On one {row['device']}, JAX {row['jax']}, beside FlashInfer 0.7.2 on a GPU of the same type. A ratio below 1 "
         "is a time shorter than the peer's. The rows are `bench/results/h200/`; `python -m bench.gpu_record` measures "
@@ -76,18 +75,18 @@ def section(record: Path = RECORD) -> str:
     return "\n\n".join([textwrap.fill(head, 120), *parts])
 
 
-def _table(caption: str, head: tuple[str, ...], rows: list[tuple[Row, Row]], cells: Cells) -> str:
-    if not rows:
+def _table(caption: str, head: Cells, rows: Iterable[Cells]) -> str:
+    """A table with its caption; nothing if it has no rows."""
+    if not (lines := list(rows)):
         return ""
-    lines = [head, ("--:",) * len(head), *(cells(*row) for row in rows)]
-    return "\n".join([textwrap.fill(caption, 120), "", *(_line(line) for line in lines)])
+    return "\n".join([textwrap.fill(caption, 120), "", *map(_line, (head, ("--:",) * len(head), *lines))])
 
 
-def _line(cells: Iterable[str]) -> str:
+def _line(cells: Cells) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _decode_cells(row: Row, peer: Row) -> tuple[str, ...]:
+def _decode_cells(row: Row, peer: Row) -> Cells:
     batch = "64, ragged" if row["batch"] == "ragged64" else str(row["batch"])
     context = "128 to 32,768" if row["batch"] == "ragged64" else f"{row['ctx']:,}"
     return (
@@ -103,7 +102,7 @@ def _decode_cells(row: Row, peer: Row) -> tuple[str, ...]:
     )
 
 
-def _feature_cells(row: Row, _: Row) -> tuple[str, ...]:
+def _feature_cells(row: Row) -> Cells:
     what = (
         "fp8 e4m3" if row["kv"] == "fp8_e4m3" else "",
         f"{row['q_tokens']} tokens a sequence" if "q_tokens" in row else "",
@@ -123,7 +122,7 @@ def _feature_cells(row: Row, _: Row) -> tuple[str, ...]:
     )
 
 
-def _prefill_cells(row: Row, peer: Row) -> tuple[str, ...]:
+def _prefill_cells(row: Row, peer: Row) -> Cells:
     return (
         str(row["batch"]),
         f"{row['q']:,}",
@@ -135,7 +134,7 @@ def _prefill_cells(row: Row, peer: Row) -> tuple[str, ...]:
     )
 
 
-def _prefill_feature_cells(row: Row, _: Row) -> tuple[str, ...]:
+def _prefill_feature_cells(row: Row) -> Cells:
     mixed = row["batch"] == "mixed"
     what = (
         "one launch" if mixed else "",
@@ -153,12 +152,12 @@ def _prefill_feature_cells(row: Row, _: Row) -> tuple[str, ...]:
     )
 
 
-def _dense_cells(row: Row, _: Row) -> tuple[str, ...]:
+def _dense_cells(row: Row) -> Cells:
     size = (str(row["batch"]), f"{row['q']:,}", str(row["d"]))
     return (*size, row["impl"].removeprefix("jax-"), f"{row['time_us']:,.1f} µs", f"{row['TFLOPs']:,.0f}")
 
 
-def _step_cells(row: Row, peer: Row) -> tuple[str, ...]:
+def _step_cells(row: Row, peer: Row) -> Cells:
     return (
         str(row["batch"]),
         f"{row['ctx']:,}",

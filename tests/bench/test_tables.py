@@ -105,6 +105,11 @@ def test_section_leaves_out_what_was_not_recorded(record):
     assert "svg" not in text
 
 
+def test_section_of_one_part_tells_its_device(tmp_path):
+    Recorder(tmp_path, SHARED).write("decode_features", ROWS["decode_features"])
+    assert "NVIDIA H200, JAX 0.11.2" in section(tmp_path)
+
+
 def test_section_says_that_nothing_is_recorded(tmp_path):
     assert section(tmp_path) == NOTHING_RECORDED
 
