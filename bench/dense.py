@@ -33,8 +33,9 @@ def implementations() -> dict[str, tuple[Attend, ...]]:
 
 
 def is_dense(workload: AttentionWorkload) -> bool:
-    """Whether a prefill has a dense equivalent: whole prompts of one length, every key before a token seen."""
-    return workload.q_tokens == workload.ctx > 0 and workload.window is None and workload.chunk is None
+    """Whether a prefill has a dense equivalent: whole prompts of one length in bf16, every key before a token seen."""
+    is_plain = workload.kv == "bf16" and not workload.rope and workload.window is None and workload.chunk is None
+    return is_plain and workload.q_tokens == workload.ctx > 0
 
 
 def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend, ...]) -> Measured:

@@ -48,7 +48,8 @@ EXTEND: tuple[AttentionWorkload, ...] = tuple(
     for batch, q, ctx in ((1, 8192, 8192), (4, 4096, 4096), (1, 32768, 32768), (8, 1024, 8192))
 )
 
-# What extend does besides: short prompts, other widths, hidden keys, decodes beside prompts and the two launches apart.
+# What extend does besides: short prompts, other widths, hidden keys, decodes beside prompts and the two launches apart,
+# fp8 pages with bf16 and with fp8 queries, and rotation in the kernel.
 EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     *(AttentionWorkload(batch=batch, ctx=ctx, q_tokens=ctx) for batch, ctx in ((16, 512), (64, 128))),
     *(AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, d=d) for d in (64, 256)),
@@ -58,6 +59,8 @@ EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     AttentionWorkload(batch="mixed", ctx=0, q_tokens=0),
     AttentionWorkload(batch=60, ctx=4096),
     AttentionWorkload(batch=4, ctx=2048, q_tokens=2048),
+    *(AttentionWorkload(batch=1, ctx=32768, q_tokens=32768, kv="fp8_e4m3", q=q) for q in (None, "fp8_e4m3")),
+    AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, rope=True),
 )
 
 STEPS: tuple[StepWorkload, ...] = tuple(

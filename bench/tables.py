@@ -140,6 +140,9 @@ def _prefill_feature_cells(row: Row) -> Cells:
         "one launch" if mixed else "",
         f"window {row['window'] + 1:,}" if "window" in row else "",
         f"chunks of {row['chunk']:,}" if "chunk" in row else "",
+        "fp8 e4m3 keys" if row.get("kv_dtype") == "fp8_e4m3" else "",
+        "fp8 e4m3 queries" if row.get("q_dtype") == "fp8_e4m3" else "",
+        "rotated in the kernel" if "rope" in row else "",
     )
     return (
         "60 and 4" if mixed else str(row["batch"]),

@@ -52,7 +52,8 @@ class AttentionWorkload:
         batch: Sequences; "mixed" is 60 that decode over 4,096 keys and 4 that begin with 2,048 tokens, in one prefill.
         ctx: Keys a sequence; 0 for "ragged64" and "mixed", which have their own lengths.
         q_tokens: Query tokens a sequence of a prefill, 0 for "mixed"; None is decode, with `verify`.
-        kv: Name of the keys' dtype; queries are bf16 where that is fp8.
+        kv: Name of the keys' dtype.
+        q: Name of the queries' dtype; that of the keys if None, but bf16 where they are fp8.
         verify: Query tokens a sequence of decode.
         window: Keys before its own that a token sees; None is all.
         chunk: Tokens a chunk, of which a token sees its own one's; None is no chunks.
@@ -67,6 +68,7 @@ class AttentionWorkload:
     d: int = 128
     page: int = 16
     kv: str = "bf16"
+    q: str | None = None
     layout: PageLayout = "NHD"
     verify: int = 1
     window: int | None = None
@@ -87,6 +89,7 @@ class AttentionWorkload:
                 "" if self.window is None else f"_window{self.window}",
                 "" if self.chunk is None else f"_chunk{self.chunk}",
                 "_rope" if self.rope else "",
+                "" if self.q is None else f"_q-{self.q}",
             )
         )
         return f"{self.case}_{self.kv}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}-{self.hkv}x{self.d}_p{self.page}{more}"
@@ -160,7 +163,10 @@ class AttentionWorkload:
             "window": (self.window, None),
             "chunk": (self.chunk, None),
             "rope": (self.rope, False),
+            "q_dtype": (self.q, None),
         }
+        if self.q_tokens is not None:
+            more["kv_dtype"] = (self.kv, "bf16")
         return fields | {name: value for name, (value, plain) in more.items() if value != plain}
 
     def rate(self, time_us: float) -> dict[str, float]:
@@ -172,7 +178,7 @@ class AttentionWorkload:
     def arrays(self, pools: int, implementation: str | None) -> Arrays:
         """The arguments of an implementation's calls, with `pools` pools side by side."""
         page_table, num_pages = random_page_table(self.kv_lens, self.page)
-        q_dtype = "bfloat16" if self.kv.startswith("fp8") else DTYPES[self.kv]
+        q_dtype = DTYPES[self.q or ("bf16" if self.kv.startswith("fp8") else self.kv)]
         batch_size, num_tokens = len(self.kv_lens), sum(self.q_lens)
         page = (self.page, self.hkv) if self.layout == "NHD" else (self.hkv, self.page)
         keys = jax.random.split(jax.random.key(0), 3)

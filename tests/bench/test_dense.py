@@ -22,10 +22,11 @@ def refuse(q, k, v):
     raise NotImplementedError("not this size")
 
 
-def test_only_whole_prompts_without_windows_are_dense():
+def test_only_whole_prompts_without_features_are_dense():
     names = {w.name for w in (*EXTEND, *EXTEND_FEATURES) if dense.is_dense(w)}
     assert "prefill_bf16_b16_ctx512_q512_h32-8x128_p16" in names
-    assert not any(part in name for name in names for part in ("window", "chunk", "mixed", "ctx8192_q1024", "decode"))
+    others = ("window", "chunk", "mixed", "ctx8192_q1024", "decode", "fp8", "rope")
+    assert not any(part in name for name in names for part in others)
 
 
 def test_a_row_is_of_the_workload_and_of_the_fastest(monkeypatch):

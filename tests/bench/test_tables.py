@@ -14,6 +14,7 @@ SHARED = {"jax": "0.11.2", "device": "NVIDIA H200", "kernels_sha": "0"}
 SHAPE = {"hq": 32, "hkv": 8, "d": 128}
 DECODE = {"case": "decode", "kv": "bf16", **SHAPE, "page": 16, "GBps": 4000.0, "roofline_share": 0.91}
 PREFILL = {"case": "prefill", **SHAPE, "page": 16}
+FP8 = {"kv_dtype": "fp8_e4m3", "q_dtype": "fp8_e4m3"}
 ROWS = {
     "decode": [
         {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-mosaic", "time_us": 520.0},
@@ -42,6 +43,7 @@ ROWS = {
     "prefill_features": [
         {**PREFILL, "batch": "mixed", "q": 0, "kv": 0, "time_us": 400.0, "TFLOPs": 300.0},
         {**PREFILL, "batch": 1, "q": 32768, "kv": 32768, "time_us": 4000.0, "TFLOPs": 500.0, "window": 4095},
+        {**PREFILL, "batch": 1, "q": 9, "kv": 9, "time_us": 3.0, "TFLOPs": 1.0, **FP8, "rope": True},
         {**DECODE, "batch": 60, "ctx": 4096, "time_us": 240.0},
     ],
     "prefill_dense": [
@@ -90,6 +92,7 @@ def test_section_shows_times_and_ratios(record):
     assert "| 1 | 8,192 | 8,192 | 16 | 560 | 560 | 1.00 |" in text
     assert "| 60 and 4 | 1 and 2,048 | 4,096 and 2,048 | 128 | one launch | 400.0 µs | 300 |" in text
     assert "| 1 | 32,768 | 32,768 | 128 | window 4,096 | 4,000.0 µs | 500 |" in text
+    assert "| 128 | fp8 e4m3 keys, fp8 e4m3 queries, rotated in the kernel | 3.0 µs | 1 |" in text
     assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
     assert "NVIDIA H200, JAX 0.11.2" in text
     assert "bench/results/decode.svg" in text

@@ -105,13 +105,14 @@ def test_ragged_lens_are_their_own():
         ({"layout": "HND"}, (3, 1, 4, 16), (2, 8, 16)),
         ({"q_tokens": 5}, (15, 4, 16), (8, 2, 16)),
         ({"kv": "fp8_e4m3"}, (3, 1, 4, 16), (8, 2, 16)),
+        ({"kv": "fp8_e4m3", "q": "fp8_e4m3", "q_tokens": 5}, (15, 4, 16), (8, 2, 16)),
         ({"verify": 4, "window": 7, "rope": True}, (3, 4, 4, 16), (8, 2, 16)),
     ],
 )
 def test_arrays_have_the_shapes_of_a_call(change, q_shape, page_shape):
     arrays = dataclasses.replace(TINY, **change).arrays(2, "xla")
     assert arrays.q.shape == q_shape
-    assert arrays.q.dtype == jnp.bfloat16
+    assert arrays.q.dtype == (jnp.float8_e4m3fn if "q" in change else jnp.bfloat16)
     assert arrays.k_pages.shape == arrays.v_pages.shape == (2, 10, *page_shape)
     assert arrays.k_pages.dtype == (jnp.float8_e4m3fn if "kv" in change else jnp.bfloat16)
     num_tokens = change.get("q_tokens", change.get("verify", 1))

@@ -20,17 +20,19 @@ class ChunkedPrompt(NamedTuple):
     tokens: slice
 
 
-def chunked_prompt(spec: AttentionSpec, num_tokens: int, cut: int, dtype: str = "bfloat16") -> ChunkedPrompt:
+def chunked_prompt(
+    spec: AttentionSpec, num_tokens: int, cut: int, dtype: str = "bfloat16", kv_dtype: str = "bfloat16"
+) -> ChunkedPrompt:
     """A prompt of which the first chunk has `cut` tokens; both chunks are requests of one call, over the same pages."""
     rng = np.random.default_rng(0)
     num_pages = -(-num_tokens // _PAGE_SIZE)
     pages = (1 + num_pages, _PAGE_SIZE, spec.num_kv_heads)
     q, k, v = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
-        for shape in (
-            (num_tokens, spec.num_q_heads, spec.head_dim),
-            (*pages, spec.head_dim),
-            (*pages, spec.value_dim),
+        jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(of)
+        for shape, of in (
+            ((num_tokens, spec.num_q_heads, spec.head_dim), dtype),
+            ((*pages, spec.head_dim), kv_dtype),
+            ((*pages, spec.value_dim), kv_dtype),
         )
     )
     own, other = np.arange(1, 1 + num_pages), np.zeros(num_pages)

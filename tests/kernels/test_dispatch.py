@@ -124,8 +124,12 @@ def test_xla_refuses_by_name(change, sentence):
             for name in ("mla_decode", "mla_extend")
         ],
         (
-            {"operation": "paged_extend", "kv_dtype": "float8_e4m3fn"},
-            "`mosaic` does not take bfloat16 queries and float8_e4m3fn keys in paged_extend",
+            {"operation": "rotate_and_write", "kv_dtype": "float8_e4m3fn"},
+            "`mosaic` does not take bfloat16 queries and float8_e4m3fn keys in rotate_and_write",
+        ),
+        (
+            {"operation": "paged_extend", "q_dtype": "float8_e4m3fn"},
+            "`mosaic` does not take float8_e4m3fn queries and bfloat16 keys in paged_extend",
         ),
         ({"q_dtype": "float32", "kv_dtype": "float32"}, "`mosaic` does not take float32 queries and float32 keys"),
         ({"q_dtype": "float16"}, "`mosaic` does not take float16 queries and bfloat16 keys in paged_decode"),

@@ -104,6 +104,43 @@ def _decode_features() -> list[Case]:
     return [_case("paged_decode", name, **fields) for name, fields in cases]
 
 
+def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
+    """Pages of fp8: with each dtype of queries, pages of all sizes, and what else meets their factors or tiles."""
+    fp8 = _FP8_ROWS
+    queries = ("bfloat16", "float16", *_FP8)
+    return [
+        *(
+            (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})
+            for kv, q, dim in itertools.product(_FP8, queries, (64, 128, 192, 256))
+        ),
+        *(
+            (f"fp8_{layout}_page_{page_size}", {**fp8, "page_size": page_size, "spec": _spec(page_layout=layout)})
+            for layout, page_size in itertools.product(("NHD", "HND"), (8, 64, 128, 256))
+        ),
+        *(
+            (f"fp8_dim_{dim}_{value}", {**fp8, "spec": _spec(head_dim=dim, v_head_dim=value)})
+            for dim, value in ((192, 128), (128, 64), (64, 256), (256, 64))
+        ),
+        *(
+            (f"fp8_group_{q // kv}_of_{kv}", {**fp8, "spec": _spec(num_q_heads=q, num_kv_heads=kv)})
+            for q, kv in ((2, 2), (5, 1), (32, 8))
+        ),
+        ("fp8_without_scales", {**fp8, "kv_scale": None}),
+        ("fp8_scales_layers", {**_FP8_KEYS, "q_scale": "rows"}),
+        ("fp8_queries_scales", {**_FP8_KEYS, "dtype": "float8_e4m3fn", "q_scale": "rows"}),
+        ("fp8_not_causal", {**fp8, "spec": _spec(causal=False)}),
+        ("fp8_window", {**fp8, "spec": _spec(window_left=100)}),
+        ("fp8_chunk", {**fp8, "spec": _spec(chunk_size=100), "kv_start": (5, 0, 3, 64, 0, 7)}),
+        ("fp8_combined", {**fp8, "spec": _spec(combined_pool="pages_first")}),
+        ("fp8_alibi_sinks", {**fp8, "alibi": True, "sinks": True}),
+        ("fp8_soft_cap_negative_scale", {**fp8, "spec": _spec(logits_soft_cap=5.0, sm_scale=-0.5)}),
+        ("fp8_negative_scale", {**fp8, "spec": _spec(sm_scale=-0.1)}),
+        ("fp8_mask_positions", {**fp8, "custom_mask": True, "q_positions": True}),
+        ("fp8_invariant", {**fp8, "spec": _spec(batch_invariant=True)}),
+        ("fp8_more_queries_than_keys", {**fp8, "kv_lens": (40, 0, 64, 1, 100, 9)}),
+    ]
+
+
 def _extend_features() -> list[Case]:
     """What extend does beyond the causal rule, alone and together, with windows that begin past the first tile."""
     few_keys = {"kv_lens": (40, 0, 64, 1, 100, 9)}
@@ -145,6 +182,7 @@ def _extend_features() -> list[Case]:
         ("custom_mask_window", {"custom_mask": True, "spec": _spec(window_left=100)}),
         ("tree", {**tree, "spec": _spec(num_q_heads=32, window_left=100)}),
         ("invariant", {"spec": _spec(batch_invariant=True)}),
+        *_extend_fp8(),
         (
             "all",
             {
@@ -184,12 +222,16 @@ def _ragged_features() -> list[Case]:
         ("alibi_sinks", {"alibi": True, "sinks": True}),
         ("q_scale", {"q_scale": "rows", "kv_scale": "heads"}),
         ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": _spec(window_left=300)}),
+        *((f"fp8_{q}", {**_FP8_ROWS, "dtype": q}) for q in ("bfloat16", "float16", *_FP8)),
+        ("fp8_window_soft_cap", {**_FP8_ROWS, "spec": _spec(window_left=200, logits_soft_cap=5.0)}),
+        ("fp8_encoder", {**_FP8_ROWS, "spec": _spec(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
     ]
     return [_case("ragged_extend", name, **fields) for name, fields in cases]
 
 
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
+_FP8_ROWS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "heads"}
 _WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
 _NO_EMPTY = {"kv_lens": (130, 6, 64, 7, 257, 1500)}  # each sequence holds the whole tree
 
@@ -227,12 +269,13 @@ def test_gpu_agrees_with_the_oracle(case, implementation):
     assert_close(case, inputs, out, lse, narrow_products=implementation == "mosaic")
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("facts", [{}, {"window_left": 200}, {"logits_soft_cap": 5.0}], ids=str)
-def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(facts):
+def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(facts, kv_dtype):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
     spec = _spec(batch_invariant=True, **facts)
-    prompt = chunked_prompt(spec, num_tokens=1000, cut=333)
+    prompt = chunked_prompt(spec, num_tokens=1000, cut=333, kv_dtype=kv_dtype)
     attend = functools.partial(jattn_kernels.paged_extend, spec=spec, return_lse=True, implementation="mosaic")
     for alone, beside in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
         chex.assert_trees_all_equal(alone, beside[prompt.tokens])

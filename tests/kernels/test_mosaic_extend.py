@@ -1,6 +1,8 @@
 """The Hopper extend kernel on the CPU: against the oracle under the interpreter, and lowered for CUDA."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,6 +15,7 @@ from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend, tiles
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
+from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
 from tests.kernels.cases import CASES, assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt
@@ -26,7 +29,7 @@ PAGED, RAGGED = (
 @pytest.fixture
 def interpreter(monkeypatch):
     # Few blocks: the interpreter is slow, and each takes several units of work, as on a GPU.
-    monkeypatch.setattr(extend, "choose_tiles", lambda spec: dataclasses.replace(choose_tiles(spec), blocks=2))
+    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
     with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
         yield
     gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -44,6 +47,7 @@ def derived(name, of="plain", *, among=PAGED, heads=(4, 2), head_dim=64, dtype="
 ONE = {"heads": (1, 1)}
 LAYERS = {"num_layers": 2, "layer_index": 1}
 LONG = {"heads": (2, 1), "q_lens": (40, 3), "kv_lens": (300, 20)}  # more tiles of keys than one
+FP8_QUERIES = {"of": "fp8_queries", "dtype": "float8_e4m3fn"}
 INTERPRETED = [
     derived("plain"),
     derived("not_causal_float16", of="not_causal", dtype="float16", **ONE),
@@ -67,6 +71,9 @@ INTERPRETED = [
     ),
     derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
     derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
+    derived("fp8", of="fp8", heads=(2, 1), q_scale="rows", q_lens=(40, 3, 0), kv_lens=(300, 20, 9)),
+    derived("fp8_queries_dim_128", **FP8_QUERIES, head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), **ONE),
+    derived("ragged_fp8_float16", among=RAGGED, of="fp8", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
 ]
 SLOW = [
     derived("positions", of="kv_start", page_size=16, **ONE),
@@ -77,6 +84,12 @@ SLOW = [
     derived("one_token", q_lens=(1,), kv_lens=(5,), **ONE),
     derived("group_8", heads=(8, 1), q_lens=(11, 5, 9, 16)),
     derived("negative_scale", sm_scale=-0.5, q_lens=(5,), kv_lens=(13,), **ONE),
+    derived("fp8_float16_e5m2", of="fp8", dtype="float16", kv_dtype="float8_e5m2", q_lens=(70,), kv_lens=(200,), **ONE),
+    derived("fp8_dim_192_128_hnd", of="fp8", heads=(2, 2), head_dim=192, v_head_dim=128, page_layout="HND"),
+    derived("fp8_window_alibi_cap", of="fp8", alibi=True, window_left=70, logits_soft_cap=5.0, sm_scale=-0.5, **LONG),
+    derived("fp8_dim_256_mask", of="fp8", head_dim=256, custom_mask=True, page_size=64, **ONE),
+    derived("fp8_one_ready_tile", of="fp8_queries", dtype="float16", head_dim=256, q_lens=(3,), kv_lens=(300,), **ONE),
+    derived("ragged_fp8_window", among=RAGGED, of="fp8", window_left=20, q_lens=(5, 9), kv_lens=(13, 140), **ONE),
     derived(
         "window_sinks_scales",
         of="sinks",
@@ -141,11 +154,12 @@ def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
     assert not gpu_callbacks.get_races().races_found
 
 
-def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch):
-    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, blocks=1)
-    monkeypatch.setattr(extend, "choose_tiles", lambda spec: sizes)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch, kv_dtype):
+    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, ready_stages=2, blocks=1)
+    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: sizes)
     spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True, window_left=40)
-    prompt = chunked_prompt(spec, num_tokens=80, cut=33)
+    prompt = chunked_prompt(spec, num_tokens=80, cut=33, kv_dtype=kv_dtype)
     whole = paged_extend(*prompt.whole, AttentionOptions(), spec=spec, page_size=16)
     chunked = paged_extend(*prompt.chunked, AttentionOptions(), spec=spec, page_size=16)
     for alone, beside in zip(whole, chunked, strict=True):
@@ -153,7 +167,17 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
 
 
 def lower_for_cuda(
-    dtype, head_dim, page_size, page_layout, group_size, *, options=(), value_dim=None, given=False, **facts
+    dtype,
+    head_dim,
+    page_size,
+    page_layout,
+    group_size,
+    *,
+    kv_dtype=None,
+    options=(),
+    value_dim=None,
+    given=False,
+    **facts,
 ):
     spec = AttentionSpec(
         num_q_heads=2 * group_size,
@@ -176,13 +200,13 @@ def lower_for_cuda(
     }
 
     def pages(width):
-        return jax.ShapeDtypeStruct((*leading, *page, width), dtype)
+        return jax.ShapeDtypeStruct((*leading, *page, width), kv_dtype or dtype)
 
     def rows(width):
-        return jax.ShapeDtypeStruct((3, 1001, 2, width), dtype)
+        return jax.ShapeDtypeStruct((3, 1001, 2, width), kv_dtype or dtype)
 
     def extend(q, k_pages, v_pages, table, lens, cu_q_lens, options):
-        facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": 2}
+        facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": jnp.dtype(kv_dtype or dtype).itemsize}
         schedule = make_schedule(lens, cu_q_lens, **facts) if given else None
         options = AttentionOptions(**options, schedule=schedule)
         return paged_extend(q, k_pages, v_pages, table, lens, cu_q_lens, options, spec=spec, page_size=page_size)
@@ -243,6 +267,8 @@ FEATURES = {
         "logits_soft_cap": 30.0,
     },
 }
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+DTYPES = [("bfloat16", "bfloat16"), *itertools.product(("bfloat16", "float16", *FP8), FP8)]
 WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_dim in (64, 128, 192, 256)]
 
 
@@ -264,6 +290,34 @@ def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_di
     assert "mosaic_gpu" in lowered
 
 
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype", "head_dim", "value_dim", "page_size"),
+    [
+        ("bfloat16", "float8_e4m3fn", 128, 128, 16),
+        ("float16", "float8_e5m2", 64, 128, 128),
+        ("float16", "float8_e5m2", 256, 256, 8),
+        ("float8_e5m2", "float8_e4m3fn", 192, 64, 64),
+        ("float8_e4m3fn", "float8_e4m3fn", 128, 128, None),
+    ],
+)
+def test_mosaic_extend_lowers_for_cuda_with_fp8(q_dtype, kv_dtype, head_dim, value_dim, page_size):
+    facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, "options": NAMES_OF_SCALES}
+    assert "mosaic_gpu" in lower_for_cuda(q_dtype, head_dim, page_size, "HND", 4, **facts, given=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), DTYPES[1:])
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+def test_mosaic_extend_lowers_for_cuda_with_fp8_of_every_dtype_and_width(q_dtype, kv_dtype, head_dim, value_dim):
+    # Features, groups and page sizes are spread over them.
+    number = len(DTYPES) * WIDTHS.index((head_dim, value_dim)) + DTYPES.index((q_dtype, kv_dtype))
+    features = {name: facts for name, facts in FEATURES.items() if name != "combined" or head_dim == value_dim}
+    facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, **list(features.values())[number % len(features)]}
+    page_size = (8, 16, 64 if "combined_pool" in facts else None, 128, 256)[number % 5]
+    group_size, page_layout = (1, 4, 5, 8, 128)[number // 5 % 5], ("NHD", "HND")[number % 2]
+    assert "mosaic_gpu" in lower_for_cuda(q_dtype, head_dim, page_size, page_layout, group_size, **facts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
@@ -283,10 +337,16 @@ def test_heads_per_tile_leaves_few_rows_empty():
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
-@pytest.mark.parametrize("page_size", [8, 256])
-def test_chosen_tiles_fit(head_dim, value_dim, page_size):
-    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim, v_head_dim=value_dim)
-    assert choose_tiles(spec).refuses(spec, 2, page_size) is None
+@pytest.mark.parametrize("theta", [None, 1e4])
+def test_chosen_tiles_fit_with_as_many_keys_as_a_schedule_expects(head_dim, value_dim, theta):
+    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim, v_head_dim=value_dim, rope_theta=theta)
+    for q_dtype, kv_dtype in DTYPES:
+        formats = ExtendFormats.of(q_dtype, kv_dtype, spec)
+        sizes = choose_tiles(spec, formats)
+        assert [sizes.refuses(spec, formats, page_size) for page_size in (8, 256)] == [None, None]
+        lens, facts = jnp.array([9], jnp.int32), {"num_tokens": 9, "kv_itemsize": jnp.dtype(kv_dtype).itemsize}
+        schedule = jax.eval_shape(functools.partial(make_schedule, spec=spec, **facts), lens, jnp.array([0, 9]))
+        assert schedule.block_kv == sizes.block_kv
 
 
 @pytest.mark.parametrize(
@@ -299,7 +359,7 @@ def test_chosen_tiles_fit(head_dim, value_dim, page_size):
 )
 def test_tiles_refuse_what_would_not_compile(sizes, page_size, message):
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
-    assert message in sizes.refuses(spec, 2, page_size)
+    assert message in sizes.refuses(spec, ExtendFormats.of("bfloat16", "bfloat16", spec), page_size)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+_FP8_OPERATIONS: tuple[Operation, ...] = ("paged_decode", "paged_extend", "ragged_extend")
 _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (64, 80, 96, 128, 192, 256),
     "paged_extend": (64, 128, 192, 256),
@@ -43,9 +44,9 @@ def refuses(call: AttentionCall) -> str | None:
         return f"`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is {found}."
     if operation not in OPERATIONS:
         return f"`mosaic` does not do {operation}."
-    fp8 = operation == "paged_decode" and call.kv_dtype in _FP8_DTYPES
+    fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
     q_dtypes = (*_DTYPES, *_FP8_DTYPES) if fp8 else (call.kv_dtype,)
-    if call.q_dtype not in q_dtypes or call.kv_dtype not in (*_DTYPES, *_FP8_DTYPES)[: 4 if fp8 else 2]:
+    if call.q_dtype not in q_dtypes or not (fp8 or call.kv_dtype in _DTYPES):
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} keys in {operation}."
     if fp8 and (spec.head_dim % 64 or spec.value_dim % 64):
         return f"`mosaic` takes fp8 keys of head_dim 64, 128, 192 or 256, not {spec.head_dim} and {spec.value_dim}."

@@ -37,13 +37,18 @@ def in_parts(
     size = _sizes(q, spec) / _NARROW_SIZE
     rest, parts = _divided(q, size), []
     dropped = _MANTISSA_BITS - jnp.finfo(dtype).nmant
-    for _ in range(-(-_significant_bits(q.dtype) // _significant_bits(dtype))):
+    for _ in range(num_parts(q.dtype, dtype)):
         # Not by a conversion and back, which XLA takes for nothing.
         bits = lax.bitcast_convert_type(rest, jnp.int32) + (1 << (dropped - 1))
         part = lax.bitcast_convert_type(bits & -(1 << dropped), jnp.float32)
         parts.append(part.astype(dtype))
         rest -= part
     return tuple(parts), size
+
+
+def num_parts(q_dtype: Any, dtype: Any) -> int:
+    """How many numbers of a dtype `in_parts` takes for one of a query."""
+    return -(-_significant_bits(q_dtype) // _significant_bits(dtype))
 
 
 def by_head(

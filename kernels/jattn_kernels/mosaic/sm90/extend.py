@@ -1,18 +1,21 @@
 """Extend on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
+import functools
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
+from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
-from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, mask_words, of_rows
+from jattn_kernels.mosaic.sm90.extend_queries import Queries, prepared
+from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, mask_words, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.extend_schedule import (
     ExtendSchedule,
     ExtendTiles,
     choose_tiles,
     extend_schedule,
-    heads_per_tile,
     is_own,
 )
 from jattn_kernels.mosaic.sm90.extend_tile import Operands
@@ -37,7 +40,7 @@ def make_schedule(
     Args:
         num_tokens: Rows of q, padded tokens included.
     """
-    sizes = choose_tiles(spec)
+    sizes = choose_tiles(spec, ExtendFormats.widest(kv_itemsize, spec))
     return extend_schedule(seq_lens, cu_q_lens, AttentionOptions(), spec=spec, num_tokens=num_tokens, sizes=sizes)
 
 
@@ -58,8 +61,9 @@ def paged_extend(
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    sizes = choose_tiles(spec)
-    if (reason := sizes.refuses(spec, q.dtype.itemsize, page_size)) is not None:
+    formats = ExtendFormats.of(q.dtype, k_pages.dtype, spec)
+    sizes = choose_tiles(spec, formats)
+    if (reason := sizes.refuses(spec, formats, page_size)) is not None:
         raise NotImplementedError(reason)
     schedule = options.schedule
     if schedule is None or is_own(spec, options):
@@ -68,9 +72,14 @@ def paged_extend(
     if options.custom_mask is not None:
         num_keys = _whole_tiles(page_table.shape[1] * page_size, sizes)
         mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=q.shape[0], num_keys=num_keys)
+    position = None
+    if formats.turns:
+        position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0]).position
+    queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
     copies = PageCopies.of(spec, sizes.block_kv, page_size)
+    kernel = ExtendKernel(spec, sizes, copies, formats)
     keys_and_values = stacked(k_pages, v_pages, options.layer_index)
-    return _extend(q, keys_and_values, page_table, schedule, options, mask, spec=spec, sizes=sizes, copies=copies)
+    return _extend(kernel, queries, keys_and_values, page_table, schedule, options, mask)
 
 
 def ragged_extend(
@@ -88,8 +97,9 @@ def ragged_extend(
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    sizes = choose_tiles(spec)
-    if (reason := sizes.refuses(spec, q.dtype.itemsize, None)) is not None:
+    formats = ExtendFormats.of(q.dtype, k.dtype, spec)
+    sizes = choose_tiles(spec, formats)
+    if (reason := sizes.refuses(spec, formats, None)) is not None:
         raise NotImplementedError(reason)
     seq_lens, hidden = jnp.diff(cu_kv_lens), cu_kv_lens[:-1] % TILED_ROWS
     schedule = extend_schedule(
@@ -111,21 +121,23 @@ def ragged_extend(
     missing = max(sizes.block_kv - num_rows, -num_rows % TILED_ROWS)
     if missing:
         k, v = (jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) for rows in (k, v))
+    position = None
+    if formats.turns:
+        position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0], hidden).position
+    queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
     copies = RowCopies(sizes.block_kv)
-    return _extend(q, (layer, k, v), cu_kv_lens, schedule, options, mask, spec=spec, sizes=sizes, copies=copies)
+    kernel = ExtendKernel(spec, sizes, copies, formats)
+    return _extend(kernel, queries, (layer, k, v), cu_kv_lens, schedule, options, mask)
 
 
 def _extend(
-    q: Float[Array, "T N H"],
+    kernel: ExtendKernel,
+    queries: Queries,
     keys_and_values: tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]],
     places: Int[Array, "..."],
     schedule: ExtendSchedule,
     options: AttentionOptions,
     mask: Int[Array, "words T"] | None,
-    *,
-    spec: AttentionSpec,
-    sizes: ExtendTiles,
-    copies: PageCopies | RowCopies,
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Output and lse by token.
 
@@ -133,15 +145,17 @@ def _extend(
         keys_and_values: As `stacked` gives them.
         places: The page table, or where each sequence's rows begin.
     """
-    assert schedule.block_kv == sizes.block_kv
-    num_tokens, heads = q.shape[0], heads_per_tile(spec.group_size)
-    tile_tokens = schedule.block_tokens // COMPUTE_WARPGROUPS
+    spec, heads, tile_tokens = kernel.spec, kernel.heads, kernel.tile_tokens
+    assert (schedule.block_kv, schedule.block_tokens) == (kernel.sizes.block_kv, COMPUTE_WARPGROUPS * tile_tokens)
+    q, num_tokens = queries.columns, queries.columns.shape[0]
     # A copy may pass the end of an array, but may not be larger than it.
     missing = max(0, tile_tokens - num_tokens)
     layer, k, v = keys_and_values
     slopes, rows = options.alibi_slopes, schedule.rows
-    scaled = options.q_scale is not None or options.k_scale is not None
-    first_token = schedule.items[:, 1]
+    scaled = queries.factor is None and (options.q_scale is not None or options.k_scale is not None)
+    by_row = functools.partial(
+        of_rows, first_token=schedule.items[:, 1], block_tokens=schedule.block_tokens, heads=heads
+    )
     operands = Operands(
         q=jnp.pad(q, ((0, missing), (0, 0), (0, 0))) if missing else q,
         k=k,
@@ -156,9 +170,10 @@ def _extend(
         out_factor=None
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
-        mask=None if mask is None else of_rows(mask, first_token, block_tokens=schedule.block_tokens, heads=heads),
+        mask=None if mask is None else by_row(mask),
+        row_factor=None if queries.factor is None else by_row(queries.factor),
     )
-    out, lse = ExtendKernel(spec, sizes, copies, heads, tile_tokens, q.dtype)(operands)
+    out, lse = kernel(operands)
     lse = lse[..., : heads * tile_tokens].reshape(*lse.shape[:3], heads, tile_tokens)
     lse = lse.transpose(0, 2, 4, 1, 3).reshape(-1, spec.num_q_heads)
     out, lse = out[:num_tokens], lse[schedule.place]

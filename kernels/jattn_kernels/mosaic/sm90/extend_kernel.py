@@ -22,7 +22,7 @@ is given, one number a unit tells which. Features that a call does not use leave
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,14 +31,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_memory import ExtendMemory
+from jattn_kernels.mosaic.sm90.extend_ready import ExtendReady, TilePair, Tiles
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_columns
+from jattn_kernels.mosaic.sm90.extend_schedule import (
+    ExtendTiles,
+    heads_per_tile,
+    query_columns,
+    staged_columns,
+    staged_query_columns,
+)
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TileRows, Unit
 from jattn_kernels.mosaic.sm90.logits import LOG2E
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies
 from jattn_kernels.spec import AttentionSpec
+
+_MEMORY, _READYING = COMPUTE_WARPGROUPS, COMPUTE_WARPGROUPS + 1  # numbers of warpgroups
+
+
+class _Registers(NamedTuple):
+    """Of a thread of each warpgroup; those of all threads of a block are 65,536 at most."""
+
+    compute: int
+    memory: int
+    readying: int = 0
+
+
+_REGISTERS = _Registers(compute=232, memory=40)
+_REGISTERS_READYING = _Registers(compute=208, memory=24, readying=72)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +69,23 @@ class ExtendKernel:
 
     Attributes:
         copies: Of a tile of keys or values.
-        heads: Heads that share a tile's rows.
-        tile_tokens: Tokens of a tile, each of them one row of each head.
-        dtype: Of queries, keys, values and output.
+        formats: Dtypes.
     """
 
     spec: AttentionSpec
     sizes: ExtendTiles
     copies: PageCopies | RowCopies
-    heads: int
-    tile_tokens: int
-    dtype: Any
+    formats: ExtendFormats
+
+    @property
+    def heads(self) -> int:
+        """Heads that share a tile's rows."""
+        return heads_per_tile(self.spec.group_size)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile, each of them one row of each head."""
+        return WGMMA_ROWS // self.heads
 
     @property
     def head_blocks(self) -> int:
@@ -74,12 +102,12 @@ class ExtendKernel:
         run: Any = plgpu.kernel(
             functools.partial(self._entry, tree),
             out_type=[
-                jax.ShapeDtypeStruct((*operands.q.shape[:2], self.spec.value_dim), self.dtype),
+                jax.ShapeDtypeStruct((*operands.q.shape[:2], self.spec.value_dim), self.formats.out),
                 jax.ShapeDtypeStruct((num_items, self.head_blocks, COMPUTE_WARPGROUPS, WGMMA_ROWS), jnp.float32),
             ],
             grid=(self.blocks(num_items),),
             grid_names=("block",),
-            num_threads=COMPUTE_WARPGROUPS + 1,
+            num_threads=_READYING + 1 if self._readies else _MEMORY + 1,
             thread_name="warpgroup",
             kernel_name="paged_extend",
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -87,43 +115,65 @@ class ExtendKernel:
         )
         return run(*leaves)
 
+    @property
+    def _readies(self) -> bool:
+        return self.formats.widens or self.formats.turns
+
     def _entry(self, tree, *refs):
-        spec, sizes, dtype = self.spec, self.sizes, self.dtype
+        spec, sizes, formats = self.spec, self.sizes, self.formats
         operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
-        width = staged_columns(spec)
+        width, columns = staged_columns(spec), query_columns(spec, formats)
         both = (COMPUTE_WARPGROUPS, WGMMA_ROWS)
         # A warpgroup's part of the output lies where its own q lies.
-        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, pl.cdiv(spec.head_dim, width), WGMMA_ROWS, width), dtype)
-        filled, freed = (
-            tuple(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for stages in sizes.stages)
-            for arrivals in (self.copies.copies, COMPUTE_WARPGROUPS)
-        )
+        pieces = columns * formats.q.itemsize // (width * formats.out.itemsize)
+        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, pieces, WGMMA_ROWS, width), formats.out)
+        at_once = formats.columns_at_once(spec.head_dim)
+        readied = formats.turns and formats.widens, formats.widens
+
+        def copied(stages, width, columns, is_readied):
+            return Tiles(
+                tiles.tile((stages, sizes.block_kv, width), formats.kv, columns),
+                plgpu.Barrier(num_arrivals=self.copies.copies, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=1 if is_readied else COMPUTE_WARPGROUPS, num_barriers=stages),
+            )
+
+        def ready(stages, width, columns):
+            return Tiles(
+                tiles.tile((stages, sizes.block_kv, width), formats.product, columns),
+                plgpu.Barrier(num_barriers=stages),
+                plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
+            )
+
         pl.run_scoped(
             lambda *scratch: self._body(operands, out_refs, *scratch),
             (
-                tiles.overlaid(tiles.tile((*both, spec.head_dim), dtype), staged_out),
-                plgpu.SMEM((*both, width), dtype),
-                tiles.probabilities_tile((*both, sizes.block_kv), dtype),
+                tiles.overlaid(tiles.tile((*both, columns), formats.q, at_once), staged_out),
+                plgpu.SMEM((*both, staged_query_columns(spec, formats)), formats.q),
+                tiles.probabilities_tile((*both, sizes.block_kv), formats.product),
             ),
-            (
-                tiles.tile((sizes.k_stages, sizes.block_kv, spec.head_dim), dtype),
-                tiles.tile((sizes.v_stages, sizes.block_kv, spec.value_dim), dtype),
+            TilePair(
+                copied(sizes.k_stages, spec.head_dim, None if formats.widens else at_once, readied[0]),
+                copied(sizes.v_stages, spec.value_dim, None, readied[1]),
+            ),
+            TilePair(
+                ready(sizes.ready_stages, spec.head_dim, at_once) if readied[0] else None,
+                ready(sizes.ready_stages, spec.value_dim, None) if readied[1] else None,
             ),
             (
                 plgpu.Barrier(num_arrivals=self.heads, num_barriers=COMPUTE_WARPGROUPS),
                 plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
             ),
-            filled,
-            freed,
-            plgpu.Barrier(num_arrivals=self.copies.copies),
+            None if formats.widens else plgpu.Barrier(num_arrivals=self.copies.copies),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
             collective_axes="warpgroup",
         )
 
-    def _body(self, operands, out_refs, rows_smem, pages_smem, q_barriers, full, free, last_v_full, turn):
+    def _body(self, operands, out_refs, rows_smem, copied, readied, q_barriers, last_v_full, turn):
         items_ref, (out_ref, lse_ref) = operands.items, out_refs
         (q_smem, out_smem), q_staging, p_smem = rows_smem
         q_full, q_free = q_barriers
+        ready = TilePair(*(own if one is None else one for own, one in zip(copied, readied, strict=True)))
+        registers = _REGISTERS_READYING if self._readies else _REGISTERS
         warpgroup = lax.axis_index("warpgroup")
         units = operands.num_items[0] * self.head_blocks
         block, blocks = lax.axis_index("block"), self.blocks(items_ref.shape[0])
@@ -142,9 +192,9 @@ class ExtendKernel:
             fields = (items_ref[item, field] for field in range(items_ref.shape[1]))
             return Unit(item, lax.rem(of, self.head_blocks), *fields)
 
-        @pl.when(warpgroup == COMPUTE_WARPGROUPS)
+        @pl.when(warpgroup == _MEMORY)
         def memory():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(registers.memory, action="decrease")
             memory = ExtendMemory(
                 self.spec,
                 self.sizes,
@@ -155,16 +205,21 @@ class ExtendKernel:
                 q_staging,
                 q_full,
                 q_free,
-                pages_smem,
-                full,
-                free,
+                *zip(*copied, strict=True),
                 last_v_full,
             )
             memory.run(unit, rounds)
 
+        if self._readies:
+
+            @pl.when(warpgroup == _READYING)
+            def readying():
+                plgpu.set_max_registers(registers.readying, action="decrease")
+                ExtendReady(self.spec, self.formats, operands, copied, ready).run(unit, rounds)
+
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(registers.compute, action="increase")
             own = (None if ref is None else ref.at[warpgroup] for ref in (q_smem, q_staging, p_smem, out_smem))
             own_q, own_staging, own_p, own_out = own
 
@@ -187,7 +242,7 @@ class ExtendKernel:
                 )
                 self._take_queries(own_staging, own_q, q_full.at[warpgroup], q_free.at[warpgroup], rows)
                 pl.when(warpgroup == 1)(lambda: self._pass(turn))
-                acc, top, total = self._attend(own_q, pages_smem, own_p, full, free, turn, now, rows, begun)
+                acc, top, total = self._attend(own_q, ready, own_p, turn, now, rows, begun)
                 pl.when(warpgroup == 0)(lambda: self._pass(turn))
 
                 @pl.when(tokens > 0)
@@ -199,7 +254,7 @@ class ExtendKernel:
                     share = 1.0 / safe_total
                     if operands.out_factor is not None:
                         share = share * operands.out_factor[self._kv_head(now)]
-                    out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(self.dtype)
+                    out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(self.formats.out)
                     self._store_rows(out, out_ref, now.first + skipped, tokens, now.heads * self.heads, own_out)
 
                 return begun + now.end_tile, following
@@ -210,12 +265,13 @@ class ExtendKernel:
     def _take_queries(self, staging, q_smem, q_full, q_free, rows):
         """Rows of a tile into the form that wgmma reads."""
         width = staging.shape[-1]
-        for column in range(0, self.spec.head_dim, width):
+        layout = plgpu.Layout.WGMMA_UPCAST_2X if self.formats.q.itemsize == 1 else plgpu.Layout.WGMMA
+        for column in range(0, self.formats.q_parts * self.spec.head_dim, width):
             plgpu.barrier_wait(q_full)
-            q = plgpu.load(staging, layout=plgpu.Layout.WGMMA, optimized=False)
+            q = plgpu.load(staging, layout=layout, optimized=False)
             plgpu.wait_smem_to_gmem(0)  # the last unit's output lies where q goes
             # Where only a scale makes logits of products, the largest is taken before it scales.
-            q_smem[:, pl.ds(column, width)] = -q if rows.only_scaled and self.spec.scale < 0 else q
+            q_smem[:, pl.ds(column, width)] = -q if rows.is_negated else q
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_free)
 
@@ -240,63 +296,66 @@ class ExtendKernel:
                         target = out_ref.at[pl.ds(first + done, size), head + h, pl.ds(column, width)]
                         plgpu.copy_smem_to_gmem(staging.at[pl.ds(h * self.tile_tokens + done, size)], target)
 
-    def _attend(self, q_smem, pages_smem, p_smem, full, free, turn, unit, rows, begun):
+    def _attend(self, q_smem, ready, p_smem, turn, unit, rows, begun):
         """Unnormalised output, largest scaled score (base 2) and sum of each row."""
-        (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
-        (k_stages, v_stages), block_kv = self.sizes.stages, self.sizes.block_kv
-        factor = abs(self.spec.scale) * LOG2E
-        only_scaled = rows.only_scaled
+        keys, values = ready
+        block_kv, head_dim = self.sizes.block_kv, self.spec.head_dim
+        factor, only_scaled = rows.scale, rows.only_scaled
         per_row = plgpu.Layout.WGMMA.reduce(1)
         spans = rows.spans()
 
         def wait_for_k(tile, end):
-            pl.when(tile < end)(lambda: plgpu.barrier_wait(k_full.at[lax.rem(begun + tile, k_stages)]))
+            pl.when(tile < end)(lambda: plgpu.barrier_wait(keys.full.at[keys.stage(begun + tile)]))
 
         def attend_tile(tile, carry, masked):
             acc, top, total = carry
-            k_stage, v_stage = lax.rem(begun + tile, k_stages), lax.rem(begun + tile, v_stages)
+            k_stage, v_stage = keys.stage(begun + tile), values.stage(begun + tile)
             mask = rows.mask_words(tile)
 
             def scores(ref):
-                plgpu.wgmma(ref, q_smem, k_smem.at[k_stage].transpose((1, 0)))
+                for part in range(self.formats.q_parts):
+                    q = q_smem if q_smem.shape[-1] == head_dim else q_smem.at[:, pl.ds(part * head_dim, head_dim)]
+                    plgpu.wgmma(ref, q, keys.smem.at[k_stage].transpose((1, 0)))
                 self._pass(turn)
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(WGMMA_ROWS, block_kv))
-            plgpu.barrier_arrive(k_free.at[k_stage])
+            plgpu.barrier_arrive(keys.free.at[k_stage])
             if masked or not only_scaled:
                 seen = rows.visible(tile, mask) if masked else None
-                s = s * factor if only_scaled else rows.logits(s, tile)
+                s = s * rows.spread(factor) if only_scaled else rows.logits(s, tile)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
                 new_top = jnp.maximum(top, s.max(axis=1))
                 shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
                 p = jnp.exp2(s - lax.broadcast_in_dim(shift, s.shape, [0]))
             else:
                 new_top = shift = jnp.maximum(top, s.max(axis=1) * factor)
-                p = jnp.exp2(s * factor - lax.broadcast_in_dim(shift, s.shape, [0]))  # one fused multiply-add each
+                p = jnp.exp2(
+                    s * rows.spread(factor) - lax.broadcast_in_dim(shift, s.shape, [0])
+                )  # one fused multiply-add each
             keep = jnp.exp2(top - shift)
             acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
             total = total * keep
-            probabilities = p.astype(self.dtype)
+            probabilities = p.astype(self.formats.product)
             if self.spec.value_dim <= 128:
                 total = total + p.sum(axis=1)
                 acc, total, new_top, probabilities = lax.optimization_barrier((acc, total, new_top, probabilities))
             plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(v_full.at[v_stage])
+            plgpu.barrier_wait(values.full.at[v_stage])
             plgpu.barrier_wait(turn)
             if self.spec.value_dim > 128:
                 total = total + p.sum(axis=1)
             next_k = functools.partial(wait_for_k, tile + 1, spans[-1][1])
-            acc = tiles.add_product(acc, probabilities, v_smem.at[v_stage], p_smem, meanwhile=next_k)
-            plgpu.barrier_arrive(v_free.at[v_stage])
+            acc = tiles.add_product(acc, probabilities, values.smem.at[v_stage], p_smem, meanwhile=next_k)
+            plgpu.barrier_arrive(values.free.at[v_stage])
             return acc, new_top, total
 
         def skip_tile(tile):
             """Keeps the others' time: the memory and the other warpgroup still have this tile to do."""
-            for filled, freed, stages in zip(full, free, self.sizes.stages, strict=True):
-                stage = lax.rem(begun + tile, stages)
-                plgpu.barrier_wait(filled.at[stage])
-                plgpu.barrier_arrive(freed.at[stage])
+            for each in ready:
+                stage = each.stage(begun + tile)
+                plgpu.barrier_wait(each.full.at[stage])
+                plgpu.barrier_arrive(each.free.at[stage])
                 self._pass(turn)
 
         carry = (

@@ -10,10 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles
-from jattn_kernels.mosaic.sm90.extend_tile import Operands, Unit
+from jattn_kernels.mosaic.sm90.extend_tile import Operands, Unit, clear_unowned
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
 from jattn_kernels.spec import AttentionSpec
@@ -28,7 +27,8 @@ class ExtendMemory:
         tile_tokens: Tokens of a tile.
         q_staging: Where the queries of each compute warpgroup arrive.
         pages, full, free: Tiles of keys and of values, and barriers of each: it has arrived, may be overwritten.
-        last_v_full: Values of a tile that is not whole have arrived, to be cleared before `full` says so.
+        last_v_full: Values of a tile that is not whole have arrived, to be cleared before `full` says so; None if that
+            is done elsewhere.
     """
 
     spec: AttentionSpec
@@ -92,7 +92,7 @@ class ExtendMemory:
     def _load_queries(self, unit: Unit, is_first: Any) -> None:
         """Rows of both tiles, head by head; columns that staging memory has no room for follow the first."""
         width = self.q_staging.shape[-1]
-        for column in range(0, self.spec.head_dim, width):
+        for column in range(0, self.operands.q.shape[-1], width):
             for warpgroup in range(COMPUTE_WARPGROUPS):
                 taken = self.q_free.at[warpgroup]
                 pl.when((column > 0) | jnp.logical_not(is_first))(lambda taken=taken: plgpu.barrier_wait(taken))
@@ -115,6 +115,9 @@ class ExtendMemory:
         """A tile of v; what lies before the first key and past the last is cleared."""
         block_kv, v_smem, v_full = self.sizes.block_kv, self.pages[1], self.full[1]
         stage = self._stage(begun + tile, self.sizes.v_stages, self.free[1])
+        if self.last_v_full is None:
+            self._start(unit, 1, pages, tile, v_smem.at[stage], v_full.at[stage])
+            return
         # Only the sequence's last tile can be partly filled, and its first where keys are not paged.
         is_whole = tile < jnp.minimum(unit.end_tile, lax.div(unit.kv_len, block_kv))
         if unit.hidden is not None:
@@ -128,12 +131,7 @@ class ExtendMemory:
         def partly_filled_tile():
             self._start(unit, 1, pages, tile, v_smem.at[stage], self.last_v_full)
             plgpu.barrier_wait(self.last_v_full)
-            for row in range(0, block_kv, 64):
-                for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time
-                    part = v_smem.at[stage, pl.ds(row, 64), pl.ds(column, 64)]
-                    key = tile * block_kv + row
-                    before = None if unit.hidden is None else unit.hidden - key
-                    tiles.zero_rows_from(part, unit.kv_len - key, before)
+            clear_unowned(v_smem.at[stage], unit, tile)
             for _ in range(self.copies.copies):
                 plgpu.barrier_arrive(v_full.at[stage])
 

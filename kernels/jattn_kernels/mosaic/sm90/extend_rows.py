@@ -6,7 +6,7 @@ A warpgroup's tile has 64 rows: for each of its heads the tile's tokens, one aft
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, key_bounds
@@ -61,7 +61,7 @@ def token_bounds(
     num_seqs = seq_lens.shape[0]
     q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = _owners(cu_q_lens, num_tokens)
+    owner = owners(cu_q_lens, num_tokens)
     sequence = jnp.minimum(owner, num_seqs - 1)
     position = options.q_positions
     if position is None:
@@ -103,8 +103,8 @@ def key_ranges(
 
 
 def of_rows(
-    of_tokens: Int[Array, "*lists T"], first_token: Int[Array, " W"], *, block_tokens: int, heads: int
-) -> Int[Array, "*lists W tiles rows"]:
+    of_tokens: Shaped[Array, "*lists T"], first_token: Int[Array, " W"], *, block_tokens: int, heads: int
+) -> Shaped[Array, "*lists W tiles rows"]:
     """Numbers of tokens, for each row of the tiles; rows of no token get another's.
 
     Args:
@@ -134,7 +134,7 @@ def mask_words(
         custom_mask = jnp.zeros(1, bool)  # nothing can be gathered from no entry
     sizes = seq_lens * jnp.diff(cu_q_lens)
     start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    owner = _owners(cu_q_lens, num_tokens)
+    owner = owners(cu_q_lens, num_tokens)
     sequence = jnp.minimum(owner, seq_lens.shape[0] - 1)
     kv_len = jnp.where(owner < seq_lens.shape[0], seq_lens[sequence], 0)
     row = jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[sequence]
@@ -148,7 +148,7 @@ def mask_words(
     return jnp.sum(seen.astype(jnp.int32) << bit, axis=2, dtype=jnp.int32)
 
 
-def _owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:
+def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:
     """The sequence of each token; as many as there are for padded ones."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     return jnp.sum(cu_q_lens[1:, None] <= token[None], axis=0, dtype=jnp.int32)

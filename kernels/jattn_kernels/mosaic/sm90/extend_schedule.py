@@ -9,13 +9,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, RowBounds, key_ranges, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, SHARED_MEMORY_BYTES, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 _ENOUGH_ROWS = 56  # of 64 in use, rather than more heads in a tile
-_ITEMSIZE = 2  # of bfloat16 and float16
+_STAGES = ((4, 4), (3, 3), (3, 2), (2, 2))  # of k and of v, the best first
+_READIED_STAGES = (
+    (4, 4, 3),
+    (4, 3, 2),
+    (3, 3, 2),
+    (3, 2, 2),
+    (2, 2, 2),
+    (2, 2, 1),
+    (2, 1, 1),
+)  # and of what is widened
 _OTHER_BYTES = 2048 + 512  # Mosaic's own for reductions, and more than all barriers take
 
 
@@ -25,13 +35,15 @@ class ExtendTiles:
 
     Attributes:
         block_kv: Keys a tile.
-        k_stages, v_stages: Tiles of k and of v in shared memory.
+        k_stages, v_stages: Tiles of k and of v in shared memory, as they were copied.
+        ready_stages: Tiles of those that are widened.
         blocks: Blocks that run at the same time, one an SM.
     """
 
     block_kv: int
     k_stages: int
     v_stages: int
+    ready_stages: int = 0
     blocks: int = NUM_SMS
 
     @property
@@ -39,39 +51,64 @@ class ExtendTiles:
         """Of k and of v."""
         return self.k_stages, self.v_stages
 
-    def shared_memory_bytes(self, spec: AttentionSpec, itemsize: int) -> int:
+    def shared_memory_bytes(self, spec: AttentionSpec, formats: ExtendFormats) -> int:
         """Bytes of one block."""
-        keys = self.block_kv * (self.k_stages * spec.head_dim + self.v_stages * spec.value_dim)
-        staged = staged_columns(spec)
-        held = -(-spec.head_dim // staged) * staged
-        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (held + staged)
-        return itemsize * (keys + rows) + _OTHER_BYTES
+        copied = self.block_kv * (self.k_stages * spec.head_dim + self.v_stages * spec.value_dim)
+        readied = self.block_kv * self.ready_stages * (spec.value_dim + (spec.head_dim if formats.turns else 0))
+        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (query_columns(spec, formats) + staged_query_columns(spec, formats))
+        sizes = ((formats.kv, copied), (formats.product, readied), (formats.q, rows))
+        return sum(dtype.itemsize * numbers for dtype, numbers in sizes) + _OTHER_BYTES
 
-    def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int | None) -> str | None:
+    def refuses(self, spec: AttentionSpec, formats: ExtendFormats, page_size: int | None) -> str | None:
         """Why the kernel cannot be compiled for these sizes, or None."""
-        if self.block_kv % 64 or min(self.stages) < 2:
+        if self.block_kv % 64 or min(self.k_stages, self.v_stages + self.ready_stages) < 2:
             return f"Extend tiles take a multiple of 64 keys and at least 2 stages. Got {self}."
         if page_size is not None and self.block_kv % page_size and page_size % self.block_kv:
             return f"A tile of {self.block_kv} keys cannot be made of pages of {page_size}."
-        if self.shared_memory_bytes(spec, itemsize) > SHARED_MEMORY_BYTES:
-            needed = self.shared_memory_bytes(spec, itemsize)
+        needed = self.shared_memory_bytes(spec, formats)
+        if needed > SHARED_MEMORY_BYTES:
             return f"{self} needs {needed} bytes of shared memory at head_dim {spec.head_dim}; Hopper has 232448."
         return None
 
 
-def choose_tiles(spec: AttentionSpec) -> ExtendTiles:
-    """As many keys a tile as the registers of a warpgroup can hold scores and output for, and as many stages as fit."""
+def choose_tiles(spec: AttentionSpec, formats: ExtendFormats) -> ExtendTiles:
+    """As many keys a tile as the registers of a warpgroup can hold scores and output for, and as many stages as fit.
+
+    The keys a tile do not depend on the dtype of the queries, which a schedule does not know.
+    """
+    widest = ExtendFormats.widest(formats.kv.itemsize, spec)
     for block_kv in (128, 64) if spec.value_dim <= 128 else (64,):
-        for stages in ((4, 4), (3, 3), (3, 2), (2, 2)):
-            sizes = ExtendTiles(block_kv, *stages)
-            if sizes.shared_memory_bytes(spec, _ITEMSIZE) <= SHARED_MEMORY_BYTES:
-                return sizes
+        if _most_stages(spec, widest, block_kv) is not None:
+            sizes = _most_stages(spec, formats, block_kv)
+            assert sizes is not None, f"{formats} take more than {widest}"
+            return sizes
     raise AssertionError(f"no tiles fit {spec}")
 
 
+def _most_stages(spec: AttentionSpec, formats: ExtendFormats, block_kv: int) -> ExtendTiles | None:
+    for stages in _READIED_STAGES if formats.widens else _STAGES:
+        sizes = ExtendTiles(block_kv, *stages)
+        if sizes.shared_memory_bytes(spec, formats) <= SHARED_MEMORY_BYTES:
+            return sizes
+    return None
+
+
 def staged_columns(spec: AttentionSpec) -> int:
-    """Columns of q and of the output that are in staging memory at once."""
+    """Columns of the output that are in staging memory at once."""
     return spec.head_dim if spec.head_dim == spec.value_dim <= 128 else 64
+
+
+def staged_query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
+    """Columns of q that are in staging memory at once: as many as lie together in tiled memory, or a multiple."""
+    if formats.q.itemsize > 1:
+        return staged_columns(spec)
+    return 64 if spec.head_dim % 128 else 128
+
+
+def query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
+    """Columns that a row of queries has in shared memory, where output as wide as is staged can take their place."""
+    staged = staged_columns(spec) * formats.out.itemsize // formats.q.itemsize
+    return -(-spec.head_dim * formats.q_parts // staged) * staged
 
 
 def heads_per_tile(group_size: int) -> int:

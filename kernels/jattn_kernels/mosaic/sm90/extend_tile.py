@@ -9,7 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.logits import base2_logits
+from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
@@ -29,6 +30,7 @@ class Operands(NamedTuple):
         layer: Which layer of the pages.
         slopes: ALiBi's, of each row of a tile for each block of heads.
         logit_factor: Of the products of a sequence (or of all) and a key head.
+        row_factor: In place of it, of the products of a key head and each row of each item's tiles, key heads first.
         out_factor: Of a value head.
         mask: For each row of each tile a bit for each key, 32 keys a word, words first.
     """
@@ -45,6 +47,7 @@ class Operands(NamedTuple):
     logit_factor: Any = None
     out_factor: Any = None
     mask: Any = None
+    row_factor: Any = None
 
 
 class Unit(NamedTuple):
@@ -78,6 +81,22 @@ class Unit(NamedTuple):
         """
         return lax.div(self.heads, spec.group_size // heads)
 
+    def owns(self, tile: Any, block_kv: int) -> Any:
+        """Whether all keys of a tile are the request's own: its last tile may not be whole, with `hidden` its first."""
+        owned = (tile + 1) * block_kv <= self.kv_len
+        return owned if self.hidden is None else owned & (tile * block_kv >= self.hidden)
+
+
+def clear_unowned(values: Any, unit: Unit, tile: Any) -> None:
+    """Clears the rows of a tile of values that are not the request's own."""
+    block_kv, width = values.shape
+    for row in range(0, block_kv, WGMMA_ROWS):
+        for column in range(0, width, WGMMA_ROWS):  # few registers: 64 x 64 at a time
+            part = values.at[pl.ds(row, WGMMA_ROWS), pl.ds(column, WGMMA_ROWS)]
+            key = tile * block_kv + row
+            before = None if unit.hidden is None else unit.hidden - key
+            tiles.zero_rows_from(part, unit.kv_len - key, before)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileRows:
@@ -91,6 +110,7 @@ class TileRows:
         ranges: As in `RowBounds`.
         slope: ALiBi's, of each row.
         factor: Of all products.
+        row_factor: Of the products of each row; times the scale it is not negative.
         mask: Where the rows' words are.
     """
 
@@ -106,6 +126,7 @@ class TileRows:
     ranges: Any = None
     slope: Any = None
     factor: Any = None
+    row_factor: Any = None
     mask: Any = None
 
     @classmethod
@@ -126,14 +147,28 @@ class TileRows:
         if operands.logit_factor is not None:
             of = jnp.minimum(unit.sequence, operands.logit_factor.shape[0] - 1)
             facts["factor"] = operands.logit_factor[of, kv_head(unit)]
+        if operands.row_factor is not None:
+            facts["row_factor"] = _load(operands.row_factor.at[kv_head(unit), unit.item, warpgroup])
         if operands.mask is not None:
             facts["mask"] = operands.mask.at[:, unit.item, warpgroup]
         return cls(unit=unit, **facts)
 
     @property
     def only_scaled(self) -> bool:
-        """Whether a factor that is known at compile time is all that makes logits of products."""
+        """Whether a factor that is not negative is all that makes logits of products."""
         return self.spec.logits_soft_cap is None and self.slope is None and self.factor is None
+
+    @property
+    def is_negated(self) -> bool:
+        """Whether products have the sign turned, so that the largest may be taken before the scale is applied."""
+        return self.only_scaled and self.row_factor is None and self.spec.scale < 0
+
+    @property
+    def scale(self) -> Any:
+        """That factor over ln 2: one for all products, or of each row."""
+        if self.row_factor is None:
+            return abs(self.spec.scale) * LOG2E
+        return self.row_factor * (self.spec.scale * LOG2E)
 
     def spans(self) -> list[Span]:
         """Spans of tiles, (what to do, first, end); "whole" where all rows see all keys, and the last is to skip."""
@@ -155,12 +190,14 @@ class TileRows:
 
     def logits(self, products: jax.Array, tile: Any) -> jax.Array:
         """Logits over ln 2."""
-        slope = distance = None
+        factor, slope, distance = self.factor, None, None
+        if self.row_factor is not None:
+            factor = self.spread(self.row_factor)
         if self.slope is not None:
-            slope = self._spread(self.slope)
+            slope = self.spread(self.slope)
             position = self.limit - 1 + self._token() if self.position is None else self.position
-            distance = self._column() - self._spread(position - tile * self.block_kv)
-        return base2_logits(products, self.spec, factor=self.factor, slope=slope, distance=distance)
+            distance = self._column() - self.spread(position - tile * self.block_kv)
+        return base2_logits(products, self.spec, factor=factor, slope=slope, distance=distance)
 
     def visible(self, tile: Any, mask: list[jax.Array] | None) -> jax.Array:
         """Which keys of a tile each row sees.
@@ -172,13 +209,13 @@ class TileRows:
         if self.end is None:
             if not self.spec.causal:
                 return column < self.unit.kv_len - key
-            return column < self._spread(jnp.minimum(self.limit + self._token(), self.unit.kv_len) - key)
-        seen = column < self._spread(self.end - key)
-        seen &= column >= self._spread(self.first - key)
+            return column < self.spread(jnp.minimum(self.limit + self._token(), self.unit.kv_len) - key)
+        seen = column < self.spread(self.end - key)
+        seen &= column >= self.spread(self.first - key)
         if mask is not None:
-            word = self._spread(mask[0])
+            word = self.spread(mask[0])
             for number in range(1, len(mask)):
-                word = jnp.where(column < number * _MASK_BITS, word, self._spread(mask[number]))
+                word = jnp.where(column < number * _MASK_BITS, word, self.spread(mask[number]))
             seen &= (lax.shift_right_logical(word, column & (_MASK_BITS - 1)) & 1) == 1
         return seen
 
@@ -198,7 +235,10 @@ class TileRows:
         row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=_PER_ROW)
         return lax.rem(row, self.tile_tokens)
 
-    def _spread(self, of_rows: jax.Array) -> jax.Array:
+    def spread(self, of_rows: Any) -> Any:
+        """A number of each row, or one for all, for every key."""
+        if not jnp.ndim(of_rows):
+            return of_rows
         return lax.broadcast_in_dim(of_rows, (WGMMA_ROWS, self.block_kv), [0])
 
 

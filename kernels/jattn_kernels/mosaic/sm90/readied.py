@@ -4,6 +4,7 @@ A rotation by a position is one by the tile's first position and one by what is 
 number in the tile, from one small table for all tiles, and the few queries are turned back by the tile's first key.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -37,13 +38,19 @@ def widen(source: Any, target: Any) -> None:
 def turn_keys(source: Any, target: Any, turn: Turn) -> None:
     """Pairs (i, i + H / 2) of each key turned on by its own angles."""
     half = source.shape[-1] // 2
+    places = [pl.ds(begin, half) for begin in (0, half)]
+    turn_pairs([source.at[:, place] for place in places], [target.at[:, place] for place in places], turn)
+
+
+def turn_pairs(sources: Sequence[Any], targets: Sequence[Any], turn: Turn) -> None:
+    """Pairs of numbers, the first and the second ones of each apart, turned on by angles of their own."""
     first, second = (
-        plgpu.load(source.at[:, pl.ds(begin, half)], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-        for begin in (0, half)
+        plgpu.load(source, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32) for source in sources
     )
     cos, sin = (part.astype(jnp.float32) for part in turn)
-    target[:, pl.ds(0, half)] = (first * cos - second * sin).astype(target.dtype)
-    target[:, pl.ds(half, half)] = (second * cos + first * sin).astype(target.dtype)
+    low, high = targets
+    low[...] = (first * cos - second * sin).astype(low.dtype)
+    high[...] = (second * cos + first * sin).astype(high.dtype)
     plgpu.commit_smem()
 
 

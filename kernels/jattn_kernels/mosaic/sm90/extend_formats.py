@@ -1,0 +1,63 @@
+"""The numbers of an extend kernel: what is stored, what is multiplied, and what comes out."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from jattn_kernels.mosaic.sm90.decode_queries import num_parts
+from jattn_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendFormats:
+    """The dtypes of one kernel.
+
+    Attributes:
+        q: Of queries in their product with keys.
+        q_parts: How many numbers stand for one of a query, which is their sum: they are columns of the same row, part
+            after part.
+        kv: Of keys and values in memory.
+        product: Of values and probabilities in their product, and of keys that are turned.
+        out: Of the output.
+        turns: Whether keys are turned by their positions.
+    """
+
+    q: Any
+    q_parts: int
+    kv: Any
+    product: Any
+    out: Any
+    turns: bool
+
+    @classmethod
+    def of(cls, q_dtype: Any, kv_dtype: Any, spec: AttentionSpec) -> "ExtendFormats":
+        """Those that serve queries and keys of some dtypes: fp8 keys are multiplied as they are unless turned."""
+        q, kv, turns = jnp.dtype(q_dtype), jnp.dtype(kv_dtype), spec.rope_theta is not None
+        if kv.itemsize > 1:
+            return cls(q, 1, kv, kv, q, turns)
+        out, wide = jnp.dtype("bfloat16") if q.itemsize == 1 else q, jnp.dtype("float16")
+        if turns:
+            return cls(wide, 1, kv, wide, out, turns)
+        return cls(kv, num_parts(q, kv), kv, wide, out, turns)
+
+    @classmethod
+    def widest(cls, kv_itemsize: int, spec: AttentionSpec) -> "ExtendFormats":
+        """Those of keys of some size whose queries take the most memory."""
+        if kv_itemsize > 1:
+            return cls.of("bfloat16", "bfloat16", spec)
+        return cls.of("float16", "float8_e5m2", spec)
+
+    @property
+    def widens(self) -> bool:
+        """Whether values are widened before their product, and keys if they are turned."""
+        return self.kv != self.product
+
+    @property
+    def keys(self) -> Any:
+        """Of keys in their product with queries."""
+        return self.product if self.turns else self.kv
+
+    def columns_at_once(self, head_dim: int) -> int:
+        """Columns of q and k that a tile holds side by side: turned keys are read by halves."""
+        return head_dim // 2 if self.turns else head_dim
