@@ -104,13 +104,6 @@ def test_xla_refuses_by_name(change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        *[
-            (
-                {"operation": name, "spec": dataclasses.replace(HOPPER_CALL.spec, rope_theta=1e4)},
-                f"`mosaic` does not do `rope_theta` in {name}",
-            )
-            for name in ("paged_extend", "ragged_extend")
-        ],
         (
             {"spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=64, rope_theta=1e4)},
             "`mosaic` turns keys of head_dim 128 or 256, not 64",

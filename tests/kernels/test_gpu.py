@@ -128,6 +128,10 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
         ("fp8_without_scales", {**fp8, "kv_scale": None}),
         ("fp8_scales_layers", {**_FP8_KEYS, "q_scale": "rows"}),
         ("fp8_queries_scales", {**_FP8_KEYS, "dtype": "float8_e4m3fn", "q_scale": "rows"}),
+        (
+            "fp8_queries_group_7_dim_64",
+            {**fp8, "dtype": "float8_e4m3fn", "spec": _spec(num_q_heads=7, num_kv_heads=1, head_dim=64)},
+        ),
         ("fp8_not_causal", {**fp8, "spec": _spec(causal=False)}),
         ("fp8_window", {**fp8, "spec": _spec(window_left=100)}),
         ("fp8_chunk", {**fp8, "spec": _spec(chunk_size=100), "kv_start": (5, 0, 3, 64, 0, 7)}),
@@ -138,6 +142,35 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
         ("fp8_mask_positions", {**fp8, "custom_mask": True, "q_positions": True}),
         ("fp8_invariant", {**fp8, "spec": _spec(batch_invariant=True)}),
         ("fp8_more_queries_than_keys", {**fp8, "kv_lens": (40, 0, 64, 1, 100, 9)}),
+    ]
+
+
+def _extend_rope() -> list[tuple[str, dict[str, Any]]]:
+    """Keys turned in the kernel: of all widths and dtypes, at positions near and far, beside other features."""
+    far = {"kv_start": (5, 0, 3, 64, 0, 70_000)}
+    dtypes = (("bfloat16", None), ("float16", None), *itertools.product(("bfloat16", "float8_e5m2"), _FP8))
+    return [
+        *(
+            (f"rope_{q}_{kv}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "spec": _spec(head_dim=dim, rope_theta=1e4)})
+            for (q, kv), dim in itertools.product(dtypes, (64, 128, 192, 256))
+        ),
+        *(
+            (f"rope_page_{page_size}_hnd", {"page_size": page_size, "spec": _spec(rope_theta=1e4, page_layout="HND")})
+            for page_size in (8, 64, 256)
+        ),
+        ("rope_scale_far", {**far, "spec": _spec(rope_theta=5e5, rope_scale=8.0)}),
+        ("rope_q_positions", {**far, "q_positions": True, "spec": _spec(rope_theta=1e4)}),
+        ("rope_q_start", {"q_start": (90, 0, 3, 64, 200, 1000), "spec": _spec(rope_theta=1e4)}),
+        ("rope_dim_192_128", {"spec": _spec(rope_theta=1e4, head_dim=192, v_head_dim=128)}),
+        ("rope_not_causal_group_1", {"spec": _spec(rope_theta=1e4, causal=False, num_kv_heads=8)}),
+        ("rope_window_combined", {"spec": _spec(rope_theta=1e4, window_left=100, combined_pool="kv_first")}),
+        ("rope_alibi_cap", {"alibi": True, "spec": _spec(rope_theta=1e4, logits_soft_cap=5.0, sm_scale=-0.5)}),
+        (
+            "rope_scales_layers",
+            {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "spec": _spec(rope_theta=1e4)},
+        ),
+        ("rope_fp8_scales", {**_FP8_KEYS, **far, "q_scale": "rows", "spec": _spec(rope_theta=1e4, window_left=100)}),
+        ("rope_invariant", {"spec": _spec(rope_theta=1e4, batch_invariant=True)}),
     ]
 
 
@@ -183,6 +216,7 @@ def _extend_features() -> list[Case]:
         ("tree", {**tree, "spec": _spec(num_q_heads=32, window_left=100)}),
         ("invariant", {"spec": _spec(batch_invariant=True)}),
         *_extend_fp8(),
+        *_extend_rope(),
         (
             "all",
             {
@@ -224,6 +258,8 @@ def _ragged_features() -> list[Case]:
         ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": _spec(window_left=300)}),
         *((f"fp8_{q}", {**_FP8_ROWS, "dtype": q}) for q in ("bfloat16", "float16", *_FP8)),
         ("fp8_window_soft_cap", {**_FP8_ROWS, "spec": _spec(window_left=200, logits_soft_cap=5.0)}),
+        *((f"rope_dim_{dim}", {"spec": _spec(head_dim=dim, rope_theta=1e4)}) for dim in (64, 128, 256)),
+        ("rope_fp8_window", {**_FP8_ROWS, "spec": _spec(rope_theta=1e4, window_left=200)}),
         ("fp8_encoder", {**_FP8_ROWS, "spec": _spec(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
     ]
     return [_case("ragged_extend", name, **fields) for name, fields in cases]

@@ -74,6 +74,9 @@ INTERPRETED = [
     derived("fp8", of="fp8", heads=(2, 1), q_scale="rows", q_lens=(40, 3, 0), kv_lens=(300, 20, 9)),
     derived("fp8_queries_dim_128", **FP8_QUERIES, head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), **ONE),
     derived("ragged_fp8_float16", among=RAGGED, of="fp8", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
+    derived("rope_dim_128", of="rope_and_kv_start", **LONG, head_dim=128, kv_start=(5, 70_000), page_size=16),
+    derived("rope_fp8_positions", of="rope", kv_dtype="float8_e4m3fn", q_positions=True, kv_scale="heads", **ONE),
+    derived("ragged_rope_float16", among=RAGGED, of="rope", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
 ]
 SLOW = [
     derived("positions", of="kv_start", page_size=16, **ONE),
@@ -87,8 +90,16 @@ SLOW = [
     derived("fp8_float16_e5m2", of="fp8", dtype="float16", kv_dtype="float8_e5m2", q_lens=(70,), kv_lens=(200,), **ONE),
     derived("fp8_dim_192_128_hnd", of="fp8", heads=(2, 2), head_dim=192, v_head_dim=128, page_layout="HND"),
     derived("fp8_window_alibi_cap", of="fp8", alibi=True, window_left=70, logits_soft_cap=5.0, sm_scale=-0.5, **LONG),
+    derived(
+        "fp8_queries_group_7", of="fp8_queries", dtype="float8_e5m2", heads=(7, 1), q_lens=(11, 5), kv_lens=(30, 5)
+    ),
     derived("fp8_dim_256_mask", of="fp8", head_dim=256, custom_mask=True, page_size=64, **ONE),
     derived("fp8_one_ready_tile", of="fp8_queries", dtype="float16", head_dim=256, q_lens=(3,), kv_lens=(300,), **ONE),
+    derived("rope_dim_256_window_alibi", of="rope", head_dim=256, window_left=20, alibi=True, heads=(2, 1)),
+    derived("rope_dim_192_128_tree", of="tree", rope_theta=1e4, head_dim=192, v_head_dim=128, heads=(8, 1)),
+    derived("rope_fp8_queries", of="fp8_queries", dtype="float8_e4m3fn", rope_theta=1e4, head_dim=128, **LONG),
+    derived("rope_more_tiles_than_stages", of="rope", head_dim=128, q_lens=(3,), kv_lens=(700,), **ONE),
+    derived("ragged_rope_fp8", among=RAGGED, of="fp8", rope_theta=1e4, q_lens=(5, 9), kv_lens=(13, 140), **ONE),
     derived("ragged_fp8_window", among=RAGGED, of="fp8", window_left=20, q_lens=(5, 9), kv_lens=(13, 140), **ONE),
     derived(
         "window_sinks_scales",
@@ -261,6 +272,8 @@ FEATURES = {
     "combined": {"combined_pool": "pages_first"},
     "invariant": {"batch_invariant": True},
     "invariant_window": {"batch_invariant": True, "window_left": 100},
+    "rope": {"rope_theta": 1e4, "options": ("kv_start",), "given": True},
+    "rope_window_alibi": {"rope_theta": 5e5, "rope_scale": 8.0, "window_left": 100, "options": ("alibi_slopes",)},
     "all": {
         "options": ("custom_mask", "q_positions", "alibi_slopes", "sinks", *NAMES_OF_SCALES),
         "window_left": 100,
@@ -281,6 +294,8 @@ WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_di
         ("all", 192, 128, 64, 8),
         ("invariant", 64, 128, 256, 128),
         ("chunk", 128, 128, None, 4),
+        ("rope", 128, 128, 16, 4),
+        ("rope_window_alibi", 64, 64, None, 5),
     ],
 )
 def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_dim, page_size, group_size):
@@ -301,7 +316,8 @@ def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_di
     ],
 )
 def test_mosaic_extend_lowers_for_cuda_with_fp8(q_dtype, kv_dtype, head_dim, value_dim, page_size):
-    facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, "options": NAMES_OF_SCALES}
+    theta = 1e4 if head_dim == 128 and page_size else None
+    facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, "options": NAMES_OF_SCALES, "rope_theta": theta}
     assert "mosaic_gpu" in lower_for_cuda(q_dtype, head_dim, page_size, "HND", 4, **facts, given=True)
 
 

@@ -26,8 +26,8 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
-    "paged_extend": ("rope_theta",),
-    "ragged_extend": ("rope_theta", "batch_invariant"),
+    "paged_extend": (),
+    "ragged_extend": ("batch_invariant",),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 

@@ -10,6 +10,7 @@ from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
 from jattn_kernels.mosaic.sm90.extend_queries import Queries, prepared
+from jattn_kernels.mosaic.sm90.extend_ready import TURNED_KEYS
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, mask_words, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.extend_schedule import (
     ExtendSchedule,
@@ -20,6 +21,7 @@ from jattn_kernels.mosaic.sm90.extend_schedule import (
 )
 from jattn_kernels.mosaic.sm90.extend_tile import Operands
 from jattn_kernels.mosaic.sm90.paged import stacked
+from jattn_kernels.mosaic.sm90.readied import turn_of
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies
 from jattn_kernels.scales import head_scales, logit_factors
@@ -68,9 +70,9 @@ def paged_extend(
     schedule = options.schedule
     if schedule is None or is_own(spec, options):
         schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes)
+    num_keys = _whole_tiles(page_table.shape[1] * page_size, sizes)
     mask = None
     if options.custom_mask is not None:
-        num_keys = _whole_tiles(page_table.shape[1] * page_size, sizes)
         mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=q.shape[0], num_keys=num_keys)
     position = None
     if formats.turns:
@@ -79,7 +81,7 @@ def paged_extend(
     copies = PageCopies.of(spec, sizes.block_kv, page_size)
     kernel = ExtendKernel(spec, sizes, copies, formats)
     keys_and_values = stacked(k_pages, v_pages, options.layer_index)
-    return _extend(kernel, queries, keys_and_values, page_table, schedule, options, mask)
+    return _extend(kernel, queries, keys_and_values, page_table, schedule, options, mask, num_keys=num_keys)
 
 
 def ragged_extend(
@@ -107,6 +109,7 @@ def ragged_extend(
     )
     layer, k, v = stacked(k, v, options.layer_index)
     num_rows = k.shape[1]
+    num_keys = _whole_tiles(num_rows + TILED_ROWS, sizes)
     mask = None
     if options.custom_mask is not None:
         mask = mask_words(
@@ -114,7 +117,7 @@ def ragged_extend(
             seq_lens,
             cu_q_lens,
             num_tokens=q.shape[0],
-            num_keys=_whole_tiles(num_rows + TILED_ROWS, sizes),
+            num_keys=num_keys,
             hidden=hidden,
         )
     # A copy may pass the end of an array, but may not be larger than it.
@@ -127,7 +130,7 @@ def ragged_extend(
     queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
     copies = RowCopies(sizes.block_kv)
     kernel = ExtendKernel(spec, sizes, copies, formats)
-    return _extend(kernel, queries, (layer, k, v), cu_kv_lens, schedule, options, mask)
+    return _extend(kernel, queries, (layer, k, v), cu_kv_lens, schedule, options, mask, num_keys=num_keys)
 
 
 def _extend(
@@ -138,12 +141,15 @@ def _extend(
     schedule: ExtendSchedule,
     options: AttentionOptions,
     mask: Int[Array, "words T"] | None,
+    *,
+    num_keys: int,
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Output and lse by token.
 
     Args:
         keys_and_values: As `stacked` gives them.
         places: The page table, or where each sequence's rows begin.
+        num_keys: Keys a sequence at most, in whole tiles.
     """
     spec, heads, tile_tokens = kernel.spec, kernel.heads, kernel.tile_tokens
     assert (schedule.block_kv, schedule.block_tokens) == (kernel.sizes.block_kv, COMPUTE_WARPGROUPS * tile_tokens)
@@ -156,6 +162,12 @@ def _extend(
     by_row = functools.partial(
         of_rows, first_token=schedule.items[:, 1], block_tokens=schedule.block_tokens, heads=heads
     )
+    tile_turns = key_turns = None
+    if kernel.formats.turns:
+        # float16 is exact enough for the second: keys are rounded that much, or more, when they have been turned.
+        piece = jnp.arange(num_keys // TURNED_KEYS, dtype=jnp.int32)
+        tile_turns = turn_of(piece * TURNED_KEYS, spec, jnp.float32)
+        key_turns = turn_of(jnp.arange(TURNED_KEYS, dtype=jnp.int32), spec, jnp.float16)
     operands = Operands(
         q=jnp.pad(q, ((0, missing), (0, 0), (0, 0))) if missing else q,
         k=k,
@@ -171,6 +183,8 @@ def _extend(
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
         mask=None if mask is None else by_row(mask),
+        tile_turns=tile_turns,
+        key_turns=key_turns,
         row_factor=None if queries.factor is None else by_row(queries.factor),
     )
     out, lse = kernel(operands)

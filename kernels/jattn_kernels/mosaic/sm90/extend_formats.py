@@ -54,9 +54,14 @@ class ExtendFormats:
         return self.kv != self.product
 
     @property
-    def keys(self) -> Any:
-        """Of keys in their product with queries."""
-        return self.product if self.turns else self.kv
+    def readies(self) -> bool:
+        """Whether there is anything to be done with tiles between copy and product, besides clearing."""
+        return self.widens or self.turns
+
+    def query_columns(self, head_dim: int) -> int:
+        """Columns of a row of queries, and some without meaning where it is not a multiple of 128 bytes."""
+        columns, whole = self.q_parts * head_dim, 128 // self.q.itemsize
+        return columns + -columns % whole
 
     def columns_at_once(self, head_dim: int) -> int:
         """Columns of q and k that a tile holds side by side: turned keys are read by halves."""

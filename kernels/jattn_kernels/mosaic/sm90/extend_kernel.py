@@ -8,6 +8,7 @@ grid (blocks)             as many as the GPU has SMs; each takes every blocks-th
   k_full, v_full          memory -> compute: the copies of a tile have arrived, and v holds nothing but the request's
   k_free, v_free          both compute -> memory: the tile may be overwritten
   turn                    compute <-> compute: while one multiplies, the other does its softmax
+  readying warpgroup      only where numbers are fp8 or keys are turned: between memory and compute, `extend_ready`
 shared memory: q of both as it arrives and as wgmma reads it, tiles of k and of v; the output takes q's place
 
 A tile's 64 rows are some heads of one group times as many tokens as fit, head by head: so a prompt reads its prefix
@@ -17,7 +18,11 @@ where any row may begin, rather than through copies in XLA, which would read and
 
 Of a request's tiles of keys a unit reads those that some row of it sees, and a warpgroup skips what no row of its own
 sees. Only tiles that some of its rows do not see whole are masked; where neither window nor chunk, mask nor position
-is given, one number a unit tells which. Features that a call does not use leave nothing in its kernel.
+is given, one number a unit tells which.
+
+fp8 keys are multiplied as they are, with queries that are sums of such numbers; fp8 values are widened to float16,
+which holds them exactly, and so are keys that are turned. Features that a call does not use leave nothing in its
+kernel.
 """
 
 import dataclasses
@@ -33,7 +38,7 @@ from jax import lax
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_memory import ExtendMemory
-from jattn_kernels.mosaic.sm90.extend_ready import ExtendReady, TilePair, Tiles
+from jattn_kernels.mosaic.sm90.extend_ready import ExtendReady
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend_schedule import (
     ExtendTiles,
@@ -42,7 +47,7 @@ from jattn_kernels.mosaic.sm90.extend_schedule import (
     staged_columns,
     staged_query_columns,
 )
-from jattn_kernels.mosaic.sm90.extend_tile import Operands, TileRows, Unit
+from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, TileRows, Tiles, Unit
 from jattn_kernels.mosaic.sm90.logits import LOG2E
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies
@@ -59,8 +64,12 @@ class _Registers(NamedTuple):
     readying: int = 0
 
 
-_REGISTERS = _Registers(compute=232, memory=40)
-_REGISTERS_READYING = _Registers(compute=208, memory=24, readying=72)
+def _registers(formats: ExtendFormats) -> _Registers:
+    if not formats.readies:
+        return _Registers(compute=232, memory=40)
+    if not formats.turns:
+        return _Registers(compute=208, memory=24, readying=72)
+    return _Registers(compute=192, memory=24, readying=104)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,17 +116,13 @@ class ExtendKernel:
             ],
             grid=(self.blocks(num_items),),
             grid_names=("block",),
-            num_threads=_READYING + 1 if self._readies else _MEMORY + 1,
+            num_threads=_READYING + 1 if self.formats.readies else _MEMORY + 1,
             thread_name="warpgroup",
             kernel_name="paged_extend",
             compiler_params=plgpu.CompilerParams(approx_math=True),
             interpret=tiles.interpret_params(),
         )
         return run(*leaves)
-
-    @property
-    def _readies(self) -> bool:
-        return self.formats.widens or self.formats.turns
 
     def _entry(self, tree, *refs):
         spec, sizes, formats = self.spec, self.sizes, self.formats
@@ -128,22 +133,26 @@ class ExtendKernel:
         pieces = columns * formats.q.itemsize // (width * formats.out.itemsize)
         staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, pieces, WGMMA_ROWS, width), formats.out)
         at_once = formats.columns_at_once(spec.head_dim)
-        readied = formats.turns and formats.widens, formats.widens
 
-        def copied(stages, width, columns, is_readied):
+        def copied(stages, width, columns, is_widened):
             return Tiles(
                 tiles.tile((stages, sizes.block_kv, width), formats.kv, columns),
                 plgpu.Barrier(num_arrivals=self.copies.copies, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=1 if is_readied else COMPUTE_WARPGROUPS, num_barriers=stages),
+                plgpu.Barrier(num_arrivals=1 if is_widened else COMPUTE_WARPGROUPS, num_barriers=stages),
             )
 
-        def ready(stages, width, columns):
+        def readied(stages, width, columns, is_widened):
+            """What is None is as copied."""
+            if not is_widened:
+                return Tiles(None, plgpu.Barrier(num_barriers=stages), None)
             return Tiles(
-                tiles.tile((stages, sizes.block_kv, width), formats.product, columns),
-                plgpu.Barrier(num_barriers=stages),
-                plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
+                tiles.tile((sizes.ready_stages, sizes.block_kv, width), formats.product, columns),
+                plgpu.Barrier(num_barriers=sizes.ready_stages),
+                plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=sizes.ready_stages),
             )
 
+        keys = sizes.k_stages, spec.head_dim, at_once, formats.widens and formats.turns
+        values = sizes.v_stages, spec.value_dim, None, formats.widens
         pl.run_scoped(
             lambda *scratch: self._body(operands, out_refs, *scratch),
             (
@@ -151,19 +160,16 @@ class ExtendKernel:
                 plgpu.SMEM((*both, staged_query_columns(spec, formats)), formats.q),
                 tiles.probabilities_tile((*both, sizes.block_kv), formats.product),
             ),
-            TilePair(
-                copied(sizes.k_stages, spec.head_dim, None if formats.widens else at_once, readied[0]),
-                copied(sizes.v_stages, spec.value_dim, None, readied[1]),
-            ),
-            TilePair(
-                ready(sizes.ready_stages, spec.head_dim, at_once) if readied[0] else None,
-                ready(sizes.ready_stages, spec.value_dim, None) if readied[1] else None,
+            TilePair(copied(*keys), copied(*values)),
+            (
+                readied(*keys) if formats.turns else Tiles(None, None, None),
+                readied(*values) if formats.readies else Tiles(None, None, None),
             ),
             (
                 plgpu.Barrier(num_arrivals=self.heads, num_barriers=COMPUTE_WARPGROUPS),
                 plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
             ),
-            None if formats.widens else plgpu.Barrier(num_arrivals=self.copies.copies),
+            None if formats.readies else plgpu.Barrier(num_arrivals=self.copies.copies),
             plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
             collective_axes="warpgroup",
         )
@@ -172,8 +178,8 @@ class ExtendKernel:
         items_ref, (out_ref, lse_ref) = operands.items, out_refs
         (q_smem, out_smem), q_staging, p_smem = rows_smem
         q_full, q_free = q_barriers
-        ready = TilePair(*(own if one is None else one for own, one in zip(copied, readied, strict=True)))
-        registers = _REGISTERS_READYING if self._readies else _REGISTERS
+        ready = TilePair(*map(_over, readied, copied))
+        registers = _registers(self.formats)
         warpgroup = lax.axis_index("warpgroup")
         units = operands.num_items[0] * self.head_blocks
         block, blocks = lax.axis_index("block"), self.blocks(items_ref.shape[0])
@@ -205,12 +211,12 @@ class ExtendKernel:
                 q_staging,
                 q_full,
                 q_free,
-                *zip(*copied, strict=True),
+                copied,
                 last_v_full,
             )
             memory.run(unit, rounds)
 
-        if self._readies:
+        if self.formats.readies:
 
             @pl.when(warpgroup == _READYING)
             def readying():
@@ -266,7 +272,7 @@ class ExtendKernel:
         """Rows of a tile into the form that wgmma reads."""
         width = staging.shape[-1]
         layout = plgpu.Layout.WGMMA_UPCAST_2X if self.formats.q.itemsize == 1 else plgpu.Layout.WGMMA
-        for column in range(0, self.formats.q_parts * self.spec.head_dim, width):
+        for column in range(0, self.formats.query_columns(self.spec.head_dim), width):
             plgpu.barrier_wait(q_full)
             q = plgpu.load(staging, layout=layout, optimized=False)
             plgpu.wait_smem_to_gmem(0)  # the last unit's output lies where q goes
@@ -378,3 +384,8 @@ class ExtendKernel:
     def _pass(self, turn):
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
+
+
+def _over(own: Tiles, other: Tiles) -> Tiles:
+    """Tiles of which what is None is the other's."""
+    return Tiles(*(theirs if part is None else part for part, theirs in zip(own, other, strict=True)))

@@ -12,7 +12,7 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles
-from jattn_kernels.mosaic.sm90.extend_tile import Operands, Unit, clear_unowned
+from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, Tiles, Unit, clear_unowned
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
 from jattn_kernels.spec import AttentionSpec
@@ -26,7 +26,7 @@ class ExtendMemory:
         heads: Heads that share a tile's rows.
         tile_tokens: Tokens of a tile.
         q_staging: Where the queries of each compute warpgroup arrive.
-        pages, full, free: Tiles of keys and of values, and barriers of each: it has arrived, may be overwritten.
+        copied: Where tiles of keys and of values arrive.
         last_v_full: Values of a tile that is not whole have arrived, to be cleared before `full` says so; None if that
             is done elsewhere.
     """
@@ -40,9 +40,7 @@ class ExtendMemory:
     q_staging: Any
     q_full: Any
     q_free: Any
-    pages: Any
-    full: Any
-    free: Any
+    copied: TilePair
     last_v_full: Any
 
     def run(self, unit: Callable[[Any], Unit], rounds: Any) -> None:
@@ -59,11 +57,11 @@ class ExtendMemory:
             return begun + now.end_tile
 
         done = lax.fori_loop(0, rounds, load_unit, jnp.int32(0))
-        for freed, stages in zip(self.free, self.sizes.stages, strict=True):
+        for copied in self.copied:
 
-            @pl.loop(jnp.maximum(done, stages), done + stages)
-            def wait_for_the_last(step, freed=freed, stages=stages):
-                plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
+            @pl.loop(jnp.maximum(done, copied.stages), done + copied.stages)
+            def wait_for_the_last(step, copied=copied):
+                plgpu.barrier_wait(copied.free.at[copied.stage(step)])
 
         @pl.when(rounds > 0)
         def wait_for_the_last_queries():
@@ -108,13 +106,14 @@ class ExtendMemory:
                     plgpu.copy_gmem_to_smem(source, self.q_staging.at[warpgroup, rows], self.q_full.at[warpgroup])
 
     def _load_k(self, unit: Unit, begun: Any, tile: Any, pages: list[Any]) -> None:
-        stage = self._stage(begun + tile, self.sizes.k_stages, self.free[0])
-        self._start(unit, 0, pages, tile, self.pages[0].at[stage], self.full[0].at[stage])
+        keys = self.copied.keys
+        stage = self._stage(keys, begun + tile)
+        self._start(unit, 0, pages, tile, keys.smem.at[stage], keys.full.at[stage])
 
     def _load_v(self, unit: Unit, begun: Any, tile: Any, pages: list[Any]) -> None:
         """A tile of v; what lies before the first key and past the last is cleared."""
-        block_kv, v_smem, v_full = self.sizes.block_kv, self.pages[1], self.full[1]
-        stage = self._stage(begun + tile, self.sizes.v_stages, self.free[1])
+        block_kv, (v_smem, v_full, _) = self.sizes.block_kv, self.copied.values
+        stage = self._stage(self.copied.values, begun + tile)
         if self.last_v_full is None:
             self._start(unit, 1, pages, tile, v_smem.at[stage], v_full.at[stage])
             return
@@ -135,10 +134,10 @@ class ExtendMemory:
             for _ in range(self.copies.copies):
                 plgpu.barrier_arrive(v_full.at[stage])
 
-    def _stage(self, step: Any, stages: int, freed: Any) -> Any:
+    def _stage(self, copied: Tiles, step: Any) -> Any:
         """Where the block's next tile goes, once it may be overwritten."""
-        stage = lax.rem(step, stages)
-        pl.when(step >= stages)(lambda: plgpu.barrier_wait(freed.at[stage]))
+        stage = copied.stage(step)
+        pl.when(step >= copied.stages)(lambda: plgpu.barrier_wait(copied.free.at[stage]))
         return stage
 
     def _start(self, unit: Unit, of_values: int, pages: list[Any], tile: Any, smem: Any, barrier: Any) -> None:

@@ -18,7 +18,8 @@ class Queries(NamedTuple):
     """Queries as the kernel reads them.
 
     Attributes:
-        columns: Of each token and head, `formats.q_parts` numbers for each one of its row, part after part.
+        columns: Of each token and head, `formats.q_parts` numbers for each one of its row, part after part, and
+            columns without meaning where `formats.query_columns` asks for them.
         factor: What the products of each token with a key head are multiplied with; None where keys are as wide as
             queries, and `logit_factors` says that.
     """
@@ -56,6 +57,8 @@ def prepared(
     if position is None:
         parts, size = in_parts(q[:, None], formats.q, spec)
         columns = jnp.concatenate(parts, axis=-1)[:, 0]
+        unused = formats.query_columns(spec.head_dim) - columns.shape[-1]
+        columns = jnp.pad(columns, ((0, 0), (0, 0), (0, unused))) if unused else columns
     else:
         whole, size = in_range(q[:, None], formats.q, spec)
         columns = _turned(whole[:, 0], position, spec)

@@ -99,16 +99,14 @@ def staged_columns(spec: AttentionSpec) -> int:
 
 
 def staged_query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
-    """Columns of q that are in staging memory at once: as many as lie together in tiled memory, or a multiple."""
-    if formats.q.itemsize > 1:
-        return staged_columns(spec)
-    return 64 if spec.head_dim % 128 else 128
+    """Columns of q that are in staging memory at once: of 8 bits 128, since copies begin at multiples of 128 bytes."""
+    return staged_columns(spec) if formats.q.itemsize > 1 else 128
 
 
 def query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
     """Columns that a row of queries has in shared memory, where output as wide as is staged can take their place."""
     staged = staged_columns(spec) * formats.out.itemsize // formats.q.itemsize
-    return -(-spec.head_dim * formats.q_parts // staged) * staged
+    return -(-formats.query_columns(spec.head_dim) // staged) * staged
 
 
 def heads_per_tile(group_size: int) -> int:

@@ -30,6 +30,8 @@ class Operands(NamedTuple):
         layer: Which layer of the pages.
         slopes: ALiBi's, of each row of a tile for each block of heads.
         logit_factor: Of the products of a sequence (or of all) and a key head.
+        tile_turns: Of a rotary embedding the angles' cosine and sine for every 64th key.
+        key_turns: The same for each of 64 keys, by its number among them.
         row_factor: In place of it, of the products of a key head and each row of each item's tiles, key heads first.
         out_factor: Of a value head.
         mask: For each row of each tile a bit for each key, 32 keys a word, words first.
@@ -48,6 +50,8 @@ class Operands(NamedTuple):
     out_factor: Any = None
     mask: Any = None
     row_factor: Any = None
+    tile_turns: Any = None
+    key_turns: Any = None
 
 
 class Unit(NamedTuple):
@@ -85,6 +89,35 @@ class Unit(NamedTuple):
         """Whether all keys of a tile are the request's own: its last tile may not be whole, with `hidden` its first."""
         owned = (tile + 1) * block_kv <= self.kv_len
         return owned if self.hidden is None else owned & (tile * block_kv >= self.hidden)
+
+
+class Tiles(NamedTuple):
+    """Tiles of keys or of values that one warpgroup fills for others, each in the place of the one `stages` before it.
+
+    Attributes:
+        smem: The places.
+        full, free: Barriers of each: the tile may be read; it may be overwritten.
+    """
+
+    smem: Any
+    full: Any
+    free: Any
+
+    @property
+    def stages(self) -> int:
+        """How many places there are."""
+        return self.smem.shape[0]
+
+    def stage(self, step: Any) -> Any:
+        """The place of a tile, which is numbered among all of a block."""
+        return lax.rem(step, self.stages)
+
+
+class TilePair(NamedTuple):
+    """Tiles of keys, and of values."""
+
+    keys: Tiles
+    values: Tiles
 
 
 def clear_unowned(values: Any, unit: Unit, tile: Any) -> None:

@@ -1,7 +1,6 @@
 """Paged decode on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,9 +14,9 @@ from jattn_kernels.mosaic.sm90.decode_queries import by_head, in_parts, in_range
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, value_columns
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
-from jattn_kernels.mosaic.sm90.readied import Turn
+from jattn_kernels.mosaic.sm90.readied import turn_of
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
-from jattn_kernels.rope import rotate, turned
+from jattn_kernels.rope import rotate
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
@@ -96,8 +95,8 @@ def paged_decode(
         # By their numbers in the table: how far a query is from a key is all that matters.
         q = rotate(q.astype(jnp.float32), bounds.position, theta=spec.rope_theta, scale=spec.rope_scale)
         tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
-        tile_turns = _turn(tile * sizes.block_kv, spec, jnp.float32)
-        key_turns = _turn(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16)
+        tile_turns = turn_of(tile * sizes.block_kv, spec, jnp.float32)
+        key_turns = turn_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16)
 
     rows_of = functools.partial(by_head, spec=spec, sizes=sizes, shared=shared)
     if spec.rope_theta is None:
@@ -172,12 +171,6 @@ def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
     """Whether 8 rows of q as it is hold whole heads, so that it need not be padded."""
     groups = {64: (2, 4), 128: (1, 2, 4), 256: (1, 2, 4)}.get(value_columns(spec), ())
     return num_tokens == 1 and spec.group_size in groups and spec.num_q_heads % TILED_ROWS == 0
-
-
-def _turn(position: Int[Array, " n"], spec: AttentionSpec, dtype: Any) -> Turn:
-    assert spec.rope_theta is not None
-    angle = turned(position, spec.head_dim, theta=spec.rope_theta, scale=spec.rope_scale)
-    return Turn(jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype))
 
 
 def _slopes(

@@ -11,6 +11,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int
+
+from jattn_kernels.rope import turned
+from jattn_kernels.spec import AttentionSpec
 
 
 class Readied(NamedTuple):
@@ -26,6 +30,13 @@ class Turn(NamedTuple):
 
     cos: Any
     sin: Any
+
+
+def turn_of(position: Int[Array, " n"], spec: AttentionSpec, dtype: Any) -> Turn:
+    """The angles of each of some positions, [n, pairs], made in XLA."""
+    assert spec.rope_theta is not None
+    angle = turned(position, spec.head_dim, theta=spec.rope_theta, scale=spec.rope_scale)
+    return Turn(jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype))
 
 
 def widen(source: Any, target: Any) -> None:
@@ -52,6 +63,13 @@ def turn_pairs(sources: Sequence[Any], targets: Sequence[Any], turn: Turn) -> No
     low[...] = (first * cos - second * sin).astype(low.dtype)
     high[...] = (second * cos + first * sin).astype(high.dtype)
     plgpu.commit_smem()
+
+
+def turned_on(keys: Turn, first: Turn) -> Turn:
+    """Angles of keys, [keys, pairs], turned on by those of the first one, [pairs]: float32."""
+    cos, sin = (part.astype(jnp.float32) for part in keys)
+    first_cos, first_sin = (lax.broadcast_in_dim(part, cos.shape, [1]) for part in first)
+    return Turn(cos * first_cos - sin * first_sin, sin * first_cos + cos * first_sin)
 
 
 def turn_queries_back(halves: tuple[Any, Any], target: Any, turn: Turn) -> None:
