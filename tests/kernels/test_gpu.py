@@ -111,7 +111,7 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
     return [
         *(
             (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})
-            for kv, q, dim in itertools.product(_FP8, queries, (64, 128, 192, 256))
+            for kv, q, dim in itertools.product(_FP8, queries, (64, 128, 256))
         ),
         *(
             (f"fp8_{layout}_page_{page_size}", {**fp8, "page_size": page_size, "spec": _spec(page_layout=layout)})
@@ -119,7 +119,7 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
         ),
         *(
             (f"fp8_dim_{dim}_{value}", {**fp8, "spec": _spec(head_dim=dim, v_head_dim=value)})
-            for dim, value in ((192, 128), (128, 64), (64, 256), (256, 64))
+            for dim, value in ((192, 192), (192, 128), (128, 64), (64, 256), (256, 64))
         ),
         *(
             (f"fp8_group_{q // kv}_of_{kv}", {**fp8, "spec": _spec(num_q_heads=q, num_kv_heads=kv)})
@@ -148,7 +148,7 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
 def _extend_rope() -> list[tuple[str, dict[str, Any]]]:
     """Keys turned in the kernel: of all widths and dtypes, at positions near and far, beside other features."""
     far = {"kv_start": (5, 0, 3, 64, 0, 70_000)}
-    dtypes = (("bfloat16", None), ("float16", None), *itertools.product(("bfloat16", "float8_e5m2"), _FP8))
+    dtypes = (("bfloat16", None), ("float16", None), ("bfloat16", _FP8[0]), (_FP8[1], _FP8[1]))
     return [
         *(
             (f"rope_{q}_{kv}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "spec": _spec(head_dim=dim, rope_theta=1e4)})

@@ -46,11 +46,6 @@ class ExtendTiles:
     ready_stages: int = 0
     blocks: int = NUM_SMS
 
-    @property
-    def stages(self) -> tuple[int, int]:
-        """Of k and of v."""
-        return self.k_stages, self.v_stages
-
     def shared_memory_bytes(self, spec: AttentionSpec, formats: ExtendFormats) -> int:
         """Bytes of one block."""
         copied = self.block_kv * (self.k_stages * spec.head_dim + self.v_stages * spec.value_dim)
@@ -87,6 +82,8 @@ def choose_tiles(spec: AttentionSpec, formats: ExtendFormats) -> ExtendTiles:
 
 def _most_stages(spec: AttentionSpec, formats: ExtendFormats, block_kv: int) -> ExtendTiles | None:
     for stages in _READIED_STAGES if formats.widens else _STAGES:
+        if block_kv > 64 and stages[-1] < 2:  # rather less keys a tile
+            continue
         sizes = ExtendTiles(block_kv, *stages)
         if sizes.shared_memory_bytes(spec, formats) <= SHARED_MEMORY_BYTES:
             return sizes
