@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jattn_kernels.call import AttentionCall, Implementation, Operation
-from jattn_kernels.mosaic.sm90 import extend, paged
+from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.mask_words import MOST_TOKENS
 from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and_write
 
@@ -75,7 +75,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 OPERATIONS: dict[Operation, Callable[..., Any]] = {
-    "paged_decode": paged.paged_decode,
+    "paged_decode": many_rows.paged_decode,
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
     "rotate_and_write": rotate_and_write,
@@ -84,5 +84,5 @@ MOSAIC = Implementation(
     name="mosaic",
     refuses=refuses,
     operations=OPERATIONS,
-    schedules={"paged_decode": paged.decode_schedule, "paged_extend": extend.make_schedule},
+    schedules={"paged_decode": many_rows.decode_schedule, "paged_extend": extend.make_schedule},
 )

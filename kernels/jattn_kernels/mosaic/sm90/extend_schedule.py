@@ -81,6 +81,11 @@ def heads_per_tile(group_size: int) -> int:
     return max(heads for heads in fitting if WGMMA_ROWS // heads * heads >= _ENOUGH_ROWS)
 
 
+def tokens_per_item(heads: int) -> int:
+    """Query tokens that an item has room for, where so many heads share a tile's rows."""
+    return COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads)
+
+
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +180,7 @@ def longest_first(
         heads: Heads that share a tile.
     """
     num_seqs = seq_lens.shape[0]
-    block_tokens = COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads)
+    block_tokens = tokens_per_item(heads)
     # The padded tokens are one more request. A request wastes less than a block.
     offsets = jnp.concatenate([jnp.minimum(cu_q_lens, num_tokens), jnp.full(1, num_tokens, jnp.int32)])
     num_items = (num_tokens + min(num_seqs + 1, num_tokens) * (block_tokens - 1)) // block_tokens
@@ -184,7 +189,7 @@ def longest_first(
     starts = ends - counts
 
     item = jnp.arange(num_items, dtype=jnp.int32)
-    request = jnp.minimum(jnp.searchsorted(ends, item, side="right"), num_seqs).astype(jnp.int32)
+    request = jnp.minimum(_owner(ends, item), num_seqs)
     sequence = jnp.minimum(request, num_seqs - 1)
     row = (item - starts[request]) * block_tokens
     first = offsets[request] + row
@@ -209,7 +214,7 @@ def longest_first(
     order = jnp.argsort(jnp.where(tokens > 0, -key_tiles, 1), stable=True)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(offsets[1:-1], token, side="right").astype(jnp.int32)
+    owner = _owner(offsets[1:-1], token)
     row = token - offsets[owner]
     position = jnp.argsort(order).astype(jnp.int32)[starts[owner] + row // block_tokens]
     return ExtendSchedule(
@@ -220,3 +225,8 @@ def longest_first(
         block_tokens=block_tokens,
         block_kv=block_kv,
     )
+
+
+def _owner(ends: Int[Array, " n"], at: Int[Array, " m"]) -> Int[Array, " m"]:
+    """How many of the rising `ends` are not above each number; one kernel, where a search would be a loop of them."""
+    return jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)
