@@ -1,6 +1,7 @@
 """The memory warpgroup of the decode kernel: it copies queries and tiles, item after item, `stages` tiles ahead."""
 
 import functools
+from collections.abc import Collection
 
 import jax
 import jax.experimental.pallas as pl
@@ -8,6 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Operands, Scratch
 from jattn_kernels.mosaic.sm90.tiles import PoolPlace
 
@@ -35,25 +37,38 @@ def walk(operands: Operands, begin, end, visit, state):
 
 
 def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end) -> None:
-    """What the memory warpgroup does for the items [begin, end)."""
+    """What the memory warpgroup does for the items [begin, end): each of its warps starts its share of the copies."""
+    tiles.by_warps(functools.partial(_copy_share, config, operands, scratch, begin, end))
+
+
+def _copy_share(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end, warps: Collection[int]) -> None:
+    """What some warps do: the first one copies queries, and all share each tile's copies."""
+    own = config.copies.of_warps(warps)
+    copies_queries = 0 in warps
+    if not own:
+        return
     block_rows, stages = config.sizes.block_rows, config.sizes.stages
     block = lax.div(lax.axis_index("head"), config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
     rows = block if config.turns else pl.ds(block * block_rows, block_rows)
 
     def copy_item(number, now, following, state):
         slot = lax.rem(number - begin, 2)
+        if not copies_queries:
+            return _copy_tiles(config, operands, scratch, now, following, state, own)
         pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
         q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
         plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
-        return _copy_tiles(config, operands, scratch, now, following, state)
+        return _copy_tiles(config, operands, scratch, now, following, state, own)
 
     first_item = read_item(operands, begin)
-    first_pages = _pages(config, operands, first_item, first_item.first)
+    first_pages = _pages(config, operands, first_item, first_item.first, own)
     done, _ = walk(operands, begin, end, copy_item, (jnp.int32(0), first_pages))
 
-    @pl.loop(jnp.maximum(begin, end - 2), end)
-    def wait_for_the_last_queries(number):
-        plgpu.barrier_wait(scratch.q_free.at[lax.rem(number - begin, 2)])
+    if copies_queries:
+
+        @pl.loop(jnp.maximum(begin, end - 2), end)
+        def wait_for_the_last_queries(number):
+            plgpu.barrier_wait(scratch.q_free.at[lax.rem(number - begin, 2)])
 
     @pl.loop(jnp.maximum(done, stages), done + stages)
     def wait_for_the_last_tiles(step):
@@ -61,11 +76,13 @@ def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, 
             plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
 
 
-def _pages(config: DecodeConfig, operands: Operands, item: Item, tile):
-    return config.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0))
+def _pages(config: DecodeConfig, operands: Operands, item: Item, tile, own: list[int]):
+    return config.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0), own)
 
 
-def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, state):
+def _copy_tiles(
+    config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, state, own: list[int]
+):
     """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
     stages, block_kv, warpgroups = config.sizes.stages, config.sizes.block_kv, config.sizes.warpgroups
     layer, head = operands.layer[0], lax.axis_index("head")
@@ -81,16 +98,16 @@ def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item
     def copy_tile(tile, pages):
         is_last = tile + 1 == item.end
         source = jax.tree.map(lambda of_next, own: jnp.where(is_last, of_next, own), following, item)
-        next_pages = _pages(config, operands, source, jnp.where(is_last, following.first, tile + 1))
-        is_whole = (tile + 1) * block_kv <= item.end_key
+        next_pages = _pages(config, operands, source, jnp.where(is_last, following.first, tile + 1), own)
+        tile_end = (tile + 1) * block_kv
         for where, pages_ref, smem, filled in each_of_stage(begun + tile - item.first):
-            start = functools.partial(config.copies.start, pages_ref, where, pages, tile, smem, filled)
-            pl.when(is_whole)(start)
-            pl.when(jnp.logical_not(is_whole))(functools.partial(start, item.end_key))
+            start = functools.partial(config.copies.start, pages_ref, where, pages, tile, smem, filled, copies=own)
+            pl.when(tile_end <= item.end_key)(start)
+            pl.when(tile_end > item.end_key)(functools.partial(start, end_key=item.end_key))
         return next_pages
 
     def skip_item(_, pages):
-        return _pages(config, operands, following, following.first)
+        return _pages(config, operands, following, following.first, own)
 
     pages = lax.fori_loop(item.first, item.end, copy_tile, pages)
     pages = lax.fori_loop(0, jnp.where(item.first < item.end, 0, 1), skip_item, pages)
@@ -103,7 +120,7 @@ def _copy_tiles(config: DecodeConfig, operands: Operands, scratch: Scratch, item
     @pl.loop(done, rounded)
     def fill_up(step):
         for _, _, _, filled in each_of_stage(step):
-            for _ in range(config.copies.copies):
+            for _ in own:
                 plgpu.barrier_arrive(filled)
 
     return rounded, pages

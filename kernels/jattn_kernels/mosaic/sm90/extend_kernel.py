@@ -31,12 +31,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.extend_memory import ExtendMemory
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_columns
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TileRows, Unit
 from jattn_kernels.mosaic.sm90.logits import LOG2E
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -144,27 +145,22 @@ class ExtendKernel:
         @pl.when(warpgroup == COMPUTE_WARPGROUPS)
         def memory():
             plgpu.set_max_registers(40, action="decrease")
-            layer = operands.layer[0]
-
-            def load_unit(round, done):
-                now = unit(round)
-                begun = now.begun(done)
-                self._load_queries(operands.q, now, q_staging, q_full, q_free, round == 0)
-                place = PoolPlace(layer, self._kv_head(now), 0)
-                self._load_pages(operands, now, place, pages_smem, full, free, last_v_full, begun)
-                return begun + now.end_tile
-
-            done = lax.fori_loop(0, rounds, load_unit, jnp.int32(0))
-            for freed, stages in zip(free, self.sizes.stages, strict=True):
-
-                @pl.loop(jnp.maximum(done, stages), done + stages)
-                def wait_for_the_last(step, freed=freed, stages=stages):
-                    plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
-
-            @pl.when(rounds > 0)
-            def wait_for_the_last_queries():
-                for w in range(COMPUTE_WARPGROUPS):
-                    plgpu.barrier_wait(q_free.at[w])
+            memory = ExtendMemory(
+                self.spec,
+                self.sizes,
+                self.copies,
+                self.heads,
+                self.tile_tokens,
+                operands,
+                q_staging,
+                q_full,
+                q_free,
+                pages_smem,
+                full,
+                free,
+                last_v_full,
+            )
+            memory.run(unit, rounds)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def compute():
@@ -211,24 +207,6 @@ class ExtendKernel:
             lax.fori_loop(0, rounds, attend_unit, (jnp.int32(0), unit(0)))
             plgpu.wait_smem_to_gmem(0)
 
-    def _load_queries(self, q_ref, unit, staging, q_full, q_free, is_first):
-        """Rows of both tiles, head by head; columns that staging memory has no room for follow the first."""
-        width = staging.shape[-1]
-        for column in range(0, self.spec.head_dim, width):
-            for warpgroup in range(COMPUTE_WARPGROUPS):
-                taken = q_free.at[warpgroup]
-                pl.when((column > 0) | jnp.logical_not(is_first))(lambda taken=taken: plgpu.barrier_wait(taken))
-                # A tile without tokens gets the other's: it takes part in the handshake.
-                skipped = warpgroup * self.tile_tokens
-                first = unit.first + jnp.where(unit.tokens > skipped, skipped, 0)
-
-                @pl.loop(0, self.heads)
-                def load_head(h, column=column, warpgroup=warpgroup, first=first):
-                    tokens = pl.ds(first, self.tile_tokens)
-                    source = q_ref.at[tokens, unit.heads * self.heads + h, pl.ds(column, width)]
-                    rows = pl.ds(h * self.tile_tokens, self.tile_tokens)
-                    plgpu.copy_gmem_to_smem(source, staging.at[warpgroup, rows], q_full.at[warpgroup])
-
     def _take_queries(self, staging, q_smem, q_full, q_free, rows):
         """Rows of a tile into the form that wgmma reads."""
         width = staging.shape[-1]
@@ -240,58 +218,6 @@ class ExtendKernel:
             q_smem[:, pl.ds(column, width)] = -q if rows.only_scaled and self.spec.scale < 0 else q
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_free)
-
-    def _load_pages(self, operands, unit, place, pages_smem, full, free, last_v_full, begun):
-        """Tiles of k and v in turn; what lies before the first key and past the last is cleared from v."""
-        (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = pages_smem, full, free
-        k_ref, v_ref, table_ref = operands.k, operands.v, operands.places
-        v_place = place._replace(of_values=1)
-        (k_stages, v_stages), block_kv, copies = self.sizes.stages, self.sizes.block_kv, self.copies
-        # Only the sequence's last tile can be partly filled, and its first where keys are not paged.
-        whole = jnp.minimum(unit.end_tile, lax.div(unit.kv_len, block_kv))
-
-        def pages_of(tile):
-            return copies.pages(table_ref, unit.sequence, tile, unit.kv_len - 1)
-
-        def load_k(tile, pages):
-            stage = lax.rem(begun + tile, k_stages)
-            pl.when(begun + tile >= k_stages)(lambda: plgpu.barrier_wait(k_free.at[stage]))
-            copies.start(k_ref, place, pages, tile, k_smem.at[stage], k_full.at[stage])
-
-        def load_v(tile, pages):
-            stage = lax.rem(begun + tile, v_stages)
-            pl.when(begun + tile >= v_stages)(lambda: plgpu.barrier_wait(v_free.at[stage]))
-
-            is_whole = tile < whole
-            if unit.hidden is not None:
-                is_whole &= tile * block_kv >= unit.hidden
-
-            @pl.when(is_whole)
-            def whole_tile():
-                copies.start(v_ref, v_place, pages, tile, v_smem.at[stage], v_full.at[stage])
-
-            @pl.when(jnp.logical_not(is_whole))
-            def partly_filled_tile():
-                copies.start(v_ref, v_place, pages, tile, v_smem.at[stage], last_v_full)
-                plgpu.barrier_wait(last_v_full)
-                for row in range(0, block_kv, 64):
-                    for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time
-                        part = v_smem.at[stage, pl.ds(row, 64), pl.ds(column, 64)]
-                        key = tile * block_kv + row
-                        before = None if unit.hidden is None else unit.hidden - key
-                        tiles.zero_rows_from(part, unit.kv_len - key, before)
-                for _ in range(copies.copies):
-                    plgpu.barrier_arrive(v_full.at[stage])
-
-        def load_tile(tile, now):
-            following = pages_of(tile + 1)  # page numbers come from memory: ask for them a tile ahead
-            load_v(tile, now)
-            pl.when(tile + 1 < unit.end_tile)(lambda: load_k(tile + 1, following))
-            return following
-
-        first = pages_of(unit.begin_tile)
-        pl.when(unit.end_tile > unit.begin_tile)(lambda: load_k(jnp.int32(unit.begin_tile), first))
-        lax.fori_loop(unit.begin_tile, unit.end_tile, load_tile, first)
 
     def _store_rows(self, out, out_ref, first, tokens, head, staging):
         """The first `tokens` tokens of each head: those behind them belong to another block."""
@@ -388,7 +314,7 @@ class ExtendKernel:
         return carry
 
     def _kv_head(self, unit):
-        return lax.div(unit.heads, self.spec.group_size // self.heads)
+        return unit.kv_head(self.spec, self.heads)
 
     def _pass(self, turn):
         plgpu.barrier_arrive(turn)

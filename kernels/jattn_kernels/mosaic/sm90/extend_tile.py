@@ -70,6 +70,14 @@ class Unit(NamedTuple):
         """The number of tile 0 among all tiles of a block, of which `done` come before this unit's."""
         return done if self.first_tile is None else done - self.first_tile
 
+    def kv_head(self, spec: AttentionSpec, heads: int) -> Any:
+        """The key head of all heads of a tile.
+
+        Args:
+            heads: Heads that share a tile's rows.
+        """
+        return lax.div(self.heads, spec.group_size // heads)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileRows:

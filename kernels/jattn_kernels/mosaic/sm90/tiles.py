@@ -3,7 +3,8 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
 REDUCTION_BYTES = 2 * 1024  # what Mosaic reserves for reductions across warps
 RESERVED_BYTES = 3 * 1024 + 128  # of each block: the driver's own, barriers, alignment
 WGMMA_ROWS = 64  # of one warpgroup's product
+WARPS = 4  # of a warpgroup
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
@@ -63,6 +65,18 @@ def overlaid(*buffers: Any) -> Any:
     The interpreter keeps them apart: its race detector would take the parts of two warpgroups for the same memory.
     """
     return plgpu.RefUnion(*buffers) if interpret_params() is None else buffers
+
+
+def by_warps(run: Callable[[Collection[int]], None]) -> None:
+    """Calls `run(numbers)` in each warp of the warpgroup with its own number; the interpreter once, with all."""
+    if interpret_params() is not None:
+        run(range(WARPS))
+        return
+
+    @plgpu.warp_map
+    def choose(warp):
+        for number in range(WARPS):
+            pl.when(warp == number)(functools.partial(run, (number,)))
 
 
 def accumulator(rows: int, columns: int) -> Any:
@@ -150,11 +164,20 @@ class PageCopies:
         """Copies a tile; each arrives once on the tile's barrier."""
         return self.block_kv // self.rows
 
+    def of_warps(self, numbers: Collection[int]) -> list[int]:
+        """The copies that some warps start, if all of them share the work."""
+        return [copy for copy in range(self.copies) if copy % WARPS in numbers]
+
     def pages(
-        self, table_ref: Any, sequence: jax.Array, tile_index: jax.Array | int, last_key: jax.Array
+        self,
+        table_ref: Any,
+        sequence: jax.Array,
+        tile_index: jax.Array | int,
+        last_key: jax.Array,
+        copies: Collection[int],
     ) -> list[jax.Array]:
-        """The page of each copy; past the sequence's last page, that page again."""
-        keys = [jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key) for copy in range(self.copies)]
+        """The page of each of some copies; past the sequence's last page, that page again."""
+        keys = [jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key) for copy in copies]
         return [table_ref[sequence, jax.lax.div(key, self.page_size)] for key in keys]
 
     def start(
@@ -165,16 +188,20 @@ class PageCopies:
         tile_index: Any,
         smem: Any,
         barrier: Any,
+        *,
+        copies: Collection[int],
         end_key: Any = None,
     ) -> None:
-        """Starts the copies of one tile of keys or values.
+        """Starts some copies of one tile of keys or values.
 
         Args:
+            pages: Of each copy.
             smem: May be wider than a row: the columns past a row's end stay as they are.
+            copies: Their numbers.
             end_key: Nothing is read from here on: the copies that would bring nothing else only arrive.
         """
         columns = pl.ds(0, pages_ref.shape[-1])
-        for copy, page in enumerate(pages):
+        for copy, page in zip(copies, pages, strict=True):
             key = tile_index * self.block_kv + copy * self.rows
             rows = pl.ds(0 if self.page_size == self.rows else jax.lax.rem(key, self.page_size), self.rows)
             match self.combined_pool:
@@ -190,7 +217,7 @@ class PageCopies:
                 target = smem.at[pl.ds(copy * self.rows, self.rows), columns]
                 plgpu.copy_gmem_to_smem(pages_ref.at[where], target, barrier)
 
-            if end_key is None or copy == 0:
+            if end_key is None:
                 bring()
                 continue
             pl.when(key < end_key)(bring)

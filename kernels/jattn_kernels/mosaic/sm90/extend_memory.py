@@ -1,0 +1,153 @@
+"""The memory warpgroup of the extend kernel: it copies queries and tiles of keys, unit after unit, some tiles ahead."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles
+from jattn_kernels.mosaic.sm90.extend_tile import Operands, Unit
+from jattn_kernels.mosaic.sm90.row_copies import RowCopies
+from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
+from jattn_kernels.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendMemory:
+    """What the memory warpgroup of a block has to do with.
+
+    Attributes:
+        heads: Heads that share a tile's rows.
+        tile_tokens: Tokens of a tile.
+        q_staging: Where the queries of each compute warpgroup arrive.
+        pages, full, free: Tiles of keys and of values, and barriers of each: it has arrived, may be overwritten.
+        last_v_full: Values of a tile that is not whole have arrived, to be cleared before `full` says so.
+    """
+
+    spec: AttentionSpec
+    sizes: ExtendTiles
+    copies: PageCopies | RowCopies
+    heads: int
+    tile_tokens: int
+    operands: Operands
+    q_staging: Any
+    q_full: Any
+    q_free: Any
+    pages: Any
+    full: Any
+    free: Any
+    last_v_full: Any
+
+    def run(self, unit: Callable[[Any], Unit], rounds: Any) -> None:
+        """What the warpgroup does for all units of its block.
+
+        Args:
+            unit: Gives the unit of a round.
+        """
+
+        def load_unit(round, done):
+            now = unit(round)
+            begun = now.begun(done)
+            self._load_unit(now, begun, is_first=round == 0)
+            return begun + now.end_tile
+
+        done = lax.fori_loop(0, rounds, load_unit, jnp.int32(0))
+        for freed, stages in zip(self.free, self.sizes.stages, strict=True):
+
+            @pl.loop(jnp.maximum(done, stages), done + stages)
+            def wait_for_the_last(step, freed=freed, stages=stages):
+                plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
+
+        @pl.when(rounds > 0)
+        def wait_for_the_last_queries():
+            for warpgroup in range(COMPUTE_WARPGROUPS):
+                plgpu.barrier_wait(self.q_free.at[warpgroup])
+
+    def _load_unit(self, unit: Unit, begun: Any, *, is_first: Any) -> None:
+        """Queries, then k and v a tile at a time; k of a tile comes before v of the one before it.
+
+        Args:
+            begun: The number of the unit's tile 0 among all tiles of the block.
+            is_first: Whether it is the block's first unit.
+        """
+        self._load_queries(unit, is_first)
+
+        def load_tile(tile, pages):
+            following = self._pages(unit, tile + 1)  # they come from memory: ask for them a tile ahead
+            self._load_v(unit, begun, tile, pages)
+            pl.when(tile + 1 < unit.end_tile)(lambda: self._load_k(unit, begun, tile + 1, following))
+            return following
+
+        first = self._pages(unit, unit.begin_tile)
+        pl.when(unit.end_tile > unit.begin_tile)(lambda: self._load_k(unit, begun, jnp.int32(unit.begin_tile), first))
+        lax.fori_loop(unit.begin_tile, unit.end_tile, load_tile, first)
+
+    def _load_queries(self, unit: Unit, is_first: Any) -> None:
+        """Rows of both tiles, head by head; columns that staging memory has no room for follow the first."""
+        width = self.q_staging.shape[-1]
+        for column in range(0, self.spec.head_dim, width):
+            for warpgroup in range(COMPUTE_WARPGROUPS):
+                taken = self.q_free.at[warpgroup]
+                pl.when((column > 0) | jnp.logical_not(is_first))(lambda taken=taken: plgpu.barrier_wait(taken))
+                # A tile without tokens gets the other's: it takes part in the handshake.
+                skipped = warpgroup * self.tile_tokens
+                first = unit.first + jnp.where(unit.tokens > skipped, skipped, 0)
+
+                @pl.loop(0, self.heads)
+                def load_head(h, column=column, warpgroup=warpgroup, first=first):
+                    tokens = pl.ds(first, self.tile_tokens)
+                    source = self.operands.q.at[tokens, unit.heads * self.heads + h, pl.ds(column, width)]
+                    rows = pl.ds(h * self.tile_tokens, self.tile_tokens)
+                    plgpu.copy_gmem_to_smem(source, self.q_staging.at[warpgroup, rows], self.q_full.at[warpgroup])
+
+    def _load_k(self, unit: Unit, begun: Any, tile: Any, pages: list[Any]) -> None:
+        stage = self._stage(begun + tile, self.sizes.k_stages, self.free[0])
+        self._start(unit, 0, pages, tile, self.pages[0].at[stage], self.full[0].at[stage])
+
+    def _load_v(self, unit: Unit, begun: Any, tile: Any, pages: list[Any]) -> None:
+        """A tile of v; what lies before the first key and past the last is cleared."""
+        block_kv, v_smem, v_full = self.sizes.block_kv, self.pages[1], self.full[1]
+        stage = self._stage(begun + tile, self.sizes.v_stages, self.free[1])
+        # Only the sequence's last tile can be partly filled, and its first where keys are not paged.
+        is_whole = tile < jnp.minimum(unit.end_tile, lax.div(unit.kv_len, block_kv))
+        if unit.hidden is not None:
+            is_whole &= tile * block_kv >= unit.hidden
+
+        @pl.when(is_whole)
+        def whole_tile():
+            self._start(unit, 1, pages, tile, v_smem.at[stage], v_full.at[stage])
+
+        @pl.when(jnp.logical_not(is_whole))
+        def partly_filled_tile():
+            self._start(unit, 1, pages, tile, v_smem.at[stage], self.last_v_full)
+            plgpu.barrier_wait(self.last_v_full)
+            for row in range(0, block_kv, 64):
+                for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time
+                    part = v_smem.at[stage, pl.ds(row, 64), pl.ds(column, 64)]
+                    key = tile * block_kv + row
+                    before = None if unit.hidden is None else unit.hidden - key
+                    tiles.zero_rows_from(part, unit.kv_len - key, before)
+            for _ in range(self.copies.copies):
+                plgpu.barrier_arrive(v_full.at[stage])
+
+    def _stage(self, step: Any, stages: int, freed: Any) -> Any:
+        """Where the block's next tile goes, once it may be overwritten."""
+        stage = lax.rem(step, stages)
+        pl.when(step >= stages)(lambda: plgpu.barrier_wait(freed.at[stage]))
+        return stage
+
+    def _start(self, unit: Unit, of_values: int, pages: list[Any], tile: Any, smem: Any, barrier: Any) -> None:
+        source = (self.operands.k, self.operands.v)[of_values]
+        place = PoolPlace(self.operands.layer[0], unit.kv_head(self.spec, self.heads), of_values)
+        self.copies.start(source, place, pages, tile, smem, barrier, copies=range(self.copies.copies))
+
+    def _pages(self, unit: Unit, tile: Any) -> list[jax.Array]:
+        copies = range(self.copies.copies)
+        return self.copies.pages(self.operands.places, unit.sequence, tile, unit.kv_len - 1, copies)
