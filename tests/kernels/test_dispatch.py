@@ -130,8 +130,8 @@ def test_xla_refuses_by_name(change, sentence):
         ({"q_dtype": "float32", "kv_dtype": "float32"}, "`mosaic` does not take float32 queries and float32 keys"),
         ({"q_dtype": "float16"}, "`mosaic` does not take float16 queries and bfloat16 keys in paged_decode"),
         (
-            {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=80)},
-            "`mosaic` takes head_dim 64, 128, 192, 256 in paged_extend, keys and values each, not 80 and 80",
+            {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=112)},
+            "`mosaic` takes head_dim 64, 80, 96, 128, 192, 256 in paged_extend, keys and values each, not 112 and 112",
         ),
         (
             {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)},

@@ -114,8 +114,25 @@ def _extend_features() -> list[Case]:
     cases = [
         *(
             (f"dim_{dim}_{value}", {"spec": _spec(head_dim=dim, v_head_dim=value)})
-            for dim, value in itertools.product((64, 128, 192, 256), repeat=2)
+            for dim, value in (*itertools.product((64, 128, 192, 256), repeat=2), *_NARROW_WIDTHS)
         ),
+        *(
+            (f"dim_{dim}_group_{group}_page_{page}_{layout}", {"page_size": page, "spec": spec})
+            for dim, group, page, layout in (
+                (80, 7, 8, "HND"),
+                (80, 5, 64, "NHD"),
+                (80, 8, 256, "HND"),
+                (96, 7, 32, "NHD"),
+                (96, 1, 128, "HND"),
+            )
+            for spec in [_spec(num_q_heads=2 * group, head_dim=dim, page_layout=layout)]
+        ),
+        (
+            "dim_80_window_soft_cap_alibi",
+            {"alibi": True, "spec": _spec(head_dim=80, window_left=100, logits_soft_cap=5.0)},
+        ),
+        ("dim_96_custom_mask", {"custom_mask": True, "dtype": "float16", "spec": _spec(head_dim=96)}),
+        ("dim_80_combined_layers", {"spec": _spec(head_dim=80, combined_pool="kv_first"), **_LAYERS}),
         ("page_256", {"page_size": 256}),
         ("page_256_dim_256_hnd", {"page_size": 256, "spec": _spec(head_dim=256, page_layout="HND")}),
         ("combined_pages_first", {"spec": _spec(combined_pool="pages_first")}),
@@ -172,7 +189,8 @@ def _ragged_features() -> list[Case]:
         *(
             (f"{dtype}_dim_{dim}_{value}", {"dtype": dtype, "spec": _spec(head_dim=dim, v_head_dim=value)})
             for dtype, (dim, value) in itertools.product(
-                ("bfloat16", "float16"), ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+                ("bfloat16", "float16"),
+                ((64, 64), (80, 80), (96, 96), (80, 128), (128, 128), (192, 128), (192, 192), (256, 256)),
             )
         ),
         *(
@@ -203,6 +221,19 @@ _EVERYTHING = {
     "spec": _spec(logits_soft_cap=5.0, window_left=300, chunk_size=1024, page_layout="HND"),
 }
 _WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
+_NARROW_WIDTHS = (
+    (80, 80),
+    (96, 96),
+    (80, 96),
+    (96, 80),
+    (64, 80),
+    (96, 64),
+    (80, 128),
+    (192, 96),
+    (256, 80),
+    (96, 256),
+)
+_LAYERS = {"num_layers": 2, "layer_index": 1}
 _NO_EMPTY = {"kv_lens": (130, 6, 64, 7, 257, 1500)}  # each sequence holds the whole tree
 
 KERNEL_SIZED: tuple[Case, ...] = (

@@ -106,6 +106,7 @@ SEVERAL_TOKENS |= {
         ("verify_kv_start_and_chunk", "and_everything_hnd", {**EVERYTHING, "page_layout": "HND", "heads": (2, 1)}),
         ("verify", "combined_page_256", {"combined_pool": "pages_first", "page_size": 256, "heads": (2, 1)}),
         ("verify", "q_start_float16", {"q_start": (40, 2, 16, 25), "dtype": "float16", "heads": (2, 1)}),
+        ("verify", "dim_80", {"head_dim": 80, "heads": (2, 1)}),
         ("verify", "dim_192_128", {"head_dim": 192, "v_head_dim": 128, "heads": (8, 1)}),
         ("verify", "not_causal_split_rows", {"q_lens": (20,) * 4, "causal": False, "heads": (8, 1)}),
     ]

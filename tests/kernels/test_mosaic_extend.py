@@ -66,6 +66,9 @@ INTERPRETED = [
         q_lens=(9, 1, 3, 20),
     ),
     derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
+    derived("dim_80", head_dim=80, heads=(2, 1), q_lens=(9, 17), kv_lens=(140, 20), padding_tokens=3, page_size=16),
+    derived("dim_96_80_page_256", head_dim=96, v_head_dim=80, heads=(5, 1), q_lens=(9,), kv_lens=(70,), page_size=256),
+    derived("ragged_dim_80_96", among=RAGGED, of="padding", head_dim=80, v_head_dim=96, heads=(2, 1)),
     derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
 ]
 SLOW = [
@@ -215,7 +218,7 @@ def test_mosaic_extend_lowers_for_cuda(head_dim, page_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("group_size", [1, 4, 5, 8, 128])
@@ -244,6 +247,7 @@ FEATURES = {
     },
 }
 WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_dim in (64, 128, 192, 256)]
+WIDTHS += [(80, 80), (96, 96), (80, 96), (96, 80), (64, 80), (96, 64), (80, 128), (192, 96), (256, 80), (96, 256)]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +259,9 @@ WIDTHS = [(head_dim, value_dim) for head_dim in (64, 128, 192, 256) for value_di
         ("all", 192, 128, 64, 8),
         ("invariant", 64, 128, 256, 128),
         ("chunk", 128, 128, None, 4),
+        ("window", 80, 80, 16, 7),
+        ("custom_mask", 96, 80, 8, 5),
+        ("alibi", 80, 128, None, 4),
     ],
 )
 def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_dim, page_size, group_size):

@@ -12,9 +12,7 @@ _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
-    "paged_decode": (64, 80, 96, 128, 192, 256),
-    "paged_extend": (64, 128, 192, 256),
-    "ragged_extend": (64, 128, 192, 256),
+    **dict.fromkeys(("paged_decode", "paged_extend", "ragged_extend"), (64, 80, 96, 128, 192, 256)),
     "rotate_and_write": (64, 128, 256),
 }
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {

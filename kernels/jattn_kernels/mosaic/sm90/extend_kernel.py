@@ -33,7 +33,7 @@ from jax import lax
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.extend_memory import ExtendMemory
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_columns
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_columns, staged_pieces
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TileRows, Unit
 from jattn_kernels.mosaic.sm90.logits import LOG2E
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
@@ -93,7 +93,7 @@ class ExtendKernel:
         width = staged_columns(spec)
         both = (COMPUTE_WARPGROUPS, WGMMA_ROWS)
         # A warpgroup's part of the output lies where its own q lies.
-        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, pl.cdiv(spec.head_dim, width), WGMMA_ROWS, width), dtype)
+        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, WGMMA_ROWS * spec.head_dim // width, width), dtype)
         filled, freed = (
             tuple(plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for stages in sizes.stages)
             for arrivals in (self.copies.copies, COMPUTE_WARPGROUPS)
@@ -210,7 +210,7 @@ class ExtendKernel:
     def _take_queries(self, staging, q_smem, q_full, q_free, rows):
         """Rows of a tile into the form that wgmma reads."""
         width = staging.shape[-1]
-        for column in range(0, self.spec.head_dim, width):
+        for column in staged_pieces(self.spec.head_dim, width):
             plgpu.barrier_wait(q_full)
             q = plgpu.load(staging, layout=plgpu.Layout.WGMMA, optimized=False)
             plgpu.wait_smem_to_gmem(0)  # the last unit's output lies where q goes
@@ -221,13 +221,12 @@ class ExtendKernel:
 
     def _store_rows(self, out, out_ref, first, tokens, head, staging):
         """The first `tokens` tokens of each head: those behind them belong to another block."""
-        staging = staging.at[0]
         width = staging.shape[-1]
-        for column in range(0, self.spec.value_dim, width):
+        for column in staged_pieces(self.spec.value_dim, width):
             part = lax.slice(out, (0, column), (WGMMA_ROWS, column + width)) if out.shape[1] > width else out
             if column:
                 plgpu.wait_smem_to_gmem(0)
-            staging[...] = part
+            staging[pl.ds(0, WGMMA_ROWS)] = part
             plgpu.commit_smem()
             for bit in range(self.tile_tokens.bit_length()):
                 size = 1 << bit

@@ -12,7 +12,7 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_pieces
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, Unit
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
@@ -92,7 +92,7 @@ class ExtendMemory:
     def _load_queries(self, unit: Unit, is_first: Any) -> None:
         """Rows of both tiles, head by head; columns that staging memory has no room for follow the first."""
         width = self.q_staging.shape[-1]
-        for column in range(0, self.spec.head_dim, width):
+        for column in staged_pieces(self.spec.head_dim, width):
             for warpgroup in range(COMPUTE_WARPGROUPS):
                 taken = self.q_free.at[warpgroup]
                 pl.when((column > 0) | jnp.logical_not(is_first))(lambda taken=taken: plgpu.barrier_wait(taken))
@@ -129,7 +129,7 @@ class ExtendMemory:
             self._start(unit, 1, pages, tile, v_smem.at[stage], self.last_v_full)
             plgpu.barrier_wait(self.last_v_full)
             for row in range(0, block_kv, 64):
-                for column in range(0, self.spec.value_dim, 64):  # few registers: 64 x 64 at a time
+                for column in staged_pieces(self.spec.value_dim, 64):  # few registers: 64 x 64 at a time
                     part = v_smem.at[stage, pl.ds(row, 64), pl.ds(column, 64)]
                     key = tile * block_kv + row
                     before = None if unit.hidden is None else unit.hidden - key

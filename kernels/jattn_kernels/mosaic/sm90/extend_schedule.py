@@ -42,9 +42,7 @@ class ExtendTiles:
     def shared_memory_bytes(self, spec: AttentionSpec, itemsize: int) -> int:
         """Bytes of one block."""
         keys = self.block_kv * (self.k_stages * spec.head_dim + self.v_stages * spec.value_dim)
-        staged = staged_columns(spec)
-        held = -(-spec.head_dim // staged) * staged
-        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (held + staged)
+        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (spec.head_dim + staged_columns(spec))
         return itemsize * (keys + rows) + _OTHER_BYTES
 
     def refuses(self, spec: AttentionSpec, itemsize: int, page_size: int | None) -> str | None:
@@ -70,8 +68,13 @@ def choose_tiles(spec: AttentionSpec) -> ExtendTiles:
 
 
 def staged_columns(spec: AttentionSpec) -> int:
-    """Columns of q and of the output that are in staging memory at once."""
-    return spec.head_dim if spec.head_dim == spec.value_dim <= 128 else 64
+    """Columns of q and of the output that are in staging memory at once: copies begin at multiples of 128 bytes."""
+    return 128 if spec.head_dim == spec.value_dim == 128 else 64
+
+
+def staged_pieces(columns: int, width: int) -> list[int]:
+    """Where pieces of a row's columns begin; where they do not come out even, the last one overlaps the one before."""
+    return [min(begin, columns - width) for begin in range(0, columns, width)]
 
 
 def heads_per_tile(group_size: int) -> int:
