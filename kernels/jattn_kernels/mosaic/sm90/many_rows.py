@@ -8,9 +8,9 @@ verified make more: device time of one call, bf16, 64 sequences of 8192 keys, 8 
                     8                32             522 us             497 us
                    16                64             703 us             500 us
 
-Extend's kernel has rows of queries where decode's has columns, and does not split a sequence's keys: it needs enough
-sequences to fill the GPU, and decode's splits them evenly whatever their lengths are. The choice is made of shapes
-alone, since lengths are on the device, and so that a work list and the calls that it is given to agree.
+Extend's kernel has rows of queries where decode's has columns. It does not split a sequence's keys, as decode's does:
+it needs enough sequences to fill the GPU, and one that is much longer than the others keeps them waiting. The choice
+is made of shapes alone, since lengths are on the device, and so that a work list and the calls that take it agree.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, WGMMA_ROWS
 from jattn_kernels.schedule import DecodeSchedule
 from jattn_kernels.spec import AttentionSpec
 
-_MANY_ROWS = 32
-_LEAST_BUSY = 0.9  # of the SMs, if all sequences are of one length
+_MANY_ROWS = 32  # from here on decode's kernel falls behind
+_LEAST_BUSY = 0.9  # of the SMs, if all sequences are of one length: what idles must not cost more than is won
 
 
 def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_itemsize: int) -> bool:
