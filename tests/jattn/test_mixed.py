@@ -198,7 +198,7 @@ HOPPER, CPU = Device("gpu", (9, 0)), Device("cpu")
         (HOPPER, {}, {}, {"speculative": NgramDrafting()}, 0),
         (HOPPER, {}, {"implementation": "xla"}, {}, 0),
         (HOPPER, {}, {"dtype": "float32"}, {}, 0),
-        (HOPPER, {"head_dim": 80, "v_head_dim": 80}, {}, {}, 0),
+        (HOPPER, {"head_dim": 112, "v_head_dim": 112}, {}, {}, 0),
         (CPU, {}, {}, {}, 0),
         (CPU, {}, {}, {"mixed_steps": True}, 15),
         (CPU, {}, {}, {"mixed_steps": True, "speculative": NgramDrafting()}, 0),

@@ -106,7 +106,19 @@ def test_xla_refuses_by_name(change, sentence):
     [
         (
             {"spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=64, rope_theta=1e4)},
-            "`mosaic` turns keys of head_dim 128 or 256, not 64",
+            "`mosaic` turns keys of head_dim 128, 256 in paged_decode, not 64",
+        ),
+        (
+            {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=96, rope_theta=1e4)},
+            "`mosaic` turns keys of head_dim 64, 128, 192, 256 in ragged_extend, not 96",
+        ),
+        (
+            {
+                "operation": "paged_extend",
+                "kv_dtype": "float8_e5m2",
+                "spec": dataclasses.replace(HOPPER_CALL.spec, v_head_dim=80),
+            },
+            "`mosaic` takes fp8 keys of head_dim 64, 128, 192 or 256, not 128 and 80",
         ),
         *[
             ({"operation": "rotate_and_write", "features": frozenset({name})}, f"`mosaic` does not do `{name}`")
@@ -127,8 +139,8 @@ def test_xla_refuses_by_name(change, sentence):
         ({"q_dtype": "float32", "kv_dtype": "float32"}, "`mosaic` does not take float32 queries and float32 keys"),
         ({"q_dtype": "float16"}, "`mosaic` does not take float16 queries and bfloat16 keys in paged_decode"),
         (
-            {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=80)},
-            "`mosaic` takes head_dim 64, 128, 192, 256 in paged_extend, keys and values each, not 80 and 80",
+            {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=112)},
+            "`mosaic` takes head_dim 64, 80, 96, 128, 192, 256 in paged_extend, keys and values each, not 112 and 112",
         ),
         (
             {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)},

@@ -13,6 +13,7 @@ import jattn_kernels
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import IMPLEMENTATIONS
+from jattn_kernels.mosaic.sm90 import many_rows
 from tests.kernels.cases import CASES, Case, assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt
 
@@ -95,6 +96,8 @@ def _decode_features() -> list[Case]:
         ("fp8_verify_window_hnd", {**_FP8_KEYS, **verify, "spec": _spec(window_left=100, page_layout="HND")}),
         ("fp8_float16_queries", {**_FP8_KEYS, "dtype": "float16"}),
         ("fp8_dim_192_128", {**_FP8_KEYS, "q_scale": "rows", "spec": _spec(head_dim=192, v_head_dim=128)}),
+        ("everything_verify", {**_EVERYTHING, **verify, "kv_start": (5, 0, 3, 64, 0, 7)}),
+        ("everything_verify_mask", {**_EVERYTHING, **verify, "custom_mask": True, "q_positions": True}),
         *((f"rope_dim_{dim}", {"spec": _spec(rope_theta=1e4, head_dim=dim)}) for dim in (128, 256)),
         ("rope_verify", {"spec": _spec(rope_theta=5e5, rope_scale=8.0), **verify, "kv_start": (5, 0, 3, 64, 0, 70000)}),
         ("rope_fp8", {**_FP8_KEYS, "spec": _spec(rope_theta=1e4)}),
@@ -181,8 +184,25 @@ def _extend_features() -> list[Case]:
     cases = [
         *(
             (f"dim_{dim}_{value}", {"spec": _spec(head_dim=dim, v_head_dim=value)})
-            for dim, value in itertools.product((64, 128, 192, 256), repeat=2)
+            for dim, value in (*itertools.product((64, 128, 192, 256), repeat=2), *_NARROW_WIDTHS)
         ),
+        *(
+            (f"dim_{dim}_group_{group}_page_{page}_{layout}", {"page_size": page, "spec": spec})
+            for dim, group, page, layout in (
+                (80, 7, 8, "HND"),
+                (80, 5, 64, "NHD"),
+                (80, 8, 256, "HND"),
+                (96, 7, 32, "NHD"),
+                (96, 1, 128, "HND"),
+            )
+            for spec in [_spec(num_q_heads=2 * group, head_dim=dim, page_layout=layout)]
+        ),
+        (
+            "dim_80_window_soft_cap_alibi",
+            {"alibi": True, "spec": _spec(head_dim=80, window_left=100, logits_soft_cap=5.0)},
+        ),
+        ("dim_96_custom_mask", {"custom_mask": True, "dtype": "float16", "spec": _spec(head_dim=96)}),
+        ("dim_80_combined_layers", {"spec": _spec(head_dim=80, combined_pool="kv_first"), **_LAYERS}),
         ("page_256", {"page_size": 256}),
         ("page_256_dim_256_hnd", {"page_size": 256, "spec": _spec(head_dim=256, page_layout="HND")}),
         ("combined_pages_first", {"spec": _spec(combined_pool="pages_first")}),
@@ -241,7 +261,8 @@ def _ragged_features() -> list[Case]:
         *(
             (f"{dtype}_dim_{dim}_{value}", {"dtype": dtype, "spec": _spec(head_dim=dim, v_head_dim=value)})
             for dtype, (dim, value) in itertools.product(
-                ("bfloat16", "float16"), ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
+                ("bfloat16", "float16"),
+                ((64, 64), (80, 80), (96, 96), (80, 128), (128, 128), (192, 128), (192, 192), (256, 256)),
             )
         ),
         *(
@@ -268,7 +289,29 @@ def _ragged_features() -> list[Case]:
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 _FP8_ROWS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "heads"}
+_EVERYTHING = {
+    "alibi": True,
+    "sinks": True,
+    "num_layers": 2,
+    "layer_index": 1,
+    "q_scale": "rows",
+    "kv_scale": "rows",
+    "spec": _spec(logits_soft_cap=5.0, window_left=300, chunk_size=1024, page_layout="HND"),
+}
 _WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
+_NARROW_WIDTHS = (
+    (80, 80),
+    (96, 96),
+    (80, 96),
+    (96, 80),
+    (64, 80),
+    (96, 64),
+    (80, 128),
+    (192, 96),
+    (256, 80),
+    (96, 256),
+)
+_LAYERS = {"num_layers": 2, "layer_index": 1}
 _NO_EMPTY = {"kv_lens": (130, 6, 64, 7, 257, 1500)}  # each sequence holds the whole tree
 
 KERNEL_SIZED: tuple[Case, ...] = (
@@ -277,6 +320,11 @@ KERNEL_SIZED: tuple[Case, ...] = (
     *(
         _case("paged_decode", f"verify_{q}_group_{group}", q_lens=(q,) * 6, spec=_spec(num_kv_heads=8 // group))
         for q, group in ((2, 1), (4, 8), (9, 8), (16, 8))
+    ),
+    *(
+        # As many sequences, two of them padding, as extend's kernel needs to be given the call.
+        _case("paged_decode", f"verify_{q}_of_66", q_lens=(q,) * 64, kv_lens=tuple(n * 37 % 700 for n in range(64)))
+        for q in (8, 16, 40)
     ),
     _case("paged_decode", "verify_16_dim_256", q_lens=(16,) * 6, spec=_spec(head_dim=256)),
     _case("paged_decode", "one_long", kv_lens=(5000,), q_lens=(1,), spec=_spec(num_q_heads=4, num_kv_heads=1)),
@@ -303,6 +351,28 @@ def test_gpu_agrees_with_the_oracle(case, implementation):
     except NotImplementedError as refusal:
         pytest.skip(str(refusal))
     assert_close(case, inputs, out, lse, narrow_products=implementation == "mosaic")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in KERNEL_SIZED
+        if case.operation == "paged_decode" and case.q_lens[0] > 1
+        if case.kv_dtype is None and case.spec.rope_theta is None
+    ],
+    ids=lambda case: case.name,
+)
+def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracle(monkeypatch, case):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    monkeypatch.setattr(many_rows, "NUM_SMS", 1)
+    monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
+    inputs = build(case)
+    batch_size, num_tokens = inputs.args[0].shape[:2]
+    assert many_rows.is_for_extend(case.spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2)
+    attend = functools.partial(jattn_kernels.paged_decode, return_lse=True, implementation="mosaic")
+    assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jattn_kernels.call import AttentionCall, Implementation, Operation
-from jattn_kernels.mosaic.sm90 import extend, paged
+from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.mask_words import MOST_TOKENS
 from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and_write
 
@@ -13,10 +13,12 @@ _DTYPES = ("bfloat16", "float16")
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _FP8_OPERATIONS: tuple[Operation, ...] = ("paged_decode", "paged_extend", "ragged_extend")
 _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
-    "paged_decode": (64, 80, 96, 128, 192, 256),
-    "paged_extend": (64, 128, 192, 256),
-    "ragged_extend": (64, 128, 192, 256),
+    **dict.fromkeys(("paged_decode", "paged_extend", "ragged_extend"), (64, 80, 96, 128, 192, 256)),
     "rotate_and_write": (64, 128, 256),
+}
+_TURNED_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
+    "paged_decode": (128, 256),
+    **dict.fromkeys(("paged_extend", "ragged_extend"), (64, 128, 192, 256)),
 }
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (8, 16, 32, 64, 128, 256),
@@ -63,8 +65,9 @@ def refuses(call: AttentionCall) -> str | None:
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
             return f"`mosaic` does not do `{name}` in {operation}."
-    if operation == "paged_decode" and spec.rope_theta is not None and spec.head_dim not in (128, 256):
-        return f"`mosaic` turns keys of head_dim 128 or 256, not {spec.head_dim}."
+    turned = _TURNED_HEAD_DIMS.get(operation)
+    if turned is not None and spec.rope_theta is not None and spec.head_dim not in turned:
+        return f"`mosaic` turns keys of head_dim {', '.join(map(str, turned))} in {operation}, not {spec.head_dim}."
     if operation == "paged_decode" and "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
     if operation == "rotate_and_write" and heads_at_once(spec) is None:
@@ -76,7 +79,7 @@ def refuses(call: AttentionCall) -> str | None:
 
 
 OPERATIONS: dict[Operation, Callable[..., Any]] = {
-    "paged_decode": paged.paged_decode,
+    "paged_decode": many_rows.paged_decode,
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
     "rotate_and_write": rotate_and_write,
@@ -85,5 +88,5 @@ MOSAIC = Implementation(
     name="mosaic",
     refuses=refuses,
     operations=OPERATIONS,
-    schedules={"paged_decode": paged.decode_schedule, "paged_extend": extend.make_schedule},
+    schedules={"paged_decode": many_rows.decode_schedule, "paged_extend": extend.make_schedule},
 )

@@ -59,9 +59,9 @@ class ExtendFormats:
         return self.widens or self.turns
 
     def query_columns(self, head_dim: int) -> int:
-        """Columns of a row of queries, and some without meaning where it is not a multiple of 128 bytes."""
-        columns, whole = self.q_parts * head_dim, 128 // self.q.itemsize
-        return columns + -columns % whole
+        """Columns of a row of queries; of 8 bits with some without meaning, so that they are a multiple of 128."""
+        columns = self.q_parts * head_dim
+        return columns if self.q.itemsize > 1 else columns + -columns % 128
 
     def columns_at_once(self, head_dim: int) -> int:
         """Columns of q and k that a tile holds side by side: turned keys are read by halves."""

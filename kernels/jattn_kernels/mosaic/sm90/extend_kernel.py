@@ -45,6 +45,7 @@ from jattn_kernels.mosaic.sm90.extend_schedule import (
     heads_per_tile,
     query_columns,
     staged_columns,
+    staged_pieces,
     staged_query_columns,
 )
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, TileRows, Tiles, Unit
@@ -130,8 +131,8 @@ class ExtendKernel:
         width, columns = staged_columns(spec), query_columns(spec, formats)
         both = (COMPUTE_WARPGROUPS, WGMMA_ROWS)
         # A warpgroup's part of the output lies where its own q lies.
-        pieces = columns * formats.q.itemsize // (width * formats.out.itemsize)
-        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, pieces, WGMMA_ROWS, width), formats.out)
+        held = WGMMA_ROWS * columns * formats.q.itemsize // (width * formats.out.itemsize)
+        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, held, width), formats.out)
         at_once = formats.columns_at_once(spec.head_dim)
 
         def copied(stages, width, columns, is_widened):
@@ -272,7 +273,7 @@ class ExtendKernel:
         """Rows of a tile into the form that wgmma reads."""
         width = staging.shape[-1]
         layout = plgpu.Layout.WGMMA_UPCAST_2X if self.formats.q.itemsize == 1 else plgpu.Layout.WGMMA
-        for column in range(0, self.formats.query_columns(self.spec.head_dim), width):
+        for column in staged_pieces(self.formats.query_columns(self.spec.head_dim), width):
             plgpu.barrier_wait(q_full)
             q = plgpu.load(staging, layout=layout, optimized=False)
             plgpu.wait_smem_to_gmem(0)  # the last unit's output lies where q goes
@@ -283,13 +284,12 @@ class ExtendKernel:
 
     def _store_rows(self, out, out_ref, first, tokens, head, staging):
         """The first `tokens` tokens of each head: those behind them belong to another block."""
-        staging = staging.at[0]
         width = staging.shape[-1]
-        for column in range(0, self.spec.value_dim, width):
+        for column in staged_pieces(self.spec.value_dim, width):
             part = lax.slice(out, (0, column), (WGMMA_ROWS, column + width)) if out.shape[1] > width else out
             if column:
                 plgpu.wait_smem_to_gmem(0)
-            staging[...] = part
+            staging[pl.ds(0, WGMMA_ROWS)] = part
             plgpu.commit_smem()
             for bit in range(self.tile_tokens.bit_length()):
                 size = 1 << bit

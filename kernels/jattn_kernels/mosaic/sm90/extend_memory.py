@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles
+from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_pieces
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, Tiles, Unit, clear_unowned
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
@@ -90,7 +90,7 @@ class ExtendMemory:
     def _load_queries(self, unit: Unit, is_first: Any) -> None:
         """Rows of both tiles, head by head; columns that staging memory has no room for follow the first."""
         width = self.q_staging.shape[-1]
-        for column in range(0, self.operands.q.shape[-1], width):
+        for column in staged_pieces(self.operands.q.shape[-1], width):
             for warpgroup in range(COMPUTE_WARPGROUPS):
                 taken = self.q_free.at[warpgroup]
                 pl.when((column > 0) | jnp.logical_not(is_first))(lambda taken=taken: plgpu.barrier_wait(taken))

@@ -91,19 +91,24 @@ def _most_stages(spec: AttentionSpec, formats: ExtendFormats, block_kv: int) -> 
 
 
 def staged_columns(spec: AttentionSpec) -> int:
-    """Columns of the output that are in staging memory at once."""
-    return spec.head_dim if spec.head_dim == spec.value_dim <= 128 else 64
+    """Columns of the output that are in staging memory at once: copies begin at multiples of 128 bytes."""
+    return 128 if spec.head_dim == spec.value_dim == 128 else 64
+
+
+def staged_pieces(columns: int, width: int) -> list[int]:
+    """Where pieces of a row's columns begin; where they do not come out even, the last one overlaps the one before."""
+    return [min(begin, columns - width) for begin in range(0, columns, width)]
 
 
 def staged_query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
-    """Columns of q that are in staging memory at once: of 8 bits 128, since copies begin at multiples of 128 bytes."""
+    """Columns of q that are in staging memory at once, for the same reason 128 of 8 bits."""
     return staged_columns(spec) if formats.q.itemsize > 1 else 128
 
 
 def query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
-    """Columns that a row of queries has in shared memory, where output as wide as is staged can take their place."""
+    """Columns that a row of queries has in shared memory, so that the output that is staged can take their place."""
     staged = staged_columns(spec) * formats.out.itemsize // formats.q.itemsize
-    return -(-formats.query_columns(spec.head_dim) // staged) * staged
+    return max(formats.query_columns(spec.head_dim), staged)
 
 
 def heads_per_tile(group_size: int) -> int:
@@ -111,6 +116,11 @@ def heads_per_tile(group_size: int) -> int:
     most = WGMMA_ROWS // 2  # of one token a tile, Mosaic infers no layout
     fitting = [heads for heads in range(1, min(group_size, most) + 1) if group_size % heads == 0]
     return max(heads for heads in fitting if WGMMA_ROWS // heads * heads >= _ENOUGH_ROWS)
+
+
+def tokens_per_item(heads: int) -> int:
+    """Query tokens that an item has room for, where so many heads share a tile's rows."""
+    return COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads)
 
 
 @typing.no_type_check
@@ -207,7 +217,7 @@ def longest_first(
         heads: Heads that share a tile.
     """
     num_seqs = seq_lens.shape[0]
-    block_tokens = COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads)
+    block_tokens = tokens_per_item(heads)
     # The padded tokens are one more request. A request wastes less than a block.
     offsets = jnp.concatenate([jnp.minimum(cu_q_lens, num_tokens), jnp.full(1, num_tokens, jnp.int32)])
     num_items = (num_tokens + min(num_seqs + 1, num_tokens) * (block_tokens - 1)) // block_tokens
@@ -216,7 +226,7 @@ def longest_first(
     starts = ends - counts
 
     item = jnp.arange(num_items, dtype=jnp.int32)
-    request = jnp.minimum(jnp.searchsorted(ends, item, side="right"), num_seqs).astype(jnp.int32)
+    request = jnp.minimum(_owner(ends, item), num_seqs)
     sequence = jnp.minimum(request, num_seqs - 1)
     row = (item - starts[request]) * block_tokens
     first = offsets[request] + row
@@ -241,7 +251,7 @@ def longest_first(
     order = jnp.argsort(jnp.where(tokens > 0, -key_tiles, 1), stable=True)
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(offsets[1:-1], token, side="right").astype(jnp.int32)
+    owner = _owner(offsets[1:-1], token)
     row = token - offsets[owner]
     position = jnp.argsort(order).astype(jnp.int32)[starts[owner] + row // block_tokens]
     return ExtendSchedule(
@@ -252,3 +262,8 @@ def longest_first(
         block_tokens=block_tokens,
         block_kv=block_kv,
     )
+
+
+def _owner(ends: Int[Array, " n"], at: Int[Array, " m"]) -> Int[Array, " m"]:
+    """How many of the rising `ends` are not above each number; one kernel, where a search would be a loop of them."""
+    return jnp.searchsorted(ends, at, side="right", method="compare_all").astype(jnp.int32)

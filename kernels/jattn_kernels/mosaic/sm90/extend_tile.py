@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.extend_schedule import staged_pieces
 from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
@@ -124,7 +125,7 @@ def clear_unowned(values: Any, unit: Unit, tile: Any) -> None:
     """Clears the rows of a tile of values that are not the request's own."""
     block_kv, width = values.shape
     for row in range(0, block_kv, WGMMA_ROWS):
-        for column in range(0, width, WGMMA_ROWS):  # few registers: 64 x 64 at a time
+        for column in staged_pieces(width, WGMMA_ROWS):  # few registers: 64 x 64 at a time
             part = values.at[pl.ds(row, WGMMA_ROWS), pl.ds(column, WGMMA_ROWS)]
             key = tile * block_kv + row
             before = None if unit.hidden is None else unit.hidden - key
