@@ -90,7 +90,9 @@ SLOW = [
     derived("one_token", q_lens=(1,), kv_lens=(5,), **ONE),
     derived("group_8", heads=(8, 1), q_lens=(11, 5, 9, 16)),
     derived("negative_scale", sm_scale=-0.5, q_lens=(5,), kv_lens=(13,), **ONE),
-    derived("fp8_float16_e5m2", of="fp8", dtype="float16", kv_dtype="float8_e5m2", q_lens=(70,), kv_lens=(200,), **ONE),
+    derived(
+        "fp8_e5m2_negative_scale", of="fp8", kv_dtype="float8_e5m2", sm_scale=-0.3, q_lens=(70,), kv_lens=(200,), **ONE
+    ),
     derived("fp8_dim_192_128_hnd", of="fp8", heads=(2, 2), head_dim=192, v_head_dim=128, page_layout="HND"),
     derived("fp8_window_alibi_cap", of="fp8", alibi=True, window_left=70, logits_soft_cap=5.0, sm_scale=-0.5, **LONG),
     derived(
