@@ -324,7 +324,7 @@ KERNEL_SIZED: tuple[Case, ...] = (
     *(
         # As many sequences, two of them padding, as extend's kernel needs to be given the call.
         _case("paged_decode", f"verify_{q}_of_66", q_lens=(q,) * 64, kv_lens=tuple(n * 37 % 700 for n in range(64)))
-        for q in (8, 16, 40)
+        for q in (12, 16, 40)
     ),
     _case("paged_decode", "verify_16_dim_256", q_lens=(16,) * 6, spec=_spec(head_dim=256)),
     _case("paged_decode", "one_long", kv_lens=(5000,), q_lens=(1,), spec=_spec(num_q_heads=4, num_kv_heads=1)),

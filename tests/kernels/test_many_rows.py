@@ -31,7 +31,7 @@ def small_hopper(hopper, monkeypatch):
     """It is the interpreter, and so small that few rows of few sequences are enough for extend's kernel."""
     monkeypatch.setattr(many_rows, "NUM_SMS", 1)
     monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
-    monkeypatch.setattr(extend, "choose_tiles", lambda spec: dataclasses.replace(choose_tiles(spec), blocks=2))
+    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
     with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
         yield
     gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -41,8 +41,8 @@ def small_hopper(hopper, monkeypatch):
     ("facts", "batch_size", "num_tokens", "by_extend"),
     [
         ({}, 64, 16, True),
-        ({}, 64, 8, True),
-        ({}, 64, 7, False),  # 28 rows
+        ({}, 64, 12, True),
+        ({}, 64, 11, False),  # 44 rows
         ({}, 64, 1, False),
         ({}, 16, 16, True),  # 128 units: one for nearly every SM
         ({}, 17, 16, False),  # 136: a second round for four of them
@@ -51,9 +51,9 @@ def small_hopper(hopper, monkeypatch):
         ({}, 149, 16, True),  # 1192 units in 10 rounds
         ({"batch_invariant": True}, 64, 16, False),
         ({"rope_theta": 1e4}, 64, 16, False),
-        ({"num_q_heads": 8}, 64, 32, True),
+        ({"num_q_heads": 8}, 64, 48, True),
         ({"num_q_heads": 64}, 64, 33, True),  # three units a head, where decode's kernel has five blocks of rows
-        ({"num_kv_heads": 1}, 128, 1, True),
+        ({"num_kv_heads": 1}, 128, 2, True),
         ({"num_kv_heads": 1, "num_q_heads": 64}, 128, 1, False),  # two units of one head read the keys twice
         ({"num_kv_heads": 1, "num_q_heads": 71}, 128, 4, False),
     ],

@@ -1,12 +1,14 @@
 """Paged decode by the kernel that suits the call: extend's where there are many query rows a head, else decode's.
 
 Decode's kernel keeps up with the memory as long as its tiles have few columns of queries. Drafted tokens that are
-verified make more: device time of one call, bf16, 64 sequences of 8192 keys, 8 kv heads of 128, 4 query heads each:
+verified make more: span of one call, bf16, 64 sequences of 8192 keys, 8 kv heads of 128, 4 query heads each:
 
     tokens a sequence    rows a kv head    decode's kernel    extend's kernel
-                    1                 4             490 us
-                    8                32             522 us             497 us
-                   16                64             703 us             500 us
+                    1                 4             498 us             510 us
+                    4                16             518 us             502 us
+                    8                32             510 us             507 us
+                   12                48             550 us             505 us
+                   16                64             686 us             511 us
 
 Extend's kernel has rows of queries where decode's has columns. It does not split a sequence's keys, as decode's does:
 it needs enough sequences to fill the GPU, and one that is much longer than the others keeps them waiting. The choice
@@ -25,7 +27,7 @@ from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, WGMMA_ROWS
 from jattn_kernels.schedule import DecodeSchedule
 from jattn_kernels.spec import AttentionSpec
 
-_MANY_ROWS = 32  # from here on decode's kernel falls behind
+_MANY_ROWS = 48  # from here on decode's kernel falls behind by more than uneven lengths may cost
 _LEAST_BUSY = 0.9  # of the SMs, if all sequences are of one length: what idles must not cost more than is won
 
 
