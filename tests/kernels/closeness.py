@@ -53,7 +53,7 @@ def _rounding_of_rotated_rows(case: Case, inputs: Inputs) -> float:
     q, k = _sizes_of_rows(case, inputs)
     # The angle, its sine and cosine, two products and their sum are float32 roundings of the same rows.
     eps = math.hypot(float(jnp.finfo(case.out_dtype).eps), 5**0.5 * float(np.finfo(np.float32).eps))
-    return 3 * eps / math.sqrt(12) * spec.scale * q * k * math.sqrt(2 / spec.head_dim)
+    return 3 * eps / math.sqrt(12) * abs(spec.scale) * q * k * math.sqrt(2 / spec.head_dim)
 
 
 def _sizes_of_rows(case: Case, inputs: Inputs) -> tuple[float, float]:
