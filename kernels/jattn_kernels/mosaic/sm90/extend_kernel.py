@@ -98,6 +98,13 @@ class ExtendKernel:
         return WGMMA_ROWS // self.heads
 
     @property
+    def value_parts(self) -> list[Any]:
+        """Columns of the products with values, those of one product together."""
+        # Of four warpgroups none starts with more than 128 registers, which no instruction's operands may exceed.
+        most = 128 if self.formats.readies and self.spec.value_dim > 192 else self.spec.value_dim
+        return [pl.ds(column, most) for column in range(0, self.spec.value_dim, most)]
+
+    @property
     def head_blocks(self) -> int:
         return self.spec.num_q_heads // self.heads
 
@@ -261,8 +268,8 @@ class ExtendKernel:
                     share = 1.0 / safe_total
                     if operands.out_factor is not None:
                         share = share * operands.out_factor[self._kv_head(now)]
-                    out = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(self.formats.out)
-                    self._store_rows(out, out_ref, now.first + skipped, tokens, now.heads * self.heads, own_out)
+                    outs = [(part * _spread(share, part)).astype(self.formats.out) for part in acc]
+                    self._store_rows(outs, out_ref, now.first + skipped, tokens, now.heads * self.heads, own_out)
 
                 return begun + now.end_tile, following
 
@@ -282,11 +289,12 @@ class ExtendKernel:
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_free)
 
-    def _store_rows(self, out, out_ref, first, tokens, head, staging):
+    def _store_rows(self, outs, out_ref, first, tokens, head, staging):
         """The first `tokens` tokens of each head: those behind them belong to another block."""
         width = staging.shape[-1]
         for column in staged_pieces(self.spec.value_dim, width):
-            part = lax.slice(out, (0, column), (WGMMA_ROWS, column + width)) if out.shape[1] > width else out
+            out, begin = outs[column // outs[0].shape[1]], column % outs[0].shape[1]
+            part = lax.slice(out, (0, begin), (WGMMA_ROWS, begin + width)) if out.shape[1] > width else out
             if column:
                 plgpu.wait_smem_to_gmem(0)
             staging[pl.ds(0, WGMMA_ROWS)] = part
@@ -340,7 +348,7 @@ class ExtendKernel:
                     s * rows.spread(factor) - lax.broadcast_in_dim(shift, s.shape, [0])
                 )  # one fused multiply-add each
             keep = jnp.exp2(top - shift)
-            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
+            acc = [part * _spread(keep, part) for part in acc]
             total = total * keep
             probabilities = p.astype(self.formats.product)
             if self.spec.value_dim <= 128:
@@ -352,9 +360,13 @@ class ExtendKernel:
             if self.spec.value_dim > 128:
                 total = total + p.sum(axis=1)
             next_k = functools.partial(wait_for_k, tile + 1, spans[-1][1])
-            acc = tiles.add_product(acc, probabilities, values.smem.at[v_stage], p_smem, meanwhile=next_k)
+            v_smem, products = values.smem.at[v_stage], []
+            for part, columns in zip(acc, self.value_parts, strict=True):
+                v = v_smem.at[:, columns] if len(acc) > 1 else v_smem
+                last = len(products) + 1 == len(acc)
+                products.append(tiles.add_product(part, probabilities, v, p_smem, next_k if last else lambda: None))
             plgpu.barrier_arrive(values.free.at[v_stage])
-            return acc, new_top, total
+            return products, new_top, total
 
         def skip_tile(tile):
             """Keeps the others' time: the memory and the other warpgroup still have this tile to do."""
@@ -365,7 +377,10 @@ class ExtendKernel:
                 self._pass(turn)
 
         carry = (
-            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, self.spec.value_dim), jnp.float32), plgpu.Layout.WGMMA),
+            [
+                plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, columns.size), jnp.float32), plgpu.Layout.WGMMA)
+                for columns in self.value_parts
+            ],
             plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), per_row),
             plgpu.layout_cast(jnp.zeros((WGMMA_ROWS,), jnp.float32), per_row),
         )
@@ -384,6 +399,10 @@ class ExtendKernel:
     def _pass(self, turn):
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
+
+
+def _spread(of_rows: jax.Array, part: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(of_rows, part.shape, [0])
 
 
 def _over(own: Tiles, other: Tiles) -> Tiles:
