@@ -23,7 +23,7 @@ from jattn_kernels.mosaic.sm90.decode_tiles import arrangements, choose_tiles, s
 from jattn_kernels.mosaic.sm90.tuned_tiles import VARIABLE, Arrangement, Shape, line
 
 TUNED: tuple[AttentionWorkload, ...] = tuple(
-    AttentionWorkload(batch=32, ctx=4096, d=d, kv=kv, verify=verify, rope=rope)
+    AttentionWorkload(batch=24, ctx=4096, d=d, kv=kv, verify=verify, rope=rope)  # too few for extend's kernel
     for kv, d, verify, rope in (
         *(("bf16", d, verify, False) for d in (64, 128, 256) for verify in (1, 4, 8, 16)),
         *(("fp8_e4m3", 128, verify, False) for verify in (1, 4, 16)),
