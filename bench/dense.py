@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -50,16 +51,12 @@ def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend,
         random_normal(jax.random.key(i), (*shape, heads, workload.d), DTYPES[workload.kv])
         for i, heads in enumerate((workload.hq, workload.hkv, workload.hkv))
     )
-    times, refusal = [], None
-    for attend in arrangements:
-        try:
-            run = functools.partial(_in_a_row(attend).lower(q, k, v).compile(), q, k, v)
-            times.append((measure(run, calls=_CALLS), run))
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
-            refusal = error
-    if not times:
-        raise NotImplementedError(f"`{name}` does not take {workload.name}: {refusal}") from refusal
-    timing, run = min(times, key=lambda entry: entry[0].time_us)
+    with futures.ThreadPoolExecutor() as threads:  # for the compiler
+        compiled = list(threads.map(functools.partial(_compiled, operands=(q, k, v)), arrangements))
+    runs = [run for run in compiled if not isinstance(run, Exception)]
+    if not runs:
+        raise NotImplementedError(f"`{name}` does not take {workload.name}: {compiled[-1]}")
+    timing, run = min(((measure(run, calls=_CALLS), run) for run in runs), key=lambda entry: entry[0].time_us)
     profile = profiled(run, runs=_PROFILED_RUNS)
     row: dict[str, Any] = {
         **workload.fields(),
@@ -71,6 +68,14 @@ def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend,
     }
     kernels = [{"of": workload.name, "impl": name, **kernel} for kernel in profile.rows(per=_PROFILED_RUNS * _CALLS)]
     return Measured(row, kernels)
+
+
+def _compiled(attend: Attend, operands: tuple[jax.Array, ...]) -> Callable[[], jax.Array] | Exception:
+    """Calls of an arrangement, or what it says to the operands."""
+    try:
+        return functools.partial(_in_a_row(attend).lower(*operands).compile(), *operands)
+    except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        return error
 
 
 def _in_a_row(attend: Attend) -> Any:
