@@ -1,4 +1,4 @@
-"""One prompt, prefilled whole and alone, or in two chunks beside another request."""
+"""One prompt, prefilled whole and alone, or beside another request: in two chunks, or behind its unpaged keys."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ _NEIGHBOUR = 5  # tokens of the other request
 
 
 class ChunkedPrompt(NamedTuple):
-    """Arguments of `paged_extend`, and the prompt's tokens among the chunked call's."""
+    """Arguments of an extend call, those of one with the other request, and the prompt's tokens among the latter's."""
 
     whole: tuple[Any, ...]
     chunked: tuple[Any, ...]
@@ -43,6 +43,22 @@ def chunked_prompt(
         chunked=(both, k, v, _ints([other, own, own]), _ints(lens), _ints(offsets)),
         tokens=slice(_NEIGHBOUR, None),
     )
+
+
+def prompt_behind(spec: AttentionSpec, num_tokens: int, kv_dtype: str = "bfloat16") -> ChunkedPrompt:
+    """A prompt over its own keys, which are not paged and lie behind the other request's."""
+    rng = np.random.default_rng(0)
+    total = _NEIGHBOUR + num_tokens
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(of)
+        for shape, of in (
+            ((total, spec.num_q_heads, spec.head_dim), "bfloat16"),
+            ((total, spec.num_kv_heads, spec.head_dim), kv_dtype),
+            ((total, spec.num_kv_heads, spec.value_dim), kv_dtype),
+        )
+    )
+    own, alone, both = slice(_NEIGHBOUR, None), _ints([0, num_tokens]), _ints([0, _NEIGHBOUR, total])
+    return ChunkedPrompt((q[own], k[own], v[own], alone, alone), (q, k, v, both, both), own)
 
 
 def _ints(values: Any) -> jax.Array:

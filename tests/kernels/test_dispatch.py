@@ -142,10 +142,6 @@ def test_xla_refuses_by_name(change, sentence):
             {"operation": "paged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=112)},
             "`mosaic` takes head_dim 64, 80, 96, 128, 192, 256 in paged_extend, keys and values each, not 112 and 112",
         ),
-        (
-            {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, batch_invariant=True)},
-            "`mosaic` does not do `batch_invariant` in ragged_extend",
-        ),
         ({"operation": "paged_extend", "page_size": 4}, "takes page_size 8, .*, 256 in paged_extend, not 4"),
         (
             {"features": frozenset({"custom_mask"}), "num_tokens": 33},

@@ -15,7 +15,7 @@ from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import IMPLEMENTATIONS
 from jattn_kernels.mosaic.sm90 import many_rows
 from tests.kernels.cases import CASES, Case, assert_close, build
-from tests.kernels.chunked_prompt import chunked_prompt
+from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
 
 pytestmark = pytest.mark.gpu
 
@@ -277,6 +277,7 @@ def _ragged_features() -> list[Case]:
         ("alibi_sinks", {"alibi": True, "sinks": True}),
         ("q_scale", {"q_scale": "rows", "kv_scale": "heads"}),
         ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": _spec(window_left=300)}),
+        ("invariant", {"spec": _spec(batch_invariant=True, window_left=200)}),
         *((f"fp8_{q}", {**_FP8_ROWS, "dtype": q}) for q in ("bfloat16", "float16", *_FP8)),
         ("fp8_window_soft_cap", {**_FP8_ROWS, "spec": _spec(window_left=200, logits_soft_cap=5.0)}),
         *((f"rope_dim_{dim}", {"spec": _spec(head_dim=dim, rope_theta=1e4)}) for dim in (64, 128, 256)),
@@ -385,6 +386,17 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
     attend = functools.partial(jattn_kernels.paged_extend, spec=spec, return_lse=True, implementation="mosaic")
     for alone, beside in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
         chex.assert_trees_all_equal(alone, beside[prompt.tokens])
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(kv_dtype):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    spec = _spec(batch_invariant=True)
+    prompt = prompt_behind(spec, num_tokens=1000, kv_dtype=kv_dtype)
+    attend = functools.partial(jattn_kernels.ragged_extend, spec=spec, return_lse=True, implementation="mosaic")
+    for alone, behind in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
+        chex.assert_trees_all_equal(alone, behind[prompt.tokens])
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
 from tests.kernels.cases import CASES, assert_close, build
-from tests.kernels.chunked_prompt import chunked_prompt
+from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
 
 PAGED, RAGGED = (
     {case.name.removeprefix(f"{operation}_"): case for case in CASES if case.operation == operation}
@@ -72,6 +73,9 @@ INTERPRETED = [
     derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
     derived("dim_80", head_dim=80, heads=(2, 1), q_lens=(9, 17), kv_lens=(140, 20), padding_tokens=3, page_size=16),
     derived("dim_96_80_page_256", head_dim=96, v_head_dim=80, heads=(5, 1), q_lens=(9,), kv_lens=(70,), page_size=256),
+    derived(
+        "ragged_invariant", among=RAGGED, of="padding", batch_invariant=True, heads=(2, 1), num_layers=2, layer_index=1
+    ),
     derived("ragged_dim_80_96", among=RAGGED, of="padding", head_dim=80, v_head_dim=96, heads=(2, 1)),
     derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
     derived("fp8", of="fp8", heads=(2, 1), q_scale="rows", q_lens=(40, 3, 0), kv_lens=(300, 20, 9)),
@@ -180,6 +184,17 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
     chunked = paged_extend(*prompt.chunked, AttentionOptions(), spec=spec, page_size=16)
     for alone, beside in zip(whole, chunked, strict=True):
         np.testing.assert_array_equal(alone, beside[prompt.tokens])
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(interpreter, monkeypatch, kv_dtype):
+    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, ready_stages=2, blocks=1)
+    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: sizes)
+    spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True)
+    prompt = prompt_behind(spec, num_tokens=150, kv_dtype=kv_dtype)
+    alone = ragged_extend(*prompt.whole, AttentionOptions(), spec=spec)
+    behind = ragged_extend(*prompt.chunked, AttentionOptions(), spec=spec)
+    chex.assert_trees_all_equal(alone, tuple(x[prompt.tokens] for x in behind))
 
 
 def lower_for_cuda(

@@ -29,7 +29,7 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
     "paged_extend": (),
-    "ragged_extend": ("batch_invariant",),
+    "ragged_extend": (),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 

@@ -11,7 +11,7 @@ from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
 from jattn_kernels.mosaic.sm90.extend_queries import Queries, prepared
 from jattn_kernels.mosaic.sm90.extend_ready import TURNED_KEYS
-from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, mask_words, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.extend_schedule import (
     ExtendSchedule,
     ExtendTiles,
@@ -103,11 +103,16 @@ def ragged_extend(
     sizes = choose_tiles(spec, formats)
     if (reason := sizes.refuses(spec, formats, None)) is not None:
         raise NotImplementedError(reason)
-    seq_lens, hidden = jnp.diff(cu_kv_lens), cu_kv_lens[:-1] % TILED_ROWS
+    seq_lens, starts = jnp.diff(cu_kv_lens), cu_kv_lens
+    layer, k, v = stacked(k, v, options.layer_index)
+    if spec.batch_invariant:
+        starts, source = aligned(cu_kv_lens, k.shape[1])
+        k, v = (rows.at[layer, source].get(mode="fill", fill_value=0)[None] for rows in (k, v))
+        layer = jnp.zeros_like(layer)
+    hidden = starts[:-1] % TILED_ROWS
     schedule = extend_schedule(
         seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes, hidden=hidden
     )
-    layer, k, v = stacked(k, v, options.layer_index)
     num_rows = k.shape[1]
     num_keys = _whole_tiles(num_rows + TILED_ROWS, sizes)
     mask = None
@@ -130,7 +135,7 @@ def ragged_extend(
     queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
     copies = RowCopies(sizes.block_kv)
     kernel = ExtendKernel(spec, sizes, copies, formats)
-    return _extend(kernel, queries, (layer, k, v), cu_kv_lens, schedule, options, mask, num_keys=num_keys)
+    return _extend(kernel, queries, (layer, k, v), starts, schedule, options, mask, num_keys=num_keys)
 
 
 def _extend(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, key_bounds
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 COMPUTE_WARPGROUPS = 2  # that compute: an item's tiles
@@ -152,6 +152,18 @@ def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " 
     """The sequence of each token; as many as there are for padded ones."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     return jnp.sum(cu_q_lens[1:, None] <= token[None], axis=0, dtype=jnp.int32)
+
+
+def aligned(cu_kv_lens: Int[Array, " B_plus_1"], num_rows: int) -> tuple[Int[Array, " B_plus_1"], Int[Array, " rows"]]:
+    """Where sequences' keys begin if each one does at a multiple of 8 rows, and which row, if any, goes to each place.
+
+    Tiles begin at such rows: where a sequence lies in its batch then does not tell which of its keys share a tile.
+    """
+    lens = jnp.diff(cu_kv_lens)
+    starts = jnp.pad(jnp.cumsum(lens + -lens % TILED_ROWS, dtype=jnp.int32), (1, 0))
+    place = jnp.arange(num_rows + lens.shape[0] * (TILED_ROWS - 1), dtype=jnp.int32)
+    owner = jnp.minimum(owners(starts, place.shape[0]), lens.shape[0] - 1)
+    return starts, cu_kv_lens[owner] + place - starts[owner]
 
 
 def _tokens_of_tiles(first_token: Int[Array, " W"], block_tokens: int) -> Int[Array, "W tiles tokens"]:
