@@ -53,10 +53,14 @@ def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend,
     )
     with futures.ThreadPoolExecutor() as threads:  # for the compiler
         compiled = list(threads.map(functools.partial(_compiled, operands=(q, k, v)), arrangements))
-    runs = [run for run in compiled if not isinstance(run, Exception)]
-    if not runs:
-        raise NotImplementedError(f"`{name}` does not take {workload.name}: {compiled[-1]}")
-    timing, run = min(((measure(run, calls=_CALLS), run) for run in runs), key=lambda entry: entry[0].time_us)
+    timed = [
+        run if isinstance(run, Exception) else _or_refusal(lambda run=run: (measure(run, calls=_CALLS), run))
+        for run in compiled
+    ]
+    done = [entry for entry in timed if not isinstance(entry, Exception)]
+    if not done:
+        raise NotImplementedError(f"`{name}` does not take {workload.name}: {timed[-1]}")
+    timing, run = min(done, key=lambda entry: entry[0].time_us)
     profile = profiled(run, runs=_PROFILED_RUNS)
     row: dict[str, Any] = {
         **workload.fields(),
@@ -72,8 +76,13 @@ def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend,
 
 def _compiled(attend: Attend, operands: tuple[jax.Array, ...]) -> Callable[[], jax.Array] | Exception:
     """Calls of an arrangement, or what it says to the operands."""
+    return _or_refusal(lambda: functools.partial(_in_a_row(attend).lower(*operands).compile(), *operands))
+
+
+def _or_refusal[T](act: Callable[[], T]) -> T | Exception:
+    """What an arrangement gives, or why it does not: some compile and find no memory when they run."""
     try:
-        return functools.partial(_in_a_row(attend).lower(*operands).compile(), *operands)
+        return act()
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         return error
 

@@ -44,6 +44,20 @@ def test_the_reason_is_told_where_none_takes_the_workload():
         dense.measured(TINY, "jax-none", (refuse, refuse))
 
 
+def test_an_arrangement_that_fails_when_it_runs_is_passed_over(monkeypatch):
+    def fail(q):
+        raise ValueError("no memory")
+
+    def fails(q, k, v):
+        return jax.pure_callback(fail, q, q)
+
+    monkeypatch.setattr(dense, "measure", lambda run, calls: (jax.block_until_ready(run()), Timing(20.0, 19.0))[1])
+    row, _ = dense.measured(TINY, "jax-xla", (fails, attend_in_xla))
+    assert row["time_us"] == 20.0
+    with pytest.raises(NotImplementedError, match=r"(?s)`jax-none` does not take .*: .*no memory"):
+        dense.measured(TINY, "jax-none", (refuse, fails))
+
+
 def test_calls_in_a_row_give_what_one_gives():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 16, heads, 16)) for i, heads in enumerate((4, 2, 2)))
     np.testing.assert_allclose(dense._in_a_row(attend_in_xla)(q, k, v), attend_in_xla(q, k, v), atol=1e-6)
