@@ -55,6 +55,14 @@ def test_the_parts_of_queries_sum_to_them(q_dtype, dtype, parts, size):
     assert (error <= 2.0**-16 * largest).all()
 
 
+@pytest.mark.parametrize("largest", [2e-38, 2.0**-101, 2.9e38])
+def test_queries_of_any_size_have_finite_parts(largest):
+    q = jnp.full((1, 1, 8, 64), largest, jnp.bfloat16)
+    split, sizes = jax.jit(in_parts, static_argnames=("dtype", "spec"))(q, dtype=jnp.dtype("float8_e4m3fn"), spec=_SPEC)
+    total = np.sum([np.asarray(part, np.float64) for part in split], axis=0) * float(sizes[0, 0])
+    np.testing.assert_allclose(total, np.asarray(q, np.float64), rtol=2.0**-16, atol=2.0**-110)
+
+
 def test_many_parts_of_a_sequence_are_merged_by_their_weights():
     num_parts, rng = 21, np.random.default_rng(0)
     outs = rng.standard_normal((num_parts, 1, 8, 64), np.float32)

@@ -377,7 +377,7 @@ def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracl
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("facts", [{}, {"window_left": 200}, {"logits_soft_cap": 5.0}], ids=str)
+@pytest.mark.parametrize("facts", [{}, {"window_left": 200}, {"logits_soft_cap": 5.0}, {"rope_theta": 1e4}], ids=str)
 def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(facts, kv_dtype):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")

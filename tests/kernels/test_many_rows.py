@@ -69,6 +69,17 @@ def test_extend_gets_calls_of_many_rows_that_fill_the_gpu(hopper, facts, batch_s
     assert isinstance(shapes, ExtendSchedule if by_extend else DecodeSchedule)
 
 
+@pytest.mark.parametrize(("made_for", "num_tokens", "kind"), [(16, 4, "ExtendSchedule"), (4, 16, "DecodeSchedule")])
+def test_a_work_list_of_the_other_kernel_is_refused(hopper, made_for, num_tokens, kind):
+    q = jax.ShapeDtypeStruct((64, num_tokens, 32, 128), "bfloat16")
+    pages, lens = jax.ShapeDtypeStruct((99, 16, 8, 128), "bfloat16"), jax.ShapeDtypeStruct((64,), jnp.int32)
+    table = jax.ShapeDtypeStruct((64, 6), jnp.int32)
+    make = functools.partial(make_schedule, spec=SPEC, num_tokens=made_for, dtype=jnp.bfloat16, page_size=16)
+    schedule = jax.eval_shape(make, lens)
+    with pytest.raises(ValueError, match=f"Got a {kind} for {num_tokens} tokens of 64 sequences"):
+        jax.eval_shape(functools.partial(paged_decode, spec=SPEC), q, pages, pages, table, lens, schedule=schedule)
+
+
 @pytest.mark.parametrize(("num_tokens", "kernel"), [(16, "paged_extend"), (4, "paged_decode")])
 def test_calls_and_work_lists_agree_on_the_kernel(hopper, num_tokens, kernel):
     q = jax.ShapeDtypeStruct((64, num_tokens, 32, 128), "bfloat16")

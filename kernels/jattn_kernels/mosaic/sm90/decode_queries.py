@@ -11,6 +11,7 @@ from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles
 from jattn_kernels.spec import AttentionSpec
 
 _MANTISSA_BITS, _EXPONENT = 23, 0x7F800000  # of a float32
+_SIZES = 2.0**-100, 2.0**126  # what may be divided by without a subnormal number
 _NARROW_SIZE = 2.0**7  # the largest number of a head is in [this, twice this), which all dtypes of 8 bits hold
 
 
@@ -74,7 +75,8 @@ def _sizes(q: Float[Array, "B Q N H"], spec: AttentionSpec) -> Float[Array, "B K
     """The power of two below the largest number of each sequence and kv head; 1 if all are zero."""
     wide = q.astype(jnp.float32).reshape(*q.shape[:2], spec.num_kv_heads, -1)
     exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=(1, 3)), jnp.int32) & _EXPONENT
-    return jnp.where(exponent == 0, 1.0, lax.bitcast_convert_type(exponent, jnp.float32))
+    size = lax.bitcast_convert_type(exponent, jnp.float32)
+    return jnp.where(exponent == 0, 1.0, jnp.clip(size, *_SIZES))
 
 
 def _divided(q: Float[Array, "B Q N H"], size: Float[Array, "B K"]) -> Float[Array, "B Q N H"]:
