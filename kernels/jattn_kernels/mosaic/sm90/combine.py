@@ -1,6 +1,6 @@
 """Merging the parts of split sequences on Hopper, in the order of the keys, into decode's output.
 
-grid (vectors, kv heads, split sequences)      a vector is some rows of a head, of 512 numbers at most where one is less
+grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one
 one warpgroup; merges many parts at a time, so that their loads overlap, and what is left a few at a time
 """
 
@@ -21,7 +21,6 @@ from jattn_kernels.schedule import DecodeSchedule
 
 _THREADS = 128
 _AT_A_TIME = (16, 4)  # parts
-_MOST_LANES = 512
 
 
 def combine_parts(
@@ -30,7 +29,7 @@ def combine_parts(
     """Output and natural-log lse of all sequences: decode's, with those of the split ones put in their places."""
     num_seqs, heads, num_rows, width = parts.out.shape
     num_parts, _, padded_rows, _ = parts.part_outs.shape
-    rows = _rows_of_a_vector(num_rows, width)
+    rows = math.lcm(_THREADS, width) // width  # of a vector
     lanes = rows * width
     layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
     num_vectors = num_rows // rows
@@ -85,13 +84,6 @@ def combine_parts(
     out, lse = jax.new_ref(parts.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(parts.lse)
     run(outs, parts.part_lses, schedule.split, out, lse)
     return jax.freeze(out).reshape(parts.out.shape), jax.freeze(lse)
-
-
-def _rows_of_a_vector(num_rows: int, width: int) -> int:
-    """As many as keep blocks few; all threads have the same number of a vector's numbers."""
-    least = math.lcm(_THREADS, width) // width
-    fitting = [rows for rows in range(least, num_rows + 1, least) if num_rows % rows == 0]
-    return max((rows for rows in fitting if rows * width <= _MOST_LANES), default=least)
 
 
 def _merge_some(step, carry, *, load, first, end, spread, parts):

@@ -1,7 +1,7 @@
 """The memory warpgroup of the decode kernel: it copies queries and tiles, item after item, `stages` tiles ahead."""
 
 import functools
-from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -38,36 +38,35 @@ def walk(operands: Operands, begin, end, visit, state):
 
 def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end) -> None:
     """What the memory warpgroup does for the items [begin, end): each of its warps starts its share of the copies."""
-    tiles.by_warps(functools.partial(_copy_share, config, operands, scratch, begin, end))
+    tiles.by_warps(config.copies.copies, functools.partial(_copy_share, config, operands, scratch, begin, end))
 
 
-def _copy_share(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end, warps: Collection[int]) -> None:
-    """What some warps do: the first one copies queries, and all share each tile's copies."""
-    own = config.copies.of_warps(warps)
-    copies_queries = 0 in warps
-    if not own:
-        return
+def _copy_share(
+    config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end, own: list[Any], is_first
+) -> None:
+    """What a warp does: its own copies of each tile, and the first one copies queries."""
     block_rows, stages = config.sizes.block_rows, config.sizes.stages
     block = lax.div(lax.axis_index("head"), config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
     rows = block if config.turns else pl.ds(block * block_rows, block_rows)
 
     def copy_item(number, now, following, state):
-        slot = lax.rem(number - begin, 2)
-        if not copies_queries:
-            return _copy_tiles(config, operands, scratch, now, following, state, own)
-        pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
-        q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
-        plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
+        @pl.when(is_first)
+        def copy_queries():
+            slot = lax.rem(number - begin, 2)
+            pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
+            q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
+            plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
+
         return _copy_tiles(config, operands, scratch, now, following, state, own)
 
     first_item = read_item(operands, begin)
     first_pages = _pages(config, operands, first_item, first_item.first, own)
     done, _ = walk(operands, begin, end, copy_item, (jnp.int32(0), first_pages))
 
-    if copies_queries:
-
+    @pl.when(is_first)
+    def wait_for_the_last_queries():
         @pl.loop(jnp.maximum(begin, end - 2), end)
-        def wait_for_the_last_queries(number):
+        def wait(number):
             plgpu.barrier_wait(scratch.q_free.at[lax.rem(number - begin, 2)])
 
     @pl.loop(jnp.maximum(done, stages), done + stages)
@@ -76,12 +75,12 @@ def _copy_share(config: DecodeConfig, operands: Operands, scratch: Scratch, begi
             plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
 
 
-def _pages(config: DecodeConfig, operands: Operands, item: Item, tile, own: list[int]):
+def _pages(config: DecodeConfig, operands: Operands, item: Item, tile, own: list[Any]):
     return config.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0), own)
 
 
 def _copy_tiles(
-    config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, state, own: list[int]
+    config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, state, own: list[Any]
 ):
     """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
     stages, block_kv, warpgroups = config.sizes.stages, config.sizes.block_kv, config.sizes.warpgroups

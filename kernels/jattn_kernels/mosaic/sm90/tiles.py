@@ -67,16 +67,22 @@ def overlaid(*buffers: Any) -> Any:
     return plgpu.RefUnion(*buffers) if interpret_params() is None else buffers
 
 
-def by_warps(run: Callable[[Collection[int]], None]) -> None:
-    """Calls `run(numbers)` in each warp of the warpgroup with its own number; the interpreter once, with all."""
+def by_warps(copies: int, run: Callable[[list[Any], Any], None]) -> None:
+    """Calls `run(numbers, is_first)` in each warp of the warpgroup, on its own, with its share of some copies' numbers.
+
+    The interpreter calls it once, with all.
+
+    Args:
+        copies: A power of two.
+    """
     if interpret_params() is not None:
-        run(range(WARPS))
+        run(list(range(copies)), True)
         return
 
     @plgpu.warp_map
-    def choose(warp):
-        for number in range(WARPS):
-            pl.when(warp == number)(functools.partial(run, (number,)))
+    def share(warp):
+        own = [warp + begin for begin in range(0, copies, WARPS)]
+        pl.when(warp < copies)(functools.partial(run, own, warp == 0))
 
 
 def accumulator(rows: int, columns: int) -> Any:
@@ -164,17 +170,13 @@ class PageCopies:
         """Copies a tile; each arrives once on the tile's barrier."""
         return self.block_kv // self.rows
 
-    def of_warps(self, numbers: Collection[int]) -> list[int]:
-        """The copies that some warps start, if all of them share the work."""
-        return [copy for copy in range(self.copies) if copy % WARPS in numbers]
-
     def pages(
         self,
         table_ref: Any,
         sequence: jax.Array,
         tile_index: jax.Array | int,
         last_key: jax.Array,
-        copies: Collection[int],
+        copies: Collection[Any],
     ) -> list[jax.Array]:
         """The page of each of some copies; past the sequence's last page, that page again."""
         keys = [jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key) for copy in copies]
@@ -189,7 +191,7 @@ class PageCopies:
         smem: Any,
         barrier: Any,
         *,
-        copies: Collection[int],
+        copies: Collection[Any],
         end_key: Any = None,
     ) -> None:
         """Starts some copies of one tile of keys or values.
