@@ -49,7 +49,7 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
         for i in range(calls):
             out = call(arrays, jnp.int32(i % pools))
             if workload.q_tokens is None:
-                arrays = arrays._replace(q=out)
+                arrays = arrays._replace(q=out.astype(arrays.q.dtype))
             else:
                 wrong = ~jnp.isfinite(out[0, 0, 0])
                 arrays = arrays._replace(page_table=arrays.page_table + wrong.astype(jnp.int32)[None, None])

@@ -1,4 +1,4 @@
-"""Named workloads, shared by bench and tests: the bytes and FLOPs of each, and its arrays, made on the device."""
+"""What can be measured, attention and whole steps: the bytes and FLOPs of each, its arrays, made on the device."""
 
 import dataclasses
 import functools
