@@ -112,15 +112,12 @@ class ExtendMemory:
 
     def _load_v(self, unit: Unit, begun: Any, tile: Any, pages: list[Any]) -> None:
         """A tile of v; what lies before the first key and past the last is cleared."""
-        block_kv, (v_smem, v_full, _) = self.sizes.block_kv, self.copied.values
+        v_smem, v_full, _ = self.copied.values
         stage = self._stage(self.copied.values, begun + tile)
         if self.last_v_full is None:
             self._start(unit, 1, pages, tile, v_smem.at[stage], v_full.at[stage])
             return
-        # Only the sequence's last tile can be partly filled, and its first where keys are not paged.
-        is_whole = tile < jnp.minimum(unit.end_tile, lax.div(unit.kv_len, block_kv))
-        if unit.hidden is not None:
-            is_whole &= tile * block_kv >= unit.hidden
+        is_whole = unit.owns(tile, self.sizes.block_kv)
 
         @pl.when(is_whole)
         def whole_tile():
@@ -143,8 +140,7 @@ class ExtendMemory:
     def _start(self, unit: Unit, of_values: int, pages: list[Any], tile: Any, smem: Any, barrier: Any) -> None:
         source = (self.operands.k, self.operands.v)[of_values]
         place = PoolPlace(self.operands.layer[0], unit.kv_head(self.spec, self.heads), of_values)
-        self.copies.start(source, place, pages, tile, smem, barrier, copies=range(self.copies.copies))
+        self.copies.start(source, place, pages, tile, smem, barrier)
 
     def _pages(self, unit: Unit, tile: Any) -> list[jax.Array]:
-        copies = range(self.copies.copies)
-        return self.copies.pages(self.operands.places, unit.sequence, tile, unit.kv_len - 1, copies)
+        return self.copies.pages(self.operands.places, unit.sequence, tile, unit.kv_len - 1)

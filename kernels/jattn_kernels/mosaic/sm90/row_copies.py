@@ -1,7 +1,6 @@
 """Copies of tiles of keys that are not in pages: the rows of all sequences, one after the other."""
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -28,26 +27,13 @@ class RowCopies:
         """Copies a tile."""
         return 1
 
-    def pages(
-        self, offsets_ref: Any, sequence: jax.Array, tile_index: Any, last_key: jax.Array, copies: Collection[int]
-    ) -> list[jax.Array]:
-        """Where a tile begins, in units of 8 rows, for each of some copies."""
-        return [jax.lax.div(offsets_ref[sequence], TILED_ROWS) + tile_index * (self.block_kv // TILED_ROWS)] * len(
-            copies
-        )
+    def pages(self, offsets_ref: Any, sequence: jax.Array, tile_index: Any, last_key: jax.Array) -> list[jax.Array]:
+        """Where a tile begins, in units of 8 rows."""
+        return [jax.lax.div(offsets_ref[sequence], TILED_ROWS) + tile_index * (self.block_kv // TILED_ROWS)]
 
     def start(
-        self,
-        rows_ref: Any,
-        place: PoolPlace,
-        pages: list[Any],
-        tile_index: Any,
-        smem: Any,
-        barrier: Any,
-        *,
-        copies: Collection[int],
+        self, rows_ref: Any, place: PoolPlace, pages: list[Any], tile_index: Any, smem: Any, barrier: Any
     ) -> None:
-        """Starts some copies, one or none, of one tile of keys or values."""
-        for _, begin in zip(copies, pages, strict=True):
-            rows = pl.ds(pl.multiple_of(begin * TILED_ROWS, TILED_ROWS), self.block_kv)
-            plgpu.copy_gmem_to_smem(rows_ref.at[place.layer, rows, place.head], smem, barrier)
+        """Starts the copy of one tile of keys or values."""
+        rows = pl.ds(pl.multiple_of(pages[0] * TILED_ROWS, TILED_ROWS), self.block_kv)
+        plgpu.copy_gmem_to_smem(rows_ref.at[place.layer, rows, place.head], smem, barrier)

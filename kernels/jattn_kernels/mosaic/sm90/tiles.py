@@ -176,9 +176,10 @@ class PageCopies:
         sequence: jax.Array,
         tile_index: jax.Array | int,
         last_key: jax.Array,
-        copies: Collection[Any],
+        copies: Collection[Any] | None = None,
     ) -> list[jax.Array]:
-        """The page of each of some copies; past the sequence's last page, that page again."""
+        """The page of each copy, or of some; past the sequence's last page, that page again."""
+        copies = range(self.copies) if copies is None else copies
         keys = [jnp.minimum(tile_index * self.block_kv + copy * self.rows, last_key) for copy in copies]
         return [table_ref[sequence, jax.lax.div(key, self.page_size)] for key in keys]
 
@@ -191,19 +192,19 @@ class PageCopies:
         smem: Any,
         barrier: Any,
         *,
-        copies: Collection[Any],
+        copies: Collection[Any] | None = None,
         end_key: Any = None,
     ) -> None:
-        """Starts some copies of one tile of keys or values.
+        """Starts the copies of one tile of keys or values, or some of them.
 
         Args:
             pages: Of each copy.
             smem: May be wider than a row: the columns past a row's end stay as they are.
-            copies: Their numbers.
+            copies: Their numbers; None is all.
             end_key: Nothing is read from here on: the copies that would bring nothing else only arrive.
         """
         columns = pl.ds(0, pages_ref.shape[-1])
-        for copy, page in zip(copies, pages, strict=True):
+        for copy, page in zip(range(self.copies) if copies is None else copies, pages, strict=True):
             key = tile_index * self.block_kv + copy * self.rows
             rows = pl.ds(0 if self.page_size == self.rows else jax.lax.rem(key, self.page_size), self.rows)
             match self.combined_pool:
