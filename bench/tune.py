@@ -1,5 +1,7 @@
 """A search for decode's best tiles on this GPU: `python -m bench.tune --out FILE`, and then JATTN_DECODE_TILES=FILE.
 
+python -m bench.tune --out FILE [--only NAME ...]
+
 Each arrangement that fits is timed like a row of the record. What beats the rule's choice is written down, so that a
 GPU that the rule was not made on gets its own.
 """
@@ -14,8 +16,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 from bench import attention
 from bench.workloads import DTYPES, AttentionWorkload
@@ -101,21 +101,28 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the file that JATTN_DECODE_TILES shall name")
+    names = [workload.name for workload in TUNED]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     options = parser.parse_args(arguments)
     kept = []
-    table = Table("workload", "by rule", "us", "best other", "us", "kept")
-    for found, keep in tune(TUNED, _time_us, jax.devices()[0].device_kind):
-        (own, own_us), *others = found.timed
-        other = others[0] if others else None
-        cells = (_words(own), f"{own_us:.1f}", *(("", "") if other is None else (_words(other[0]), f"{other[1]:.1f}")))
-        table.add_row(found.workload.name, *cells, "yes" if keep else "")
+    workloads = [workload for workload in TUNED if workload.name in options.only]
+    for found, keep in tune(workloads, _time_us, jax.devices()[0].device_kind):
+        print(sentence(found, kept=keep is not None), flush=True)
         if keep:
             kept.append(keep)
             options.out.write_text("\n".join(kept) + "\n", encoding="utf-8")
-    Console().print(table)
     print(
         f"Set {VARIABLE}={options.out} to use what was kept." if kept else "The rule's choices stand: nothing to keep."
     )
+
+
+def sentence(found: Found, *, kept: bool) -> str:
+    """What a search found, in words."""
+    (own, own_us), *others = found.timed
+    text = f"{found.workload.name}: by rule {_words(own)}, {own_us:.1f} us"
+    if others:
+        text += f"; the best other {_words(others[0][0])}, {others[0][1]:.1f} us{', kept' if kept else ''}"
+    return text + "."
 
 
 def _words(arrangement: Arrangement) -> str:

@@ -22,8 +22,8 @@ class EngineConfig:
         max_chunk_tokens: Tokens of one request in a prefill launch at most; None is `prefill_tokens`. A lower number
             leaves room for short prompts behind a long one.
         mixed_steps: Whether a prefill launch decodes the running requests too, each of them one of its tokens, so that
-            the weights are read once for both; not yet timed on a GPU. None does where the kernels of extend go by a
-            work list; with others a short sequence costs what a long one does. Where decodes would take more than half
+            the weights are read once for both. None does where the kernels of extend go by a work list; with others a
+            short sequence costs what a long one does. Where decodes would take more than half
             of `prefill_tokens`, and where tokens are drafted, they have a launch of their own.
         max_stop_ids: Tokens that may end a request, the model's own included.
         full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities. They
@@ -51,7 +51,7 @@ class EngineConfig:
     prefill_tokens: int = 256
     prefill_seqs: int = 8
     max_chunk_tokens: int | None = None
-    mixed_steps: bool | None = False
+    mixed_steps: bool | None = None
     max_stop_ids: int = 8
     full_sampling: bool = True
     max_logit_bias: int = 300

@@ -206,7 +206,7 @@ HOPPER, CPU = Device("gpu", (9, 0)), Device("cpu")
 )
 def test_steps_mix_where_the_kernels_go_by_a_work_list(monkeypatch, device, layer, options, config, rows):
     monkeypatch.setattr(mixing, "AttentionCall", functools.partial(AttentionCall, device=device))
-    config = EngineConfig(**{"num_pages": 64, "max_num_seqs": 16, "mixed_steps": None} | config)
+    config = EngineConfig(**{"num_pages": 64, "max_num_seqs": 16} | config)
     options = BackendOptions(
         **{"max_context_len": 1024, "page_size": 16, "max_num_seqs": 16, "dtype": "bfloat16"} | options
     )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
-from jattn_kernels.rope import rotate
+from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.fetch import Fetcher
@@ -41,14 +41,16 @@ def attend(
     def step(trip, state):
         running_max, running_sum, acc = state
         first_key = origin + trip * fetch.tile_keys
-        k, v = (x.astype(dtype) for x in fetch(tiles.request, first_key, end))
+        k, v = fetch(tiles.request, first_key, end)
+        shrink = 1.0 if spec.rope_theta is None else shrink_of(k.dtype)
+        k, v = k.astype(dtype), v.astype(dtype)
         key = first_key[:, None] + jnp.arange(fetch.tile_keys, dtype=jnp.int32)[None]
         seen = visible(tiles, keys, key, spec)
         position = keys.kv_start[:, None] + key
         if spec.rope_theta is not None:
-            k = rotate(k, position, theta=spec.rope_theta, scale=spec.rope_scale)
+            k = rotate(k, position, theta=spec.rope_theta, scale=spec.rope_scale, shrink=shrink)
         products = jnp.einsum("wrkgh,wskh->wkgrs", q, k, precision=precision, preferred_element_type=jnp.float32)
-        logits = logits_of(products, factor, position[:, None] - tiles.position[:, :, None], options, spec)
+        logits = logits_of(products, factor * shrink, position[:, None] - tiles.position[:, :, None], options, spec)
         logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
         new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))

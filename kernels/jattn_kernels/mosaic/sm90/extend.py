@@ -24,6 +24,7 @@ from jattn_kernels.mosaic.sm90.paged import stacked
 from jattn_kernels.mosaic.sm90.readied import turn_of
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies
+from jattn_kernels.rope import shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 
@@ -171,7 +172,7 @@ def _extend(
     if kernel.formats.turns:
         # float16 is exact enough for the second: keys are rounded that much, or more, when they have been turned.
         piece = jnp.arange(num_keys // TURNED_KEYS, dtype=jnp.int32)
-        tile_turns = turn_of(piece * TURNED_KEYS, spec, jnp.float32)
+        tile_turns = turn_of(piece * TURNED_KEYS, spec, jnp.float32, shrink_of(kernel.formats.kv))
         key_turns = turn_of(jnp.arange(TURNED_KEYS, dtype=jnp.int32), spec, jnp.float16)
     operands = Operands(
         q=jnp.pad(q, ((0, missing), (0, 0), (0, 0))) if missing else q,

@@ -9,7 +9,7 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.decode_queries import in_parts, in_range
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_rows import owners
-from jattn_kernels.rope import rotate
+from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import logit_factors
 from jattn_kernels.spec import AttentionSpec
 
@@ -62,6 +62,7 @@ def prepared(
     else:
         whole, size = in_range(q[:, None], formats.q, spec)
         columns = _turned(whole[:, 0], position, spec)
+        size = size * shrink_of(formats.kv)
     return Queries(columns, (jnp.where(is_negative, -factor, factor) * size).T)
 
 

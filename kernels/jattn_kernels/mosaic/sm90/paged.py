@@ -16,7 +16,7 @@ from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, i
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
 from jattn_kernels.mosaic.sm90.readied import turn_of
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
-from jattn_kernels.rope import rotate
+from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
@@ -63,6 +63,7 @@ def paged_decode(
     else:
         q, q_size = in_range(q, dtype, spec)
         q_parts = (q,)
+    shrink = 1.0 if spec.rope_theta is None else shrink_of(k_pages.dtype)
     rows = num_tokens * spec.group_size
     sizes = choose_tiles(spec, k_pages.dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
@@ -96,7 +97,7 @@ def paged_decode(
         q = rotate(q.astype(jnp.float32), bounds.position, theta=spec.rope_theta, scale=spec.rope_scale)
         tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
         tile_turns = turn_of(tile * sizes.block_kv, spec, jnp.float32)
-        key_turns = turn_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16)
+        key_turns = turn_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink)
 
     rows_of = functools.partial(by_head, spec=spec, sizes=sizes, shared=shared)
     if spec.rope_theta is None:
@@ -104,7 +105,7 @@ def paged_decode(
     else:
         q_rows = rows_of(q).reshape(q.shape[0], -1, sizes.block_rows, spec.head_dim).swapaxes(2, 3)
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
-    scaled = q_size.size > 1 or options.q_scale is not None or options.k_scale is not None
+    scaled = q_size.size > 1 or shrink != 1.0 or options.q_scale is not None or options.k_scale is not None
     operands = Operands(
         q=q_rows,
         k_pages=k_pages,
@@ -117,7 +118,7 @@ def paged_decode(
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         position=None if options.alibi_slopes is None else of_rows(bounds.position),
         slopes=None if options.alibi_slopes is None else _slopes(options.alibi_slopes, spec, sizes, num_tokens, shared),
-        logit_factor=logit_factors(options, spec) * q_size if scaled else None,
+        logit_factor=logit_factors(options, spec) * q_size * shrink if scaled else None,
         out_factor=None
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),

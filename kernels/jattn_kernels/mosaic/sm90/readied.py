@@ -32,11 +32,15 @@ class Turn(NamedTuple):
     sin: Any
 
 
-def turn_of(position: Int[Array, " n"], spec: AttentionSpec, dtype: Any) -> Turn:
-    """The angles of each of some positions, [n, pairs], made in XLA."""
+def turn_of(position: Int[Array, " n"], spec: AttentionSpec, dtype: Any, shrink: float = 1.0) -> Turn:
+    """The angles of each of some positions, [n, pairs], made in XLA.
+
+    Args:
+        shrink: What is turned is divided by this too, a power of two.
+    """
     assert spec.rope_theta is not None
     angle = turned(position, spec.head_dim, theta=spec.rope_theta, scale=spec.rope_scale)
-    return Turn(jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype))
+    return Turn(*((part / shrink).astype(dtype) for part in (jnp.cos(angle), jnp.sin(angle))))
 
 
 def widen(source: Any, target: Any) -> None:
