@@ -43,11 +43,9 @@ from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend_schedule import (
     ExtendTiles,
     heads_per_tile,
-    query_columns,
-    staged_columns,
     staged_pieces,
-    staged_query_columns,
 )
+from jattn_kernels.mosaic.sm90.extend_scratch import ExtendScratch, extend_scratch
 from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, TileRows, Tiles, Unit
 from jattn_kernels.mosaic.sm90.logits import LOG2E
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
@@ -133,60 +131,17 @@ class ExtendKernel:
         return run(*leaves)
 
     def _entry(self, tree, *refs):
-        spec, sizes, formats = self.spec, self.sizes, self.formats
         operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
-        width, columns = staged_columns(spec), query_columns(spec, formats)
-        both = (COMPUTE_WARPGROUPS, WGMMA_ROWS)
-        # A warpgroup's part of the output lies where its own q lies.
-        held = WGMMA_ROWS * columns * formats.q.itemsize // (width * formats.out.itemsize)
-        staged_out = plgpu.SMEM((COMPUTE_WARPGROUPS, held, width), formats.out)
-        at_once = formats.columns_at_once(spec.head_dim)
-
-        def copied(stages, width, columns, is_widened):
-            return Tiles(
-                tiles.tile((stages, sizes.block_kv, width), formats.kv, columns),
-                plgpu.Barrier(num_arrivals=self.copies.copies, num_barriers=stages),
-                plgpu.Barrier(num_arrivals=1 if is_widened else COMPUTE_WARPGROUPS, num_barriers=stages),
-            )
-
-        def readied(stages, width, columns, is_widened):
-            """What is None is as copied."""
-            if not is_widened:
-                return Tiles(None, plgpu.Barrier(num_barriers=stages), None)
-            return Tiles(
-                tiles.tile((sizes.ready_stages, sizes.block_kv, width), formats.product, columns),
-                plgpu.Barrier(num_barriers=sizes.ready_stages),
-                plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=sizes.ready_stages),
-            )
-
-        keys = sizes.k_stages, spec.head_dim, at_once, formats.widens and formats.turns
-        values = sizes.v_stages, spec.value_dim, None, formats.widens
         pl.run_scoped(
-            lambda *scratch: self._body(operands, out_refs, *scratch),
-            (
-                tiles.overlaid(tiles.tile((*both, columns), formats.q, at_once), staged_out),
-                plgpu.SMEM((*both, staged_query_columns(spec, formats)), formats.q),
-                tiles.probabilities_tile((*both, sizes.block_kv), formats.product),
-            ),
-            TilePair(copied(*keys), copied(*values)),
-            (
-                readied(*keys) if formats.turns else Tiles(None, None, None),
-                readied(*values) if formats.readies else Tiles(None, None, None),
-            ),
-            (
-                plgpu.Barrier(num_arrivals=self.heads, num_barriers=COMPUTE_WARPGROUPS),
-                plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
-            ),
-            None if formats.readies else plgpu.Barrier(num_arrivals=self.copies.copies),
-            plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+            functools.partial(self._body, operands, out_refs),
+            extend_scratch(self.spec, self.sizes, self.formats, copies=self.copies.copies, heads=self.heads),
             collective_axes="warpgroup",
         )
 
-    def _body(self, operands, out_refs, rows_smem, copied, readied, q_barriers, last_v_full, turn):
+    def _body(self, operands: Operands, out_refs, scratch: ExtendScratch):
         items_ref, (out_ref, lse_ref) = operands.items, out_refs
-        (q_smem, out_smem), q_staging, p_smem = rows_smem
-        q_full, q_free = q_barriers
-        ready = TilePair(*map(_over, readied, copied))
+        (q_smem, out_smem), q_staging, p_smem, turn = scratch.q_and_out, scratch.q_staging, scratch.p, scratch.turn
+        ready = TilePair(*map(_over, scratch.readied, scratch.copied))
         registers = _registers(self.formats)
         warpgroup = lax.axis_index("warpgroup")
         units = operands.num_items[0] * self.head_blocks
@@ -217,10 +172,10 @@ class ExtendKernel:
                 self.tile_tokens,
                 operands,
                 q_staging,
-                q_full,
-                q_free,
-                copied,
-                last_v_full,
+                scratch.q_full,
+                scratch.q_free,
+                scratch.copied,
+                scratch.last_v_full,
             )
             memory.run(unit, rounds)
 
@@ -229,7 +184,7 @@ class ExtendKernel:
             @pl.when(warpgroup == _READYING)
             def readying():
                 plgpu.set_max_registers(registers.readying, action="decrease")
-                ExtendReady(self.spec, self.formats, operands, copied, ready).run(unit, rounds)
+                ExtendReady(self.spec, self.formats, operands, scratch.copied, ready).run(unit, rounds)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def compute():
@@ -254,7 +209,8 @@ class ExtendKernel:
                     tokens=tokens,
                     limit=now.limit + skipped,
                 )
-                self._take_queries(own_staging, own_q, q_full.at[warpgroup], q_free.at[warpgroup], rows)
+                arrived, taken = scratch.q_full.at[warpgroup], scratch.q_free.at[warpgroup]
+                self._take_queries(own_staging, own_q, arrived, taken, rows)
                 pl.when(warpgroup == 1)(lambda: self._pass(turn))
                 acc, top, total = self._attend(own_q, ready, own_p, turn, now, rows, begun)
                 pl.when(warpgroup == 0)(lambda: self._pass(turn))
