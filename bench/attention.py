@@ -58,25 +58,53 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
     return jax.jit(run)
 
 
-def measured(workload: AttentionWorkload, implementation: str, *, repeats: int = 7, seconds: float = 0.1) -> Measured:
+class Executables(NamedTuple):
+    """A workload, compiled.
+
+    Attributes:
+        arrays: Makes the arguments.
+        run: Calls of them, `num_calls` in a row.
+    """
+
+    arrays: Any
+    run: Any
+
+
+def compiled(workload: AttentionWorkload, implementation: str) -> Executables:
+    """Compiles a workload for the default device, from shapes alone: several can be compiled side by side.
+
+    Raises:
+        NotImplementedError: The implementation refuses it.
+    """
+    calls = num_calls(workload)
+    pools = num_pools(workload, calls)
+    arrays = jax.jit(functools.partial(workload.arrays, pools, implementation))
+    run = unrolled(workload, implementation, calls=calls, pools=pools).lower(jax.eval_shape(arrays)).compile()
+    return Executables(arrays.lower().compile(), run)
+
+
+def measured(
+    workload: AttentionWorkload,
+    implementation: str,
+    *,
+    executables: Executables | None = None,
+    repeats: int = 7,
+    seconds: float = 0.1,
+) -> Measured:
     """Times a workload on the default device.
+
+    Args:
+        executables: If it is compiled already.
 
     Raises:
         NotImplementedError: The implementation refuses it.
         FloatingPointError: The output is not finite.
     """
     calls = num_calls(workload)
-    pools = num_pools(workload, calls)
-    jax.eval_shape(
-        functools.partial(workload.call, implementation=implementation),
-        jax.eval_shape(lambda: workload.arrays(pools, implementation)),
-        jax.ShapeDtypeStruct((), jnp.int32),
-    )
-    arrays = workload.arrays(pools, implementation)
-    compiled = unrolled(workload, implementation, calls=calls, pools=pools).lower(arrays).compile()
-    if not bool(jnp.all(jnp.isfinite(compiled(arrays)))):
+    executables = executables or compiled(workload, implementation)
+    run = functools.partial(executables.run, executables.arrays())
+    if not bool(jnp.all(jnp.isfinite(run()))):
         raise FloatingPointError(f"{workload.name}: `{implementation}` gives numbers that are not finite.")
-    run = functools.partial(compiled, arrays)
     timing = measure(run, calls=calls, repeats=repeats, seconds=seconds)
     profile = profiled(run, runs=_PROFILED_RUNS)
     row = {

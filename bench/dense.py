@@ -1,8 +1,7 @@
 """What JAX has for dense attention, on the dense equivalents of prefills: rows beside ours, of the same run."""
 
 import functools
-from collections.abc import Callable
-from concurrent import futures
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,24 +38,29 @@ def is_dense(workload: AttentionWorkload) -> bool:
     return is_plain and workload.q_tokens == workload.ctx > 0
 
 
-def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend, ...]) -> Measured:
+def compiled(workload: AttentionWorkload, arrangements: Sequence[Attend]) -> list[Any]:
+    """Calls of each arrangement, compiled for the default device from shapes alone, or why it does not take them."""
+    operands = [jax.ShapeDtypeStruct(*facts) for facts in _operands(workload)]
+    return [_or_refusal(lambda a=attend: _in_a_row(a).lower(*operands).compile()) for attend in arrangements]
+
+
+def measured(workload: AttentionWorkload, name: str, *, executables: Sequence[Any]) -> Measured:
     """Times the fastest of some arrangements on the default device.
+
+    Args:
+        executables: As `compiled` gives them.
 
     Raises:
         NotImplementedError: None of them takes the workload; the last one's reason.
     """
-    assert isinstance(workload.batch, int)
-    shape = (workload.batch, workload.ctx)
-    q, k, v = (
-        random_normal(jax.random.key(i), (*shape, heads, workload.d), DTYPES[workload.kv])
-        for i, heads in enumerate((workload.hq, workload.hkv, workload.hkv))
-    )
-    with futures.ThreadPoolExecutor() as threads:  # for the compiler
-        compiled = list(threads.map(functools.partial(_compiled, operands=(q, k, v)), arrangements))
-    timed = [
-        run if isinstance(run, Exception) else _or_refusal(lambda run=run: (measure(run, calls=_CALLS), run))
-        for run in compiled
-    ]
+    operands = [random_normal(jax.random.key(i), *facts) for i, facts in enumerate(_operands(workload))]
+    timed = []
+    for executable in executables:
+        if isinstance(executable, Exception):
+            timed.append(executable)
+        else:
+            run = functools.partial(executable, *operands)
+            timed.append(_or_refusal(lambda run=run: (measure(run, calls=_CALLS), run)))
     done = [entry for entry in timed if not isinstance(entry, Exception)]
     if not done:
         raise NotImplementedError(f"`{name}` does not take {workload.name}: {timed[-1]}")
@@ -74,9 +78,11 @@ def measured(workload: AttentionWorkload, name: str, arrangements: tuple[Attend,
     return Measured(row, kernels)
 
 
-def _compiled(attend: Attend, operands: tuple[jax.Array, ...]) -> Callable[[], jax.Array] | Exception:
-    """Calls of an arrangement, or what it says to the operands."""
-    return _or_refusal(lambda: functools.partial(_in_a_row(attend).lower(*operands).compile(), *operands))
+def _operands(workload: AttentionWorkload) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of q, k and v."""
+    assert isinstance(workload.batch, int)
+    shape = (workload.batch, workload.ctx)
+    return [((*shape, heads, workload.d), DTYPES[workload.kv]) for heads in (workload.hq, workload.hkv, workload.hkv)]
 
 
 def _or_refusal[T](act: Callable[[], T]) -> T | Exception:

@@ -5,6 +5,7 @@ python bench/gpu_record.py --check                                    anywhere, 
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import tempfile
 import traceback
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
 PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "prefill_dense", "decode_step")
+_COMPILING_THREADS = 8
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
 DEVICE_FILES = (
     "schedule.py",
@@ -36,6 +39,7 @@ DEVICE_FILES = (
 )
 
 Row = dict[str, Any]
+Job = tuple[str, Callable[[], Any]]  # a name, and what measures it
 
 
 def kernels_sha(root: Path = ROOT) -> str:
@@ -104,7 +108,7 @@ class Recorder:
         if complete():
             partial.rename(self._out / f"{name}.jsonl")
 
-    def measure(self, part: str, jobs: Iterable[tuple[str, Callable[[], Any]]]) -> None:
+    def measure(self, part: str, jobs: Iterable[Job]) -> None:
         """Writes a part's rows and, as PART-kernels, the kernels behind them. A refused job is left out, with its
         sentence; one that fails is named, and the others go on."""
         kernels: list[Row] = []
@@ -151,17 +155,13 @@ def record_attention(recorder: Recorder, part: str, *, quick: bool, implementati
     plain = [w for w in table if of_peers and (w.page, w.layout, w.hq, w.kv) == (16, "NHD", 32, "bf16")]
     first = implementations[0]
     short: dict[str, Any] = {"repeats": 3, "seconds": 0.03}
-    recorder.measure(
-        part,
-        (
-            (
-                f"{workload.name} {name}",
-                lambda w=workload, n=name: attention.measured(w, n, **(short if quick or n != first else {})),
-            )
-            for name in implementations
-            for workload in (plain if quick or name != first else table)
-        ),
-    )
+    calls = [(w, name) for name in implementations for w in (plain if quick or name != first else table)]
+
+    def job(workload: Any, name: str, executables: Any) -> Any:
+        options = short if quick or name != first else {}
+        return attention.measured(workload, name, executables=executables, **options)
+
+    recorder.measure(part, compiled_side_by_side(calls, attention.compiled, job))
 
 
 def record_dense(recorder: Recorder) -> None:
@@ -169,15 +169,28 @@ def record_dense(recorder: Recorder) -> None:
     from bench import dense, named_workloads
 
     table = [w for w in (*named_workloads.EXTEND, *named_workloads.EXTEND_FEATURES) if w.page == 16]
-    recorder.measure(
-        "prefill_dense",
-        (
-            (f"{w.name} {name}", lambda w=w, n=name, a=arrangements: dense.measured(w, n, a))
-            for name, arrangements in dense.implementations().items()
-            for w in table
-            if dense.is_dense(w)
-        ),
-    )
+    arrangements = dense.implementations()
+    calls = [(w, name) for name in arrangements for w in table if dense.is_dense(w)]
+    jobs = compiled_side_by_side(calls, lambda w, name: dense.compiled(w, arrangements[name]), dense.measured)
+    recorder.measure("prefill_dense", jobs)
+
+
+def compiled_side_by_side(
+    calls: Iterable[tuple[Any, str]], compile: Callable[[Any, str], Any], measure: Callable[..., Any]
+) -> list[Job]:
+    """Jobs that measure workloads by implementations, all of them compiled before the first is timed.
+
+    What a compiler does outside of Python's lock, threads can do at the same time; a timing they would disturb.
+    """
+
+    def job(workload: Any, name: str, executables: Future[Any]) -> Any:
+        return measure(workload, name, executables=executables.result())
+
+    with ThreadPoolExecutor(max_workers=_COMPILING_THREADS) as threads:
+        return [
+            (f"{workload.name} {name}", functools.partial(job, workload, name, threads.submit(compile, workload, name)))
+            for workload, name in calls
+        ]
 
 
 def record_steps(recorder: Recorder, *, quick: bool) -> None:

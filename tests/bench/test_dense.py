@@ -18,6 +18,10 @@ def attend_in_xla(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
+def measured(name, *arrangements):
+    return dense.measured(TINY, name, executables=dense.compiled(TINY, arrangements))
+
+
 def refuse(q, k, v):
     raise NotImplementedError("not this size")
 
@@ -32,7 +36,7 @@ def test_only_whole_prompts_without_features_are_dense():
 def test_a_row_is_of_the_workload_and_of_the_fastest(monkeypatch):
     times = iter((Timing(30.0, 29.0), Timing(20.0, 19.0)))
     monkeypatch.setattr(dense, "measure", lambda run, calls: (run(), next(times))[1])
-    row, _ = dense.measured(TINY, "jax-xla", (attend_in_xla, refuse, attend_in_xla))
+    row, _ = measured("jax-xla", attend_in_xla, refuse, attend_in_xla)
     assert row["case"] == "prefill_dense"
     assert row["impl"] == "jax-xla"
     assert (row["batch"], row["q"], row["kv"], row["time_us"], row["min_us"]) == (2, 16, 16, 20.0, 19.0)
@@ -41,7 +45,7 @@ def test_a_row_is_of_the_workload_and_of_the_fastest(monkeypatch):
 
 def test_the_reason_is_told_where_none_takes_the_workload():
     with pytest.raises(NotImplementedError, match=r"`jax-none` does not take .*: not this size"):
-        dense.measured(TINY, "jax-none", (refuse, refuse))
+        measured("jax-none", refuse, refuse)
 
 
 def test_an_arrangement_that_fails_when_it_runs_is_passed_over(monkeypatch):
@@ -52,10 +56,10 @@ def test_an_arrangement_that_fails_when_it_runs_is_passed_over(monkeypatch):
         return jax.pure_callback(fail, q, q)
 
     monkeypatch.setattr(dense, "measure", lambda run, calls: (jax.block_until_ready(run()), Timing(20.0, 19.0))[1])
-    row, _ = dense.measured(TINY, "jax-xla", (fails, attend_in_xla))
+    row, _ = measured("jax-xla", fails, attend_in_xla)
     assert row["time_us"] == 20.0
     with pytest.raises(NotImplementedError, match=r"(?s)`jax-none` does not take .*: .*no memory"):
-        dense.measured(TINY, "jax-none", (refuse, fails))
+        measured("jax-none", refuse, fails)
 
 
 def test_calls_in_a_row_give_what_one_gives():

@@ -142,7 +142,14 @@ def test_attention_record_runs_every_workload_once_for_the_first_implementation(
     from bench import attention, named_workloads
 
     done = []
-    monkeypatch.setattr(attention, "measured", lambda w, name, **options: done.append((w, name)) or measured())
+
+    def measured_once_compiled(workload, name, *, executables, **options):
+        assert executables == (workload, name)
+        done.append((workload, name))
+        return measured()
+
+    monkeypatch.setattr(attention, "compiled", lambda workload, name: (workload, name))
+    monkeypatch.setattr(attention, "measured", measured_once_compiled)
     gpu_record.record_attention(Recorder(tmp_path, {}), "decode", quick=False, implementations=("mosaic", "xla"))
     assert [w for w, name in done if name == "mosaic"] == list(named_workloads.DECODE)
     assert {w.name for w, name in done if name == "xla"} < {w.name for w in named_workloads.DECODE}
