@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from bench.attention import Measured
 from bench.timing import measure, profiled
-from bench.workloads import DTYPES, AttentionWorkload, random_normal
+from bench.workloads import AttentionWorkload, random_normal
 
 _CALLS, _PROFILED_RUNS = 4, 2
 _KEYS_A_TILE = (256, 128, 64)
@@ -17,8 +16,15 @@ _KEYS_A_TILE = (256, 128, 64)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def implementations() -> dict[str, tuple[Attend, ...]]:
-    """By name of the row, the arrangements of which the fastest counts."""
+class Peer(NamedTuple):
+    """An attention of JAX's: the arrangements of which the fastest counts, and the dtype that they take."""
+
+    arrangements: tuple[Attend, ...]
+    dtype: str
+
+
+def implementations() -> dict[str, Peer]:
+    """By name of the row."""
     # Imported only here: it wants a CUDA runtime.
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
@@ -26,9 +32,13 @@ def implementations() -> dict[str, tuple[Attend, ...]]:
         attention_mgpu.TuningConfig(block_q=64, block_kv=keys, max_concurrent_steps=2, causal=True)
         for keys in _KEYS_A_TILE
     )
+    cudnn = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     return {
-        "jax-attention_mgpu": tuple(functools.partial(attention_mgpu.attention, config=config) for config in tuned),
-        "jax-cudnn": (functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),),
+        # Its shared memory is of float16, whatever it is given.
+        "jax-attention_mgpu": Peer(
+            tuple(functools.partial(attention_mgpu.attention, config=config) for config in tuned), "float16"
+        ),
+        "jax-cudnn": Peer((cudnn,), "bfloat16"),
     }
 
 
@@ -38,13 +48,15 @@ def is_dense(workload: AttentionWorkload) -> bool:
     return is_plain and workload.q_tokens == workload.ctx > 0
 
 
-def compiled(workload: AttentionWorkload, arrangements: Sequence[Attend]) -> list[Any]:
+def compiled(workload: AttentionWorkload, peer: Peer) -> list[Any]:
     """Calls of each arrangement, compiled for the default device from shapes alone, or why it does not take them."""
-    operands = [jax.ShapeDtypeStruct(*facts) for facts in _operands(workload)]
-    return [_or_refusal(lambda a=attend: _in_a_row(a).lower(*operands).compile()) for attend in arrangements]
+    operands = [jax.ShapeDtypeStruct(shape, peer.dtype) for shape in _shapes(workload)]
+    return [
+        _or_refusal(lambda a=attend: _in_a_row(a).lower([operands] * _CALLS).compile()) for attend in peer.arrangements
+    ]
 
 
-def measured(workload: AttentionWorkload, name: str, *, executables: Sequence[Any]) -> Measured:
+def measured(workload: AttentionWorkload, name: str, peer: Peer, *, executables: Sequence[Any]) -> Measured:
     """Times the fastest of some arrangements on the default device.
 
     Args:
@@ -53,13 +65,14 @@ def measured(workload: AttentionWorkload, name: str, *, executables: Sequence[An
     Raises:
         NotImplementedError: None of them takes the workload; the last one's reason.
     """
-    operands = [random_normal(jax.random.key(i), *facts) for i, facts in enumerate(_operands(workload))]
+    keys, shapes = iter(jax.random.split(jax.random.key(0), 3 * _CALLS)), _shapes(workload)
+    operands = [[random_normal(next(keys), shape, peer.dtype) for shape in shapes] for _ in range(_CALLS)]
     timed = []
     for executable in executables:
         if isinstance(executable, Exception):
             timed.append(executable)
         else:
-            run = functools.partial(executable, *operands)
+            run = functools.partial(executable, operands)
             timed.append(_or_refusal(lambda run=run: (measure(run, calls=_CALLS), run)))
     done = [entry for entry in timed if not isinstance(entry, Exception)]
     if not done:
@@ -70,6 +83,7 @@ def measured(workload: AttentionWorkload, name: str, *, executables: Sequence[An
         **workload.fields(),
         "case": "prefill_dense",
         "impl": name,
+        "dtype": peer.dtype,
         "time_us": round(timing.time_us, 3),
         "min_us": round(timing.min_us, 3),
         **workload.rate(timing.time_us),
@@ -78,11 +92,10 @@ def measured(workload: AttentionWorkload, name: str, *, executables: Sequence[An
     return Measured(row, kernels)
 
 
-def _operands(workload: AttentionWorkload) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of q, k and v."""
+def _shapes(workload: AttentionWorkload) -> list[tuple[int, ...]]:
+    """Of q, k and v."""
     assert isinstance(workload.batch, int)
-    shape = (workload.batch, workload.ctx)
-    return [((*shape, heads, workload.d), DTYPES[workload.kv]) for heads in (workload.hq, workload.hkv, workload.hkv)]
+    return [(workload.batch, workload.ctx, heads, workload.d) for heads in (workload.hq, workload.hkv, workload.hkv)]
 
 
 def _or_refusal[T](act: Callable[[], T]) -> T | Exception:
@@ -94,14 +107,15 @@ def _or_refusal[T](act: Callable[[], T]) -> T | Exception:
 
 
 def _in_a_row(attend: Attend) -> Any:
-    """`_CALLS` calls in one executable, each after the one before."""
+    """Calls in one executable, each on operands of its own, after the one before: none is left out, nor done once."""
 
     @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out = jnp.zeros_like(q)
-        for _ in range(_CALLS):
-            q, _ = jax.lax.optimization_barrier((q, out))
-            out = attend(q, k, v)
-        return out
+    def run(operands: list[list[jax.Array]]) -> list[jax.Array]:
+        outs: list[jax.Array] = []
+        for q, k, v in operands:
+            if outs:
+                q, outs[-1] = jax.lax.optimization_barrier((q, outs[-1]))
+            outs.append(attend(q, k, v))
+        return outs
 
     return run

@@ -169,14 +169,18 @@ def record_dense(recorder: Recorder) -> None:
     from bench import dense, named_workloads
 
     table = [w for w in (*named_workloads.EXTEND, *named_workloads.EXTEND_FEATURES) if w.page == 16]
-    arrangements = dense.implementations()
-    calls = [(w, name) for name in arrangements for w in table if dense.is_dense(w)]
-    jobs = compiled_side_by_side(calls, lambda w, name: dense.compiled(w, arrangements[name]), dense.measured)
+    peers = dense.implementations()
+    calls = [(w, name) for name in peers for w in table if dense.is_dense(w)]
+
+    def job(workload: Any, name: str, executables: Any) -> Any:
+        return dense.measured(workload, name, peers[name], executables=executables)
+
+    jobs = compiled_side_by_side(calls, lambda workload, name: dense.compiled(workload, peers[name]), job)
     recorder.measure("prefill_dense", jobs)
 
 
 def compiled_side_by_side(
-    calls: Iterable[tuple[Any, str]], compile: Callable[[Any, str], Any], measure: Callable[..., Any]
+    calls: Iterable[tuple[Any, str]], compile: Callable[[Any, str], Any], measure: Callable[[Any, str, Any], Any]
 ) -> list[Job]:
     """Jobs that measure workloads by implementations, all of them compiled before the first is timed.
 
@@ -184,7 +188,7 @@ def compiled_side_by_side(
     """
 
     def job(workload: Any, name: str, executables: Future[Any]) -> Any:
-        return measure(workload, name, executables=executables.result())
+        return measure(workload, name, executables.result())
 
     with ThreadPoolExecutor(max_workers=_COMPILING_THREADS) as threads:
         return [

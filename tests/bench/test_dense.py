@@ -1,7 +1,6 @@
 """Dense rows are of the same work as ours, and the fastest arrangement counts."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +18,8 @@ def attend_in_xla(q, k, v):
 
 
 def measured(name, *arrangements):
-    return dense.measured(TINY, name, executables=dense.compiled(TINY, arrangements))
+    peer = dense.Peer(arrangements, "float32")
+    return dense.measured(TINY, name, peer, executables=dense.compiled(TINY, peer))
 
 
 def refuse(q, k, v):
@@ -62,7 +62,22 @@ def test_an_arrangement_that_fails_when_it_runs_is_passed_over(monkeypatch):
         measured("jax-none", refuse, fails)
 
 
-def test_calls_in_a_row_give_what_one_gives():
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 16, heads, 16)) for i, heads in enumerate((4, 2, 2)))
-    np.testing.assert_allclose(dense._in_a_row(attend_in_xla)(q, k, v), attend_in_xla(q, k, v), atol=1e-6)
-    assert jnp.isfinite(attend_in_xla(q, k, v)).all()
+def random_operands(calls):
+    shapes = [(2, 16, heads, 16) for heads in (4, 2, 2)]
+    return [
+        [jax.random.normal(jax.random.key(3 * call + i), shape) for i, shape in enumerate(shapes)]
+        for call in range(calls)
+    ]
+
+
+def test_calls_in_a_row_give_what_each_gives():
+    operands = random_operands(3)
+    for out, each in zip(dense._in_a_row(attend_in_xla)(operands), operands, strict=True):
+        np.testing.assert_allclose(out, attend_in_xla(*each), atol=1e-6)
+
+
+def test_calls_in_a_row_all_remain():
+    def flops(calls):
+        return dense._in_a_row(attend_in_xla).lower(random_operands(calls)).compile().cost_analysis()["flops"]
+
+    assert flops(4) > 3.9 * flops(1)
