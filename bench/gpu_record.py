@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
 PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "prefill_dense", "decode_step")
+OF_OTHERS = ("prefill_dense",)  # parts in which no kernel of ours runs: changes of the code leave them as they are
 _COMPILING_THREADS = 8
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
 DEVICE_FILES = (
@@ -65,7 +66,7 @@ def read_rows(file: Path) -> list[Row]:
 def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
     """What is wrong with the record, in a sentence; None if it is of the code as it is."""
     current = kernels_sha(root)
-    for part in PARTS:
+    for part in (part for part in PARTS if part not in OF_OTHERS):
         file = record / f"{part}.jsonl"
         rows = read_rows(file)
         if not rows:

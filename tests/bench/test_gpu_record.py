@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import gpu_record
-from bench.gpu_record import PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows, test_rows
+from bench.gpu_record import OF_OTHERS, PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows, test_rows
 
 test_rows.__test__ = False
 
@@ -68,10 +68,16 @@ def test_check_passes_until_the_code_changes(code, record):
     assert check(record, code).startswith("The device code has changed since tests.jsonl was recorded")
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", sorted({*PARTS} - {*OF_OTHERS}))
 def test_check_names_a_part_that_is_missing(code, record, part):
     (record / f"{part}.jsonl").unlink()
     assert f"has no {part}.jsonl" in check(record, code)
+
+
+@pytest.mark.parametrize("part", OF_OTHERS)
+def test_check_leaves_out_what_is_not_of_the_code(code, record, part):
+    (record / f"{part}.jsonl").unlink()
+    assert check(record, code) is None
 
 
 def test_check_reads_every_row(code, record):
