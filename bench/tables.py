@@ -13,7 +13,10 @@ from jattn_kernels.features import feature_markdown
 
 SPEED, FEATURES = "bench", "features"
 README = ROOT / "README.md"
-PICTURE = ROOT / "bench" / "results" / "decode.svg"
+PICTURES = {  # by case: file, text, and what draws it
+    "decode": (ROOT / "bench" / "results" / "decode.svg", "Decode bandwidth beside FlashInfer's", plots.decode_picture),
+    "prefill": (ROOT / "bench" / "results" / "prefill.svg", "Prefill speed beside FlashInfer's", plots.prefill_picture),
+}
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
 Row = dict[str, Any]
@@ -27,7 +30,12 @@ def section(record: Path = RECORD) -> str:
             "Decode, paged, bf16, random page order, FlashInfer with pages of 16 in NHD. Time of one call; `GB/s` of "
             "keys and values.",
             ("batch", "context", "heads", "page", "jattn", "FlashInfer", "ratio", "GB/s", "of read bandwidth"),
-            starmap(_decode_cells, pairs("decode", record=record)),
+            (_decode_cells(row, peer) for row, peer in pairs("decode", record=record) if row["kv"] == "bf16"),
+        ),
+        _table(
+            "The same over fp8 e4m3 keys and values, queries in bf16; FlashInfer over fp8 too.",
+            ("batch", "context", "heads", "page", "jattn", "FlashInfer", "ratio", "GB/s", "of read bandwidth"),
+            (_decode_cells(row, peer) for row, peer in pairs("decode", record=record) if row["kv"] == "fp8_e4m3"),
         ),
         _table(
             "Decode with more than plain heads over all keys. `GB/s` of the keys and values that are seen, once.",
@@ -64,15 +72,18 @@ def section(record: Path = RECORD) -> str:
     parts = [part for part in parts if part]
     if not parts:
         return NOTHING_RECORDED
-    if pairs("decode", record=record):
-        parts.insert(0, f"![Decode bandwidth beside FlashInfer's]({PICTURE.relative_to(ROOT).as_posix()})")
+    pictures = [
+        f"![{text}]({file.relative_to(ROOT).as_posix()})"
+        for case, (file, text, _) in PICTURES.items()
+        if pairs(case, record=record)
+    ]
     row = next(row for part in PARTS if part != "tests" for row in read_rows(record / f"{part}.jsonl"))
     head = (
         f"On one {row['device']}, JAX {row['jax']}, beside FlashInfer 0.7.2 on a GPU of the same type. A ratio below 1 "
         "is a time shorter than the peer's. The rows are `bench/results/h200/`; `python -m bench.gpu_record` measures "
         "them and `python -m bench.tables` writes this section."
     )
-    return "\n\n".join([textwrap.fill(head, 120), *parts])
+    return "\n\n".join([textwrap.fill(head, 120), *pictures, *parts])
 
 
 def _table(caption: str, head: Cells, rows: Iterable[Cells]) -> str:
@@ -195,12 +206,12 @@ def with_section(text: str, name: str, body: str) -> str:
 
 
 def main(record: Path = RECORD) -> None:
-    """Writes the README's sections and the picture that they show."""
+    """Writes the README's sections and the pictures that they show."""
     text = with_section(README.read_text(encoding="utf-8"), SPEED, section(record))
     README.write_text(with_section(text, FEATURES, feature_markdown()), encoding="utf-8")
-    rows = pairs("decode", record=record)
-    if rows:
-        PICTURE.write_text(plots.decode_picture(rows), encoding="utf-8")
+    for case, (file, _, draw) in PICTURES.items():
+        if rows := pairs(case, record=record):
+            file.write_text(draw(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ BEGIN, END = markers(SPEED)
 SHARED = {"jax": "0.11.2", "device": "NVIDIA H200", "kernels_sha": "0"}
 SHAPE = {"hq": 32, "hkv": 8, "d": 128}
 DECODE = {"case": "decode", "kv": "bf16", **SHAPE, "page": 16, "GBps": 4000.0, "roofline_share": 0.91}
+OF_FP8 = {"kv": "fp8_e4m3", "GBps": 3350.0, "roofline_share": 0.76}
 PREFILL = {"case": "prefill", **SHAPE, "page": 16}
 FP8 = {"kv_dtype": "fp8_e4m3", "q_dtype": "fp8_e4m3"}
 ROWS = {
@@ -22,6 +23,7 @@ ROWS = {
         {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-mosaic", "time_us": 510.0, "page": 64, "layout": "HND"},
         {**DECODE, "batch": "ragged64", "ctx": 0, "impl": "jattn-mosaic", "time_us": 1146.48},
         {**DECODE, "batch": 5, "ctx": 77, "impl": "jattn-mosaic", "time_us": 1.0},
+        {**DECODE, "batch": 32, "ctx": 4096, **OF_FP8, "impl": "jattn-mosaic", "time_us": 80.0},
     ],
     "decode_features": [
         {**DECODE, "batch": 32, "ctx": 32768, "time_us": 137.0, "window": 4095},
@@ -77,6 +79,7 @@ def test_pairs_takes_the_fastest_of_both_sides(record):
         ("jattn-mosaic", 520.0, True),
         ("jattn-mosaic", 510.0, True),
         ("jattn-mosaic", 1146.48, True),
+        ("jattn-mosaic", 80.0, True),
     ]
 
 
@@ -96,6 +99,8 @@ def test_section_shows_times_and_ratios(record):
     assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
     assert "NVIDIA H200, JAX 0.11.2" in text
     assert "bench/results/decode.svg" in text
+    assert "bench/results/prefill.svg" in text
+    assert "| 32 | 4,096 | 32/8 | 16 | 80.0 µs | 109.9 µs | 0.73 | 3,350 | 76% |" in text
     assert "9,000" not in text
 
 
@@ -139,13 +144,14 @@ def test_readme_has_the_features_that_dispatch_serves():
     assert with_section(text, FEATURES, feature_markdown()) == text
 
 
-def test_main_writes_section_and_picture(record, tmp_path, monkeypatch):
-    readme, picture = tmp_path / "README.md", tmp_path / "decode.svg"
+def test_main_writes_section_and_pictures(record, tmp_path, monkeypatch):
+    readme = tmp_path / "README.md"
+    pictures = {case: (tmp_path / file.name, *rest) for case, (file, *rest) in tables.PICTURES.items()}
     readme.write_text("\n".join((*markers(SPEED), *markers(FEATURES))))
     monkeypatch.setattr(tables, "README", readme)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "PICTURE", picture)
+    monkeypatch.setattr(tables, "PICTURES", pictures)
     tables.main(record)
     assert "520.0 µs" in readme.read_text()
     assert feature_markdown() in readme.read_text()
-    assert picture.read_text().startswith("<svg")
+    assert [file.read_text()[:4] for file, *_ in pictures.values()] == ["<svg", "<svg"]
