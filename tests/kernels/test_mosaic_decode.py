@@ -106,6 +106,21 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
     np.testing.assert_array_equal(given, own)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"num_q_heads": 8, "head_dim": 128},  # heads share rows of a block
+        {"num_q_heads": 8, "num_kv_heads": 4},
+        {"num_q_heads": 8, "num_kv_heads": 1},
+    ],
+)
+def test_a_mask_of_one_token_is_all_heads(hopper, spec):
+    masked = case("mask", kv_lens=(70, 9, 0), spec=spec, custom_mask=True)
+    inputs = build(masked)
+    out, lse = paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic")
+    assert_close(masked, inputs, out, lse)
+
+
 _OFTEN_LOWERED = [(dtype, 128, page_size) for dtype in ("bfloat16", "float16") for page_size in (16, 128)]
 _LOWERED = itertools.product(("bfloat16", "float16"), (64, 80, 96, 128, 192, 256), (8, 16, 32, 64, 128, 256))
 
