@@ -4,18 +4,17 @@ import dataclasses
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, attention
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90 import extend, many_rows, tiles
+from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, choose_tiles
 from jattn_kernels.schedule import DecodeSchedule
 from tests.kernels.cases import CASES, assert_close, build
+from tests.kernels.interpreter import interpreted
 
 SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
@@ -32,9 +31,8 @@ def small_hopper(hopper, monkeypatch):
     monkeypatch.setattr(many_rows, "NUM_SMS", 1)
     monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
     monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
-    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         yield
-    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 @pytest.mark.parametrize(
@@ -137,4 +135,3 @@ def test_extends_kernel_agrees_with_the_oracle_of_decode_without_races(small_hop
     given = {**inputs.kwargs, "schedule": schedule, "return_lse": True, "implementation": "mosaic"}
     out, lse = paged_decode(*inputs.args, **given)
     assert_close(case, inputs, out, lse)
-    assert not gpu_callbacks.get_races().races_found

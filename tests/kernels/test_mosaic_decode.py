@@ -3,18 +3,17 @@
 import itertools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, attention
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import AttentionOptions, Device
-from jattn_kernels.mosaic.sm90 import paged, tiles
+from jattn_kernels.mosaic.sm90 import paged
 from jattn_kernels.schedule import DecodeSchedule
 from tests.kernels.cases import Case, assert_close, build
+from tests.kernels.interpreter import interpreted
 
 
 @pytest.fixture
@@ -22,9 +21,8 @@ def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU; the interpreter is it."""
     monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
     monkeypatch.setattr(paged, "NUM_SMS", 3)  # few workers: the interpreter is slow
-    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         yield
-    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def case(name, *, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype="bfloat16", spec=None, **fields):
@@ -92,7 +90,6 @@ def test_mosaic_decode_agrees_with_the_oracle_without_races(hopper, case):
     inputs = build(case)
     out, lse = paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic")
     assert_close(case, inputs, out, lse)
-    assert not gpu_callbacks.get_races().races_found
 
 
 def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):

@@ -1,18 +1,14 @@
 """Rotary embedding with the page write: against plain loops, in the Hopper kernel, and on the GPU itself."""
 
-import contextlib
-
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, rotary, rotate_and_write
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
+from tests.kernels.interpreter import interpreted
 
 LAYERS, PAGES, PAGE_SIZE = 2, 4, 8
 SLOTS = (3, 31, -1, 32, 9)  # the third and fourth are nowhere
@@ -84,14 +80,11 @@ def test_rotate_and_write_turns_pairs_and_writes_slots(num_q_heads, num_kv_heads
 def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, dtype):
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout, dtype=dtype)
     monkeypatch.setattr(rotary, "default_device", lambda: Device("gpu", (9, 0)))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)))
-        stack.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+    with interpreted():
         results = rotate_and_write(
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic"
         )
         assert_agrees(results, expected(num_kv_heads, layout, 1, *given), dtype)
-        assert not gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)

@@ -4,16 +4,15 @@ import dataclasses
 import itertools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, attention, shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.call import Device, default_device
-from jattn_kernels.mosaic.sm90 import paged, tiles
+from jattn_kernels.mosaic.sm90 import paged
 from tests.kernels.cases import Case, Inputs, assert_close, build
+from tests.kernels.interpreter import interpreted
 
 PAGE_SIZE = 8
 SUFFIXES = (3, 9, 2, 8)
@@ -185,9 +184,8 @@ def test_shared_prefix_runs_on_the_hopper_kernels(monkeypatch):
     case, inputs = whole(37, q_len=1, suffixes=(3, 20), spec=spec, dtype="bfloat16", sinks=True)
     facts = {"spec": spec, "num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 16}
     schedule = shared_prefix_schedule(jnp.int32(37), jnp.array([3, 20, 0], jnp.int32), **facts)
-    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         assert_agrees(case, inputs, 37, page_size=16, schedule=schedule, implementation="mosaic")
-    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 @pytest.mark.gpu

@@ -1,14 +1,13 @@
 """The largest keys of e5m2, turned inside attention: float16 holds them only if they are made smaller."""
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend, paged, tiles
+from jattn_kernels.mosaic.sm90 import extend, paged
+from tests.kernels.interpreter import interpreted
 
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, rope_theta=1e4)
 PAGE, LEN = 16, 70
@@ -17,9 +16,8 @@ PAGE, LEN = 16, 70
 @pytest.fixture
 def interpreter(monkeypatch):
     monkeypatch.setattr(paged, "NUM_SMS", 1)
-    with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
         yield
-    gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def pages_and_lens():
