@@ -253,6 +253,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         problem = check()
         print(problem or "The H200 record is of the device code as it is.")
+        for part in OF_OTHERS:
+            if not (RECORD / f"{part}.jsonl").is_file():
+                print(f"It has no {part}.jsonl, which is of others' code.")
         return 1 if problem else 0
     if options.quick and options.out.resolve() == RECORD:
         parser.error("`--quick` is for a look, not for the record: give `--out` another folder.")

@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=getattr(Arrival, name))
     parser.add_argument("--apart", action="store_true", help="prefills and decodes in launches of their own")
     options = parser.parse_args(arguments)
-    model = random_model(LLAMA_3_8B | {"max_position_embeddings": 2 * options.prompt})
+    model = random_model(LLAMA_3_8B | {"max_position_embeddings": 2 * max(options.prompt, options.ctx)})
     for prefill_tokens in options.prefill_tokens:
         arrival = Arrival(
             running=options.running,

@@ -49,18 +49,14 @@ def section(record: Path = RECORD) -> str:
         ),
         _table(
             "JAX's own dense attention on the dense equivalents of prefills, at its best tile.",
-            ("batch", "tokens", "head dim", "implementation", "time", "TFLOP/s"),
+            ("batch", "tokens", "head dim", "implementation", "dtype", "time", "TFLOP/s"),
             map(_dense_cells, read_rows(record / "prefill_dense.jsonl")),
         ),
         _table(
             "Prefill with other prompts, heads and rules, and beside decodes. `TFLOP/s` of the pairs of a query and a "
             "key that it sees.",
             ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s"),
-            (
-                _prefill_feature_cells(row)
-                for row in read_rows(record / "prefill_features.jsonl")
-                if row["case"] == "prefill"
-            ),
+            map(_prefill_feature_cells, read_rows(record / "prefill_features.jsonl")),
         ),
         _table(
             "A whole decode step of Llama-3-8B shapes, random bf16 weights. PyTorch: FlashInfer, inductor, one CUDA "
@@ -146,6 +142,8 @@ def _prefill_cells(row: Row, peer: Row) -> Cells:
 
 
 def _prefill_feature_cells(row: Row) -> Cells:
+    if row["case"] == "decode":
+        return (str(row["batch"]), "1", f"{row['ctx']:,}", str(row["d"]), "decode", f"{row['time_us']:,.1f} µs", "")
     mixed = row["batch"] == "mixed"
     what = (
         "one launch" if mixed else "",
@@ -168,7 +166,7 @@ def _prefill_feature_cells(row: Row) -> Cells:
 
 def _dense_cells(row: Row) -> Cells:
     size = (str(row["batch"]), f"{row['q']:,}", str(row["d"]))
-    return (*size, row["impl"].removeprefix("jax-"), f"{row['time_us']:,.1f} µs", f"{row['TFLOPs']:,.0f}")
+    return (*size, row["impl"].removeprefix("jax-"), row["dtype"], f"{row['time_us']:,.1f} µs", f"{row['TFLOPs']:,.0f}")
 
 
 def _step_cells(row: Row, peer: Row) -> Cells:

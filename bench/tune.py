@@ -100,17 +100,22 @@ def _time_us(workload: AttentionWorkload) -> float:
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the file that JATTN_DECODE_TILES shall name")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the file that JATTN_DECODE_TILES shall name; lines are added to it"
+    )
     names = [workload.name for workload in TUNED]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     options = parser.parse_args(arguments)
-    kept = []
+    if not options.out.parent.is_dir():
+        parser.error(f"there is no folder for `--out`. Got {options.out}.")
+    kept = 0
     workloads = [workload for workload in TUNED if workload.name in options.only]
     for found, keep in tune(workloads, _time_us, jax.devices()[0].device_kind):
         print(sentence(found, kept=keep is not None), flush=True)
         if keep:
-            kept.append(keep)
-            options.out.write_text("\n".join(kept) + "\n", encoding="utf-8")
+            kept += 1
+            with options.out.open("a", encoding="utf-8") as file:  # of one shape the last line counts
+                file.write(f"{keep}\n")
     print(
         f"Set {VARIABLE}={options.out} to use what was kept." if kept else "The rule's choices stand: nothing to keep."
     )

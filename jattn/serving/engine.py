@@ -24,7 +24,7 @@ from jattn.serving.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
-from jattn.serving.mixing import mixed_rows
+from jattn.serving.mixing import may_mix, mixed_rows
 from jattn.serving.pool_memory import fitting_pool
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
@@ -217,7 +217,7 @@ class Engine:
             events = self._read(0) if self.scheduler.must_preempt() else []
             before = len(self._in_flight)
             requests = self.scheduler.plan_decode()
-            mixed = requests if len(requests) <= self._mixed_rows else []
+            mixed = requests if may_mix(requests, self._mixed_rows) else []
             chunks = self.scheduler.plan_prefill(len(mixed))
             if requests and not (chunks and mixed):
                 self._launch_decode(requests)

@@ -73,8 +73,9 @@ class LLM:
         num_pages: Pages of the pool, the reserved one included; None takes what the requests can use, or what fits.
         max_num_seqs: Requests served at the same time.
         max_context_len: Longest request in tokens; the model's own if None.
-        prefill_tokens: Prompt tokens of a launch at most.
+        prefill_tokens: Tokens of a launch with prompts at most.
         max_chunk_tokens: Of them, one prompt's at most; None is all. A lower number lets short prompts pass a long one.
+        mixed_steps: Whether such a launch decodes the running requests too; None does where the GPU's kernels suit it.
         full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities; without
             it, start-up is a third shorter.
         max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
@@ -101,6 +102,7 @@ class LLM:
         max_context_len: int | None = None,
         prefill_tokens: int = 256,
         max_chunk_tokens: int | None = None,
+        mixed_steps: bool | None = None,
         full_sampling: bool = True,
         max_logprobs: int = 20,
         backend: str = "flash_attention",
@@ -138,6 +140,7 @@ class LLM:
                 prefill_tokens=prefill_tokens,
                 prefill_seqs=max_num_seqs,
                 max_chunk_tokens=max_chunk_tokens,
+                mixed_steps=mixed_steps,
                 max_stop_ids=len(eos_token_ids) + _STOP_IDS,
                 full_sampling=full_sampling,
                 max_logprobs=max_logprobs,

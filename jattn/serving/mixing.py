@@ -1,11 +1,27 @@
-"""Mixed steps: how many requests a prefill launch decodes beside its prompts."""
+"""Mixed steps: which requests a prefill launch decodes beside its prompts."""
+
+from collections.abc import Sequence
 
 from jattn.backend import AttentionLayer, BackendOptions
 from jattn.flash_attention.config import spec_of
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.config import EngineConfig
+from jattn.serving.request import Request
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
+
+# Extend does not cut a sequence's keys, as decode does. From here on its unit for one takes longer, by the clocks of an
+# H200, than the decode launch that would be saved.
+LONGEST_MIXED = 16_384
+
+
+def may_mix(requests: Sequence[Request], most: int) -> bool:
+    """Whether requests can be decoded beside prompts: all of them in one launch, and none over too many keys.
+
+    Args:
+        most: As `mixed_rows` gives it.
+    """
+    return len(requests) <= most and all(request.num_tokens <= LONGEST_MIXED for request in requests)
 
 
 def mixed_rows(config: EngineConfig, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> int:

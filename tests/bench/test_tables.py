@@ -49,7 +49,16 @@ ROWS = {
         {**DECODE, "batch": 60, "ctx": 4096, "time_us": 240.0},
     ],
     "prefill_dense": [
-        {**PREFILL, "batch": 1, "q": 8192, "kv": 8192, "impl": "jax-cudnn", "time_us": 900.0, "TFLOPs": 610.0},
+        {
+            **PREFILL,
+            "batch": 1,
+            "q": 8192,
+            "kv": 8192,
+            "impl": "jax-cudnn",
+            "dtype": "bfloat16",
+            "time_us": 900.0,
+            "TFLOPs": 610.0,
+        },
     ],
     "decode_step": [
         {
@@ -88,7 +97,7 @@ def test_section_shows_times_and_ratios(record):
     assert "| 64 | 8,192 | 32/8 | 16 | 520.0 µs | 495.1 µs | 1.05 | 4,000 | 91% |" in text
     assert "| 64 | 8,192 | 32/8 | 64 HND | 510.0 µs |" in text
     assert "| 64, ragged | 128 to 32,768 | 32/8 | 16 | 1,146.5 µs | 573.2 µs | 2.00 |" in text
-    assert "| 1 | 8,192 | 128 | cudnn | 900.0 µs | 610 |" in text
+    assert "| 1 | 8,192 | 128 | cudnn | bfloat16 | 900.0 µs | 610 |" in text
     assert "| 32 | 32,768 | 32/8 | 128 | 16 | window 4,096 | 137.0 µs | 4,000 | 91% |" in text
     assert "| 64 | 8,192 | 32/8 | 128 | 16 | 4 tokens a sequence, rotated in the kernel | 540.0 µs |" in text
     assert "| 64 | 8,192 | 32/8 | 128 | 64 HND | fp8 e4m3 | 251.0 µs |" in text

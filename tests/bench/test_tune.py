@@ -67,6 +67,24 @@ def test_main_writes_what_dispatch_then_takes(tmp_path, monkeypatch, capsys):
     assert choose_tiles(WORKLOAD.spec, 1, 1).warpgroups == 3  # another shape
 
 
+def test_main_adds_to_what_was_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
+    out = tmp_path / "tiles.jsonl"
+    for best in (OTHER, Arrangement(2, 1, 2)):
+        monkeypatch.setattr(tune, "_time_us", times({best: 90.0}))
+        tune.main(["--out", str(out), "--only", WORKLOAD.name])
+    assert len(out.read_text().splitlines()) == 2
+    monkeypatch.setenv(VARIABLE, str(out))
+    sizes = choose_tiles(WORKLOAD.spec, 2, 1)
+    assert (sizes.stages, sizes.blocks_per_sm, sizes.warpgroups) == (2, 1, 2)
+
+
+def test_main_refuses_a_folder_that_is_not_there(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["--out", str(tmp_path / "none" / "tiles.jsonl")])
+    assert "there is no folder for `--out`" in capsys.readouterr().err
+
+
 def test_main_says_that_the_rule_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
     monkeypatch.setattr(tune, "_time_us", times({}))

@@ -13,7 +13,8 @@ from bench.named_workloads import DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATUR
 from bench.workloads import AttentionWorkload, random_normal, random_page_table
 
 TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
-FLASHINFER_ROWS = read_rows(FLASHINFER)
+# Over fp8 pages the record has rows of 32 query heads only.
+FLASHINFER_ROWS = [row for row in read_rows(FLASHINFER) if row.get("kv") != "fp8_e4m3" or row["hq"] == 32]
 
 
 def workload_of(row, table):

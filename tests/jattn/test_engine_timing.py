@@ -40,7 +40,7 @@ def inter_token_times(monkeypatch, long_len=LONG, **changes):
     [
         ({"mixed_steps": True}, BUDGET - 8),
         ({"max_chunk_tokens": 128}, 128),
-        ({}, BUDGET),
+        ({"mixed_steps": False}, BUDGET),
         ({"mixed_steps": True, "max_chunk_tokens": 128}, 128),
         ({"mixed_steps": True, "prefill_tokens": 16, "long_len": 512}, 8),
         ({"mixed_steps": True, "prefill_tokens": 15, "long_len": 512}, 15),  # 8 decodes would take more than half of it

@@ -131,9 +131,11 @@ def test_sizes_reach_the_engine(monkeypatch):
             backend="flashinfer",
             kv_cache_dtype="fp8_e4m3",
             debug_checks=True,
+            mixed_steps=True,
         )
     (config,) = configs
     assert (config.prefill_tokens, config.max_chunk_tokens, config.debug_checks) == (128, 32, True)
+    assert config.mixed_steps
     assert (config.full_sampling, config.max_logprobs) == (False, 5)
     assert (config.backend, config.kv_cache_dtype) == ("flashinfer", "fp8_e4m3")
 

@@ -97,6 +97,21 @@ def test_launch_with_a_prompt_holds_all_decodes_within_its_budget(launches):
     assert {kind for kind, *_ in launches[3:]} == {"decode"}
 
 
+def test_decode_over_many_keys_has_a_launch_of_its_own(launches, monkeypatch):
+    monkeypatch.setattr(mixing, "LONGEST_MIXED", 4)
+    request = engine().make_request([1, 2, 3], GREEDY)
+    engine().add(request)
+    while not request.generated:
+        engine().step()
+    launches.clear()
+    run(engine(), [engine().make_request(list(range(40)), SamplingParams(max_tokens=1))])
+    kinds = [(kind, num_decodes) for kind, num_decodes, _ in launches]
+    assert kinds[0] == ("prefill", 1)  # few keys yet
+    first = kinds.index(("decode", 1))
+    assert ("prefill", 0) in kinds[first:]
+    assert ("prefill", 1) not in kinds[first:]
+
+
 def test_no_compilation_in_200_steps_of_mixed_traffic(launches):
     rng, shared = random.Random(0), engine()
     with compilations() as events:
