@@ -66,7 +66,9 @@ def read_rows(file: Path) -> list[Row]:
 def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
     """What is wrong with the record, in a sentence; None if it is of the code as it is."""
     current = kernels_sha(root)
-    for part in (part for part in PARTS if part not in OF_OTHERS):
+    for part in PARTS:
+        if part in OF_OTHERS:
+            continue
         file = record / f"{part}.jsonl"
         rows = read_rows(file)
         if not rows:

@@ -24,8 +24,8 @@ class EngineConfig:
         mixed_steps: Whether a prefill launch decodes the running requests too, each of them one of its tokens, so that
             the weights are read once for both. None does where the kernels of extend go by a work list; with others a
             short sequence costs what a long one does. Where decodes would take more than half of `prefill_tokens`,
-            where one of them is over more than 16,384 tokens, and where tokens are drafted, they have a launch of
-            their own.
+            where one of them has more than 16,384 tokens, and where tokens are drafted, they have a launch of their
+            own.
         max_stop_ids: Tokens that may end a request, the model's own included.
         full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities. They
             run in steps of their own, half as many again to compile, and need 3 bytes a row and token of the vocabulary
