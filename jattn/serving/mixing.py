@@ -10,8 +10,8 @@ from jattn.serving.request import Request
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 
-# Tokens of a request. Extend does not cut a sequence's keys, as decode does: over more of them its unit would take longer
-# than the decode launch that is saved, as reckoned from an H200's clocks a tile.
+# Tokens of a request. Extend does not cut a sequence's keys, as decode does: over more of them its unit would take
+# longer than the decode launch that is saved, as reckoned from an H200's clocks a tile.
 LONGEST_MIXED = 16_384
 
 
