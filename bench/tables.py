@@ -76,8 +76,8 @@ def section(record: Path = RECORD) -> str:
     row = next(row for part in PARTS if part != "tests" for row in read_rows(record / f"{part}.jsonl"))
     head = (
         f"Each table on one {row['device']}, JAX {row['jax']}, beside FlashInfer 0.7.2 on a GPU of the same type. "
-        "A ratio below 1 is a time shorter than the peer's. The rows are `bench/results/h200/`; `python -m bench.gpu_record` measures "
-        "them and `python -m bench.tables` writes this section."
+        "A ratio below 1 is a time shorter than the peer's. The rows are `bench/results/h200/`; `python -m "
+        "bench.gpu_record` measures them and `python -m bench.tables` writes this section."
     )
     return "\n\n".join([textwrap.fill(head, 120), *pictures, *parts])
 
