@@ -83,7 +83,7 @@ class Compute:
             # The first warpgroup has taken the last result: nothing may be under way when the block ends.
             pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.handed_free.at[self._number - 1]))
         else:
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _attend(self, item: Item, rows: _Rows, q_smem, done) -> _State:
         """This warpgroup's tiles of an item: each `warpgroups`-th, from its own number on."""
@@ -278,7 +278,7 @@ class Compute:
         out, log_sum = self._normalised(state)
         if self._operands.out_factor is not None:
             out = out * self._operands.out_factor[head]
-        plgpu.wait_smem_to_gmem(0)  # the last item's
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's
         out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
         lse_smem[...] = log_sum / LOG2E
         plgpu.commit_smem()

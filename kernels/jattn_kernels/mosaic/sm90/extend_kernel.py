@@ -230,7 +230,7 @@ class ExtendKernel:
                 return begun + now.end_tile, following
 
             lax.fori_loop(0, rounds, attend_unit, (jnp.int32(0), unit(0)))
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _take_queries(self, staging, q_smem, q_full, q_free, rows):
         """Rows of a tile into the form that wgmma reads."""
