@@ -70,7 +70,7 @@ def test_many_parts_of_a_sequence_are_merged_by_their_weights():
     parts = Parts(jnp.zeros((2, 1, 8, 64)), jnp.ones((2, 1, 8)), jnp.array(outs), jnp.array(lses))
     schedule = DecodeSchedule(
         items=jnp.zeros((num_parts, 5), jnp.int32),
-        starts=jnp.zeros(2, jnp.int32),
+        workers=jnp.zeros((1, 7), jnp.int32),
         split=jnp.array([[1, 0, num_parts], [-1, -1, -1]], jnp.int32),
         block_kv=64,
     )

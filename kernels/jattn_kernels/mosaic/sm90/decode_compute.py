@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Items, Operands, Scratch
 from jattn_kernels.mosaic.sm90.decode_memory import turns_of, walk
 from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.readied import Turn, turn_keys, turn_queries_back, widen
@@ -55,9 +55,10 @@ class Compute:
         self._slopes = self._load_slopes()
         self._key_turns = self._load_key_turns()
 
-    def run(self, out_refs, begin, end) -> None:
-        """What the warpgroup does for the items [begin, end)."""
+    def run(self, out_refs, items: Items) -> None:
+        """What the warpgroup does for a worker's items."""
         scratch, others = self._scratch, range(1, self._config.sizes.warpgroups)
+        begin, end, _ = items
 
         def attend_item(number, now, following, done):
             slot = lax.rem(number - begin, 2)
@@ -78,7 +79,7 @@ class Compute:
                 self._store(state, out_refs, now, number)
             return done + turns_of(now, self._config) * self._config.sizes.warpgroups
 
-        walk(self._operands, begin, end, attend_item, jnp.int32(0))
+        walk(self._operands, items, attend_item, jnp.int32(0))
         if self._number:
             # The first warpgroup has taken the last result: nothing may be under way when the block ends.
             pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.handed_free.at[self._number - 1]))

@@ -113,7 +113,7 @@ def paged_decode(
         page_table=page_table,
         layer=layer,
         items=schedule.items,
-        starts=schedule.starts,
+        workers=schedule.workers,
         first=of_rows(bounds.first) if is_narrow(spec) else None,
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         position=None if options.alibi_slopes is None else of_rows(bounds.position),
