@@ -134,7 +134,7 @@ def paged_decode(
         key_turns=key_turns,
     )
     parts = decode(config, operands, schedule)
-    out, lse = combine_parts(parts, schedule)
+    out, lse = combine_parts(parts, schedule, batch_invariant=spec.batch_invariant)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
     if options.sinks is not None:
