@@ -109,6 +109,8 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
         {"num_q_heads": 8, "head_dim": 128},  # heads share rows of a block
         {"num_q_heads": 8, "num_kv_heads": 4},
         {"num_q_heads": 8, "num_kv_heads": 1},
+        {"num_q_heads": 16, "num_kv_heads": 1},
+        {"num_q_heads": 8, "window_left": 20},
     ],
 )
 def test_a_mask_of_one_token_is_all_heads(hopper, spec):

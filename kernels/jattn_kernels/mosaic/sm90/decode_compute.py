@@ -265,10 +265,12 @@ class Compute:
         if rows.first is not None:
             seen &= key >= self._spread(rows.first)
         if mask is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, key.shape, 1, layout=plgpu.Layout.WGMMA)
-            token = lax.div(self._row_block * self._shape[1] + row, self._config.spec.group_size)
-            bit = lax.shift_right_logical(lax.broadcast_in_dim(mask, key.shape, [0]), token)
-            seen &= (bit & 1) == 1
+            word = lax.broadcast_in_dim(mask, key.shape, [0])
+            if self._config.num_tokens > 1:  # one token has all rows, which may be those of several heads
+                row = plgpu.broadcasted_iota(jnp.int32, key.shape, 1, layout=plgpu.Layout.WGMMA)
+                token = lax.div(self._row_block * self._shape[1] + row, self._config.spec.group_size)
+                word = lax.shift_right_logical(word, token)
+            seen &= (word & 1) == 1
         return seen
 
     def _store(self, state: _State, out_refs, item: Item, number) -> None:
