@@ -13,6 +13,7 @@ from jattn_kernels.mosaic.sm90.combine import combine_parts
 from jattn_kernels.mosaic.sm90.decode import Parts
 from jattn_kernels.mosaic.sm90.decode_queries import in_parts
 from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
+from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
 from jattn_kernels.schedule import DecodeSchedule
 from tests.kernels.interpreter import interpreted
 
@@ -52,6 +53,30 @@ def test_the_parts_of_queries_sum_to_them(q_dtype, dtype, parts, size):
     largest = np.abs(exact).max(axis=(1, 3), keepdims=True)
     error = np.abs(total * np.asarray(sizes, np.float64)[:, None, :, None] - exact)
     assert (error <= 2.0**-16 * largest).all()
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "dtype", "heads"),
+    [
+        ("bfloat16", "float8_e4m3fn", (8, 2, 64)),
+        ("float16", "float8_e5m2", (8, 2, 128)),
+        ("bfloat16", "float8_e5m2", (2, 2, 256)),
+    ],
+)
+@pytest.mark.parametrize("factors", [None, 1, 6])
+def test_one_kernel_splits_queries_as_xla_does(q_dtype, dtype, heads, factors):
+    num_q_heads, num_kv_heads, head_dim = heads
+    spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    spread = jnp.array([1e-6, 1.0, 3e3, 0.0, 1e-45, 60.0])[:, None, None]
+    q = (jax.random.normal(jax.random.key(0), (6, num_q_heads, head_dim)) * spread).astype(q_dtype)
+    factor = None if factors is None else jax.random.uniform(jax.random.key(1), (factors, num_kv_heads)) - 0.5
+    assert takes(q.dtype, dtype, spec)
+    with interpreted():
+        got, got_size = split_queries(q, jnp.dtype(dtype), factor, spec)
+    parts, size = in_parts(q[:, None], jnp.dtype(dtype), spec)
+    for part, expected in enumerate(parts):
+        np.testing.assert_array_equal(got[:, part], expected[:, 0])
+    np.testing.assert_array_equal(got_size, size if factor is None else size * factor)
 
 
 @pytest.mark.parametrize("largest", [2e-38, 2.0**-101, 2.9e38])
