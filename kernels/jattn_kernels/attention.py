@@ -1,6 +1,5 @@
 """The faces of the attention kernels: check, choose an implementation, run it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -83,17 +82,6 @@ def paged_decode(
         schedule=schedule,
     )
     page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
-    if custom_mask is not None and q.shape[1] == 1:
-        # By the other face: where heads share rows, Hopper's decode kernel would take a head's row for a token's.
-        options = dataclasses.replace(
-            options, schedule=None, q_positions=None if q_positions is None else q_positions[:, 0]
-        )
-        offsets = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-        run = chosen("paged_extend", q[:, 0], k_pages, page_size, options, spec, implementation)
-        out, lse = run(
-            q[:, 0], k_pages, v_pages, page_table, seq_lens, offsets, options, spec=spec, page_size=page_size
-        )
-        return (out[:, None], lse[:, None]) if return_lse else out[:, None]
     run = chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out

@@ -18,13 +18,14 @@ class DecodeSchedule:
     Attributes:
         items: (sequence, first tile, end tile, parts of the sequence, end of its keys) of each part, in the order of
             the sequences. A sequence without keys has one empty part; unused items come last.
-        starts: Where each worker's items begin, and where the last one's end.
+        workers: (first item, end item) of each worker, and the fields of its first item: a block's first load brings
+            all that its first copies wait for. All fields of a worker without items are 0.
         split: (sequence, first item, end item) of those of more than one part; -1 where there are fewer.
         block_kv: Keys a tile; static.
     """
 
     items: Int[Array, "W 5"]
-    starts: Int[Array, " workers_plus_1"]
+    workers: Int[Array, "workers 7"]
     split: Int[Array, "most_split 3"]
     block_kv: int = dataclasses.field(metadata={"static": True})
 
@@ -56,9 +57,10 @@ def split_evenly(
     first = jnp.maximum(begins[sequence], worker * share)
     end = jnp.where(used, jnp.maximum(first, jnp.minimum(ends[sequence], (worker + 1) * share)), first)
     shift = first_tile[sequence] - begins[sequence]
+    fields = (sequence, first + shift, end + shift, counts[sequence], end_keys[sequence])
     return DecodeSchedule(
-        items=jnp.stack([sequence, first + shift, end + shift, counts[sequence], end_keys[sequence]], axis=1),
-        starts=_starts(jnp.where(used, worker, workers), workers),
+        items=jnp.stack(fields, axis=1),
+        workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, min(batch_size, workers)),
         block_kv=block_kv,
     )
@@ -94,9 +96,10 @@ def split_at_multiples(
     done = jnp.cumsum(end - first, dtype=jnp.int32)
     share = jnp.maximum(1, -(-done[-1] // workers))
     worker = jnp.minimum((done - (end - first)) // share, workers - 1)
+    fields = (sequence, first, end, counts[sequence], end_keys[sequence])
     return DecodeSchedule(
-        items=jnp.stack([sequence, first, end, counts[sequence], end_keys[sequence]], axis=1),
-        starts=_starts(jnp.where(used, worker, workers), workers),
+        items=jnp.stack(fields, axis=1),
+        workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, batch_size),
         block_kv=block_kv,
     )
@@ -120,9 +123,19 @@ def _parts(offsets: Int[Array, " B_plus_1"], most: int):
     return item, item < offsets[-1], jnp.minimum(_owner(offsets[1:], item), offsets.shape[0] - 2)
 
 
-def _starts(worker: Int[Array, " W"], workers: int) -> Int[Array, " workers_plus_1"]:
-    """Where each worker's items begin; unused items have a number that is none's."""
-    return _owner(worker, jnp.arange(workers + 1, dtype=jnp.int32) - 1)
+def _workers(fields: tuple[Int[Array, " W"], ...], worker: Int[Array, " W"], workers: int) -> Int[Array, "workers 7"]:
+    """Each worker's items, and the fields of the first one.
+
+    All of them as sums over the items, so that they are one kernel, where a search and a gather after it would be two.
+
+    Args:
+        worker: Of each item, rising; `workers` where it is unused.
+    """
+    number, worker = jnp.arange(workers, dtype=jnp.int32)[:, None], worker[None]
+    before = jnp.concatenate([jnp.full((1, 1), -1, jnp.int32), worker[:, :-1]], axis=1)
+    bounds = [(worker < number).astype(jnp.int32), (worker <= number).astype(jnp.int32)]
+    of_first = [jnp.where((worker == number) & (worker != before), field[None], 0) for field in fields]
+    return jnp.sum(jnp.stack([*bounds, *of_first], axis=1), axis=2, dtype=jnp.int32)
 
 
 def _split_sequences(offsets: Int[Array, " B_plus_1"], most: int) -> Int[Array, "most 3"]:

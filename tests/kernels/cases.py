@@ -90,6 +90,7 @@ CASES: tuple[Case, ...] = (
     _decode("lengths", q_lens=(1,) * 7, kv_lens=(0, 1, 7, 8, 9, 16, 17), padding_rows=2),
     _decode("giant", q_lens=(1,) * 5, kv_lens=_GIANT, page_size=16, dtype="bfloat16"),
     _decode("window_zero", spec=_spec(window_left=0)),
+    _decode("mask_and_window", spec=_spec(num_q_heads=8, window_left=6), custom_mask=True, q_positions=True),
     _decode("group_1_dim_64", spec=_spec(num_kv_heads=4, head_dim=64), dtype="bfloat16", page_size=16),
     _decode("group_5", spec=_spec(num_q_heads=5, num_kv_heads=1)),
     _decode("group_8_dim_80", spec=_spec(num_q_heads=8, num_kv_heads=1, head_dim=80), dtype="float16"),

@@ -13,6 +13,7 @@ from jattn_kernels.mosaic.sm90.combine import combine_parts
 from jattn_kernels.mosaic.sm90.decode import Parts
 from jattn_kernels.mosaic.sm90.decode_queries import in_parts
 from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
+from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
 from jattn_kernels.schedule import DecodeSchedule
 from tests.kernels.interpreter import interpreted
 
@@ -54,6 +55,30 @@ def test_the_parts_of_queries_sum_to_them(q_dtype, dtype, parts, size):
     assert (error <= 2.0**-16 * largest).all()
 
 
+@pytest.mark.parametrize(
+    ("q_dtype", "dtype", "heads"),
+    [
+        ("bfloat16", "float8_e4m3fn", (8, 2, 64)),
+        ("float16", "float8_e5m2", (8, 2, 128)),
+        ("bfloat16", "float8_e5m2", (2, 2, 256)),
+    ],
+)
+@pytest.mark.parametrize("factors", [None, 1, 6])
+def test_one_kernel_splits_queries_as_xla_does(q_dtype, dtype, heads, factors):
+    num_q_heads, num_kv_heads, head_dim = heads
+    spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    spread = jnp.array([1e-6, 1.0, 3e3, 0.0, 1e-45, 60.0])[:, None, None]
+    q = (jax.random.normal(jax.random.key(0), (6, num_q_heads, head_dim)) * spread).astype(q_dtype)
+    factor = None if factors is None else jax.random.uniform(jax.random.key(1), (factors, num_kv_heads)) - 0.5
+    assert takes(q.dtype, dtype, spec)
+    with interpreted():
+        got, got_size = split_queries(q, jnp.dtype(dtype), factor, spec)
+    parts, size = in_parts(q[:, None], jnp.dtype(dtype), spec)
+    for part, expected in enumerate(parts):
+        np.testing.assert_array_equal(got[:, part], expected[:, 0])
+    np.testing.assert_array_equal(got_size, size if factor is None else size * factor)
+
+
 @pytest.mark.parametrize("largest", [2e-38, 2.0**-101, 2.9e38])
 def test_queries_of_any_size_have_finite_parts(largest):
     q = jnp.full((1, 1, 8, 64), largest, jnp.bfloat16)
@@ -62,22 +87,43 @@ def test_queries_of_any_size_have_finite_parts(largest):
     np.testing.assert_allclose(total, np.asarray(q, np.float64), rtol=2.0**-16, atol=2.0**-110)
 
 
-def test_many_parts_of_a_sequence_are_merged_by_their_weights():
-    num_parts, rng = 21, np.random.default_rng(0)
-    outs = rng.standard_normal((num_parts, 1, 8, 64), np.float32)
-    lses = rng.standard_normal((num_parts, 1, 8)).astype(np.float32) * 3
-    lses[4] = -np.inf
-    parts = Parts(jnp.zeros((2, 1, 8, 64)), jnp.ones((2, 1, 8)), jnp.array(outs), jnp.array(lses))
+def merged(outs, lses, *, num_seqs, end=None, batch_invariant=False):
+    """The last of `num_seqs` sequences out of its parts, of which those from `end` on are not its own."""
+    parts = Parts(jnp.zeros((num_seqs, 1, 8, 64)), jnp.ones((num_seqs, 1, 8)), jnp.array(outs), jnp.array(lses))
+    split = np.full((num_seqs, 3), -1, np.int32)
+    split[0] = num_seqs - 1, 0, len(outs) if end is None else end
     schedule = DecodeSchedule(
-        items=jnp.zeros((num_parts, 5), jnp.int32),
-        starts=jnp.zeros(2, jnp.int32),
-        split=jnp.array([[1, 0, num_parts], [-1, -1, -1]], jnp.int32),
+        items=jnp.zeros((len(outs), 5), jnp.int32),
+        workers=jnp.zeros((1, 7), jnp.int32),
+        split=jnp.array(split),
         block_kv=64,
     )
     with interpreted():
-        out, lse = combine_parts(parts, schedule)
+        return combine_parts(parts, schedule, batch_invariant=batch_invariant)
+
+
+def random_parts(num_parts):
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((num_parts, 1, 8, 64), np.float32)
+    lses = rng.standard_normal((num_parts, 1, 8)).astype(np.float32) * 3
+    lses[4] = -np.inf
+    return outs, lses
+
+
+@pytest.mark.parametrize(("num_seqs", "num_parts", "end"), [(2, 21, 21), (1, 21, 21), (1, 21, 6), (1, 60, 60)])
+def test_many_parts_of_a_sequence_are_merged_by_their_weights(num_seqs, num_parts, end):
+    outs, lses = random_parts(num_parts)
+    outs[end:], lses[end:] = np.nan, np.nan
+    out, lse = merged(outs, lses, num_seqs=num_seqs, end=end)
+    outs, lses = outs[:end], lses[:end]
     total = np.logaddexp.reduce(lses.astype(np.float64), axis=0)
-    np.testing.assert_allclose(lse[1], total, rtol=1e-6)
-    np.testing.assert_allclose(out[1], (np.exp(lses - total)[..., None] * outs).sum(axis=0), atol=1e-6)
-    np.testing.assert_array_equal(out[0], 0.0)  # the other sequence is as it was
-    np.testing.assert_array_equal(lse[0], 1.0)
+    np.testing.assert_allclose(lse[-1], total, rtol=1e-6)
+    np.testing.assert_allclose(out[-1], (np.exp(lses - total)[..., None] * outs).sum(axis=0), atol=1e-6)
+    np.testing.assert_array_equal(out[:-1], 0.0)  # the other sequence is as it was
+    np.testing.assert_array_equal(lse[:-1], 1.0)
+
+
+def test_parts_are_merged_alike_alone_where_results_must_not_depend_on_the_batch():
+    alone, beside = (merged(*random_parts(14), num_seqs=n, batch_invariant=True) for n in (1, 2))
+    for one, other in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(one[-1], other[-1])

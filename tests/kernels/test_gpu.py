@@ -88,6 +88,7 @@ def _decode_features() -> list[Case]:
         ("scales", {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}),
         ("q_positions", {"q_positions": True, **verify}),
         ("custom_mask", {"custom_mask": True, **verify}),
+        ("custom_mask_of_one_token", {"custom_mask": True, "spec": _spec(window_left=100)}),
         ("tree", {"tree": (-1, 0, 0, 1, 1, -1), "spec": _spec(num_q_heads=32, window_left=100), **verify, **_NO_EMPTY}),
         *(
             (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})

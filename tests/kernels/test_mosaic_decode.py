@@ -59,6 +59,17 @@ INTERPRETED = [
     case(
         "fp8", kv_dtype="float8_e4m3fn", q_scale="rows", kv_scale="rows", kv_lens=(300, 9), num_layers=2, layer_index=1
     ),
+    case(
+        "fp8_rows_stay",
+        kv_dtype="float8_e4m3fn",
+        q_scale="rows",
+        kv_scale="rows",
+        kv_lens=(70, 9),
+        num_layers=2,
+        layer_index=1,
+        spec={"num_q_heads": 8, "head_dim": 128},
+    ),
+    case("fp8_one_kv_head", kv_dtype="float8_e4m3fn", kv_lens=(70,), spec={"num_q_heads": 2, "num_kv_heads": 1}),
     case("rope_verify", q_len=3, kv_lens=(70, 3), kv_start=(5, 7000), spec={"rope_theta": 5e5, "head_dim": 128}),
     case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
@@ -109,6 +120,8 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
         {"num_q_heads": 8, "head_dim": 128},  # heads share rows of a block
         {"num_q_heads": 8, "num_kv_heads": 4},
         {"num_q_heads": 8, "num_kv_heads": 1},
+        {"num_q_heads": 16, "num_kv_heads": 1},
+        {"num_q_heads": 8, "window_left": 20},
     ],
 )
 def test_a_mask_of_one_token_is_all_heads(hopper, spec):
@@ -156,6 +169,7 @@ _FEATURES = {
     "dim_192_128": ({"head_dim": 192, "v_head_dim": 128}, {}),
     "invariant": ({"batch_invariant": True}, {}),
     "fp8": ({}, {"kv_dtype": "float8_e4m3fn"}),
+    "fp8_group_8": ({"num_kv_heads": 1}, {"kv_dtype": "float8_e5m2", "k_scale": ((3, 1), "float32")}),
 }
 
 

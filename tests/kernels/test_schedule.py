@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn_kernels import AttentionSpec, make_schedule
-from jattn_kernels.schedule import split_evenly
+from jattn_kernels.schedule import split_at_multiples, split_evenly
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
@@ -25,13 +25,23 @@ def split(lens, *, block_kv, workers):
     return split_evenly(jnp.zeros_like(lens), lens, block_kv=block_kv, workers=workers)
 
 
+def starts_of(schedule, workers):
+    """Where each worker's items begin, and where the last one's end; what stands beside them is checked."""
+    items, rows = np.asarray(schedule.items), np.asarray(schedule.workers)
+    assert rows.shape == (workers, 7)
+    np.testing.assert_array_equal(rows[1:, 0], rows[:-1, 1])
+    for begin, end, *first in rows:
+        assert first == (items[begin].tolist() if begin < end else [0] * 5)
+    return np.append(rows[:, 0], rows[-1, 1])
+
+
 @given(data=st.data(), size=st.sampled_from(SIZES))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_split_deals_out_every_tile_evenly(data, size):
     batch_size, workers = size
     lens = data.draw(st.lists(st.integers(0, 400), min_size=batch_size, max_size=batch_size))
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
-    items, starts = np.asarray(schedule.items), np.asarray(schedule.starts)
+    items, starts = np.asarray(schedule.items), starts_of(schedule, workers)
     used = items[: starts[-1]]
     tiles = [-(-length // 16) for length in lens]
     assert items.shape == (len(lens) + workers - 1, 5)
@@ -46,7 +56,6 @@ def test_split_deals_out_every_tile_evenly(data, size):
     assert schedule.split.tolist() == cut + [[-1] * 3] * (len(schedule.split) - len(cut))
     assert (np.diff(starts) >= 0).all()
     assert starts[0] == 0
-    assert starts.shape == (workers + 1,)
     work = [(items[a:b, 2] - items[a:b, 1]).sum() for a, b in itertools.pairwise(starts)]
     assert max(work) <= max(1, -(-sum(tiles) // workers))
 
@@ -56,8 +65,20 @@ def test_split_deals_out_every_tile_evenly(data, size):
 )
 def test_split_cuts_where_a_share_ends(lens, counts):
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=4)
-    items = np.asarray(schedule.items)[: schedule.starts[-1]]
+    items = np.asarray(schedule.items)[: schedule.workers[-1, 1]]
     assert np.unique(items[:, 0], return_counts=True)[1].tolist() == counts
+
+
+@pytest.mark.parametrize("lens", [(640, 70, 0, 33), (0, 0), (16,), (320, 320, 320)])
+def test_split_at_multiples_cuts_every_sequence_there(lens):
+    ends = jnp.array(lens, jnp.int32)
+    schedule = split_at_multiples(jnp.zeros_like(ends), ends, block_kv=16, tiles_a_part=4, max_keys=640, workers=3)
+    items, starts = np.asarray(schedule.items), starts_of(schedule, 3)
+    assert starts[0] == 0
+    parts = [
+        (i, 4 * part, min(4 * part + 4, -(-n // 16))) for i, n in enumerate(lens) for part in range(-(-n // 64) or 1)
+    ]
+    assert [tuple(row) for row in items[: starts[-1], :3].tolist()] == parts
 
 
 def test_split_is_the_same_in_jit():
@@ -66,6 +87,7 @@ def test_split_is_the_same_in_jit():
     traced = split(lens, block_kv=64, workers=3)
     assert jax.tree.structure(traced) == jax.tree.structure(expected)
     np.testing.assert_array_equal(traced.items, expected.items)
+    np.testing.assert_array_equal(traced.workers, expected.workers)
 
 
 def test_make_schedule_is_none_where_the_implementation_needs_none():

@@ -1,7 +1,8 @@
 """Merging the parts of split sequences on Hopper, in the order of the keys, into decode's output.
 
 grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one
-one warpgroup; merges many parts at a time, so that their loads overlap, and what is left a few at a time
+one warpgroup; merges many parts at a time, so that their loads overlap, and what is left a few at a time; those of a
+sequence that is alone, which has all workers, as many at a time as registers can take
 """
 
 import functools
@@ -21,18 +22,25 @@ from jattn_kernels.schedule import DecodeSchedule
 
 _THREADS = 128
 _AT_A_TIME = (16, 4)  # parts
+_MOST_AT_A_TIME = 48  # each is a register of a thread for 128 numbers, and time to lower
 
 
 def combine_parts(
-    parts: Parts, schedule: DecodeSchedule
+    parts: Parts, schedule: DecodeSchedule, *, batch_invariant: bool
 ) -> tuple[Float[Array, "B K rows Hv"], Float[Array, "B K rows"]]:
-    """Output and natural-log lse of all sequences: decode's, with those of the split ones put in their places."""
+    """Output and natural-log lse of all sequences: decode's, with those of the split ones put in their places.
+
+    Args:
+        batch_invariant: Whether a sequence's parts are to be added in the same order whatever else is in the batch.
+    """
     num_seqs, heads, num_rows, width = parts.out.shape
     num_parts, _, padded_rows, _ = parts.part_outs.shape
     rows = math.lcm(_THREADS, width) // width  # of a vector
     lanes = rows * width
     layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
     num_vectors = num_rows // rows
+    alone = num_seqs == 1 and not batch_invariant
+    at_a_time = (min(num_parts, _MOST_AT_A_TIME),) if alone else _AT_A_TIME
 
     def kernel(outs_ref, lses_ref, split_ref, out_ref, lse_ref):
         split, head, vector = (lax.axis_index(name) for name in ("split", "head", "vector"))
@@ -51,13 +59,16 @@ def combine_parts(
                 (jnp.float32(-jnp.inf),) * rows,
                 (jnp.float32(0),) * rows,
             )
-            many, few = _AT_A_TIME
-            whole = lax.div(end - first, many)
-            rest = first + whole * many
-            merge = functools.partial(_merge_some, load=load, end=end, spread=spread)
-            carry = lax.fori_loop(0, whole, functools.partial(merge, first=first, parts=many), carry)
-            left = pl.cdiv(end - rest, few)
-            acc, top, total = lax.fori_loop(0, left, functools.partial(merge, first=rest, parts=few), carry)
+            rest = first  # what is left of the parts begins there
+            for parts_at_once in at_a_time:
+                is_last = parts_at_once == at_a_time[-1]
+                steps = pl.cdiv(end - rest, parts_at_once) if is_last else lax.div(end - rest, parts_at_once)
+                merge = functools.partial(
+                    _merge_some, load=load, first=rest, end=end, spread=spread, parts=parts_at_once
+                )
+                carry = lax.fori_loop(0, steps, merge, carry)
+                rest += steps * parts_at_once
+            acc, top, total = carry
             safe_total = [jnp.where(a == 0, 1.0, a) for a in total]
             out_ref[sequence, head, vector] = (acc / spread(safe_total)).astype(parts.out.dtype)
             for row in range(rows):

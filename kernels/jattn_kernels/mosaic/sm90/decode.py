@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from jattn_kernels.mosaic.sm90 import tiles
 from jattn_kernels.mosaic.sm90.decode_compute import Compute
 from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Operands, Scratch
-from jattn_kernels.mosaic.sm90.decode_memory import copy_all
+from jattn_kernels.mosaic.sm90.decode_memory import copy_all, read_items
 from jattn_kernels.mosaic.sm90.readied import Readied
 from jattn_kernels.schedule import DecodeSchedule
 
@@ -62,7 +62,7 @@ def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -
             jax.ShapeDtypeStruct((*part_shape, config.width), jnp.float32),
             jax.ShapeDtypeStruct(part_shape, jnp.float32),
         ],
-        grid=(schedule.starts.shape[0] - 1, heads, config.row_blocks),
+        grid=(schedule.workers.shape[0], heads, config.row_blocks),
         grid_names=("worker", "head", "rows"),
         num_threads=config.sizes.warpgroups + 1,
         thread_name="warpgroup",
@@ -82,15 +82,14 @@ def _block(config: DecodeConfig, tree, *refs):
 
 def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Scratch):
     warpgroup, warpgroups = lax.axis_index("warpgroup"), config.sizes.warpgroups
-    worker = lax.axis_index("worker")
-    begin, end = operands.starts[worker], operands.starts[worker + 1]
+    items = read_items(operands)
 
     def compute(number):
         @pl.when(warpgroup == number)
         def run():
             if warpgroups > 1:
                 plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
-            Compute(config, operands, scratch, number).run(out_refs, begin, end)
+            Compute(config, operands, scratch, number).run(out_refs, items)
 
     def compute_apart(number):
         # Mosaic reduces over keys by way of shared memory behind all that is allocated: so each has some more of it.
@@ -105,7 +104,7 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Scra
     def memory():
         if warpgroups > 1:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-        copy_all(config, operands, scratch, begin, end)
+        copy_all(config, operands, scratch, items)
 
 
 def _scratch(config: DecodeConfig) -> Scratch:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Items, Operands, Scratch
 from jattn_kernels.mosaic.sm90.decode_memory import turns_of, walk
 from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.readied import Turn, turn_keys, turn_queries_back, widen
@@ -55,9 +55,10 @@ class Compute:
         self._slopes = self._load_slopes()
         self._key_turns = self._load_key_turns()
 
-    def run(self, out_refs, begin, end) -> None:
-        """What the warpgroup does for the items [begin, end)."""
+    def run(self, out_refs, items: Items) -> None:
+        """What the warpgroup does for a worker's items."""
         scratch, others = self._scratch, range(1, self._config.sizes.warpgroups)
+        begin, end, _ = items
 
         def attend_item(number, now, following, done):
             slot = lax.rem(number - begin, 2)
@@ -78,7 +79,7 @@ class Compute:
                 self._store(state, out_refs, now, number)
             return done + turns_of(now, self._config) * self._config.sizes.warpgroups
 
-        walk(self._operands, begin, end, attend_item, jnp.int32(0))
+        walk(self._operands, items, attend_item, jnp.int32(0))
         if self._number:
             # The first warpgroup has taken the last result: nothing may be under way when the block ends.
             pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.handed_free.at[self._number - 1]))
@@ -264,10 +265,12 @@ class Compute:
         if rows.first is not None:
             seen &= key >= self._spread(rows.first)
         if mask is not None:
-            row = plgpu.broadcasted_iota(jnp.int32, key.shape, 1, layout=plgpu.Layout.WGMMA)
-            token = lax.div(self._row_block * self._shape[1] + row, self._config.spec.group_size)
-            bit = lax.shift_right_logical(lax.broadcast_in_dim(mask, key.shape, [0]), token)
-            seen &= (bit & 1) == 1
+            word = lax.broadcast_in_dim(mask, key.shape, [0])
+            if self._config.num_tokens > 1:  # one token has all rows, which may be those of several heads
+                row = plgpu.broadcasted_iota(jnp.int32, key.shape, 1, layout=plgpu.Layout.WGMMA)
+                token = lax.div(self._row_block * self._shape[1] + row, self._config.spec.group_size)
+                word = lax.shift_right_logical(word, token)
+            seen &= (word & 1) == 1
         return seen
 
     def _store(self, state: _State, out_refs, item: Item, number) -> None:

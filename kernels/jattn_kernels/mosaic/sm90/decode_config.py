@@ -68,7 +68,7 @@ class Operands(NamedTuple):
             parts. A head's rows fill whole blocks of rows, or several heads share one block.
         k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
         layer: Which layer of the pages.
-        items, starts: Of the schedule.
+        items, workers: Of the schedule.
         first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
             one token, of each row of a head if several. Of one token, `end` is in the schedule.
         slopes: ALiBi's, of each row of all heads.
@@ -86,7 +86,7 @@ class Operands(NamedTuple):
     page_table: Any
     layer: Any
     items: Any
-    starts: Any
+    workers: Any
     first: Any = None
     end: Any = None
     position: Any = None
@@ -106,6 +106,14 @@ class Item(NamedTuple):
     end: Any
     parts: Any
     end_key: Any
+
+
+class Items(NamedTuple):
+    """A worker's items [begin, end), and the first one, whose fields have no meaning if there is none."""
+
+    begin: Any
+    end: Any
+    first: Item
 
 
 class Scratch(NamedTuple):

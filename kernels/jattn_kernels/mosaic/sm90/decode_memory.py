@@ -10,11 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Items, Operands, Scratch
 from jattn_kernels.mosaic.sm90.tiles import PoolPlace
 
 
-def read_item(operands: Operands, number) -> Item:
+def read_items(operands: Operands) -> Items:
+    """What the block's worker has to do."""
+    begin, end, *first = (operands.workers[lax.axis_index("worker"), field] for field in range(7))
+    return Items(begin, end, Item(*first))
+
+
+def _read_item(operands: Operands, number) -> Item:
     """An item of the schedule; the last one in place of one behind it."""
     number = jnp.minimum(number, operands.items.shape[0] - 1)
     return Item(*(operands.items[number, field] for field in range(5)))
@@ -25,26 +31,28 @@ def turns_of(item: Item, config: DecodeConfig):
     return lax.div(item.end - item.first + config.sizes.warpgroups - 1, config.sizes.warpgroups)
 
 
-def walk(operands: Operands, begin, end, visit, state):
+def walk(operands: Operands, items: Items, visit, state):
     """Calls `visit(number, item, next item, state) -> state` for each of some items, which is read an item ahead."""
 
     def step(number, carry):
         now, state = carry
-        following = read_item(operands, number + 1)
+        following = _read_item(operands, number + 1)
         return following, visit(number, now, following, state)
 
-    return lax.fori_loop(begin, end, step, (read_item(operands, begin), state))[1]
+    return lax.fori_loop(items.begin, items.end, step, (items.first, state))[1]
 
 
-def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end) -> None:
-    """What the memory warpgroup does for the items [begin, end): each of its warps starts its share of the copies."""
-    tiles.by_warps(config.copies.copies, functools.partial(_copy_share, config, operands, scratch, begin, end))
+def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, items: Items) -> None:
+    """What the memory warpgroup does for a worker's items: each of its warps starts its share of the copies."""
+    tiles.by_warps(config.copies.copies, functools.partial(_copy_share, config, operands, scratch, items))
 
 
 def _copy_share(
-    config: DecodeConfig, operands: Operands, scratch: Scratch, begin, end, own: list[Any], is_first
+    config: DecodeConfig, operands: Operands, scratch: Scratch, items: Items, own: list[Any], is_first
 ) -> None:
     """What a warp does: its own copies of each tile, and the first one copies queries."""
+    begin, end, first_item = items
+    layer = operands.layer[0]  # before what depends on a load: so it has arrived by then too
     block_rows, stages = config.sizes.block_rows, config.sizes.stages
     block = lax.div(lax.axis_index("head"), config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
     rows = block if config.turns else pl.ds(block * block_rows, block_rows)
@@ -57,11 +65,10 @@ def _copy_share(
             q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
             plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
 
-        return _copy_tiles(config, operands, scratch, now, following, state, own)
+        return _copy_tiles(config, operands, scratch, layer, now, following, state, own)
 
-    first_item = read_item(operands, begin)
     first_pages = _pages(config, operands, first_item, first_item.first, own)
-    done, _ = walk(operands, begin, end, copy_item, (jnp.int32(0), first_pages))
+    done, _ = walk(operands, items, copy_item, (jnp.int32(0), first_pages))
 
     @pl.when(is_first)
     def wait_for_the_last_queries():
@@ -80,11 +87,18 @@ def _pages(config: DecodeConfig, operands: Operands, item: Item, tile, own: list
 
 
 def _copy_tiles(
-    config: DecodeConfig, operands: Operands, scratch: Scratch, item: Item, following: Item, state, own: list[Any]
+    config: DecodeConfig,
+    operands: Operands,
+    scratch: Scratch,
+    layer,
+    item: Item,
+    following: Item,
+    state,
+    own: list[Any],
 ):
     """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
     stages, block_kv, warpgroups = config.sizes.stages, config.sizes.block_kv, config.sizes.warpgroups
-    layer, head = operands.layer[0], lax.axis_index("head")
+    head = lax.axis_index("head")
     begun, pages = state
 
     def each_of_stage(step):

@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles
 from jattn_kernels.spec import AttentionSpec
 
-_MANTISSA_BITS, _EXPONENT = 23, 0x7F800000  # of a float32
-_SIZES = 2.0**-100, 2.0**126  # what may be divided by without a subnormal number
-_NARROW_SIZE = 2.0**7  # the largest number of a head is in [this, twice this), which all dtypes of 8 bits hold
+MANTISSA_BITS, EXPONENT = 23, 0x7F800000  # of a float32
+SIZES = 2.0**-100, 2.0**126  # what may be divided by without a subnormal number
+NARROW_SIZE = 2.0**7  # the largest number of a head is in [this, twice this), which all dtypes of 8 bits hold
 
 
 def in_range(
@@ -35,16 +35,20 @@ def in_parts(
     """
     if q.dtype == dtype:
         return (q,), jnp.ones((1, 1), jnp.float32)
-    size = _sizes(q, spec) / _NARROW_SIZE
+    size = _sizes(q, spec) / NARROW_SIZE
     rest, parts = _divided(q, size), []
-    dropped = _MANTISSA_BITS - jnp.finfo(dtype).nmant
     for _ in range(num_parts(q.dtype, dtype)):
-        # Not by a conversion and back, which XLA takes for nothing.
-        bits = lax.bitcast_convert_type(rest, jnp.int32) + (1 << (dropped - 1))
-        part = lax.bitcast_convert_type(bits & -(1 << dropped), jnp.float32)
+        part = leading_bits(rest, dtype)
         parts.append(part.astype(dtype))
         rest -= part
     return tuple(parts), size
+
+
+def leading_bits(x: Float32[Array, "..."], dtype: Any) -> Float32[Array, "..."]:
+    """Numbers with as many bits as one of a dtype has; not by a conversion and back, which XLA takes for nothing."""
+    dropped = MANTISSA_BITS - jnp.finfo(dtype).nmant
+    bits = lax.bitcast_convert_type(x, jnp.int32) + (1 << (dropped - 1))
+    return lax.bitcast_convert_type(bits & -(1 << dropped), jnp.float32)
 
 
 def num_parts(q_dtype: Any, dtype: Any) -> int:
@@ -74,9 +78,9 @@ def padded(x: jax.Array, sizes: DecodeTiles, axis: int = 1) -> jax.Array:
 def _sizes(q: Float[Array, "B Q N H"], spec: AttentionSpec) -> Float[Array, "B K"]:
     """The power of two below the largest number of each sequence and kv head; 1 if all are zero."""
     wide = q.astype(jnp.float32).reshape(*q.shape[:2], spec.num_kv_heads, -1)
-    exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=(1, 3)), jnp.int32) & _EXPONENT
+    exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(wide), axis=(1, 3)), jnp.int32) & EXPONENT
     size = lax.bitcast_convert_type(exponent, jnp.float32)
-    return jnp.where(exponent == 0, 1.0, jnp.clip(size, *_SIZES))
+    return jnp.where(exponent == 0, 1.0, jnp.clip(size, *SIZES))
 
 
 def _divided(q: Float[Array, "B Q N H"], size: Float[Array, "B K"]) -> Float[Array, "B Q N H"]:

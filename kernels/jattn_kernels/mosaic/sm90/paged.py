@@ -1,6 +1,7 @@
 """Paged decode on Hopper: the work list, what the kernel reads, and its results put back in their places."""
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,6 +16,7 @@ from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, va
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
 from jattn_kernels.mosaic.sm90.readied import turn_of
+from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
 from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
@@ -58,15 +60,14 @@ def paged_decode(
     num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     is_narrow_kv = k_pages.dtype.itemsize == 1
     dtype = jnp.float16 if is_narrow_kv else q.dtype
-    if is_narrow_kv and spec.rope_theta is None:
-        q_parts, q_size = in_parts(q, k_pages.dtype, spec)
-    else:
-        q, q_size = in_range(q, dtype, spec)
-        q_parts = (q,)
-    shrink = 1.0 if spec.rope_theta is None else shrink_of(k_pages.dtype)
     rows = num_tokens * spec.group_size
     sizes = choose_tiles(spec, k_pages.dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
+    max_keys = page_table.shape[1] * page_size
+    bounds = _bounds(seq_lens, options, spec, num_tokens)
+    q_rows, logit_factor = _queries(
+        q, options, bounds.position, dtype=dtype, kv_dtype=k_pages.dtype, spec=spec, sizes=sizes, shared=shared
+    )
     config = DecodeConfig(
         spec,
         sizes,
@@ -77,10 +78,8 @@ def paged_decode(
         dtype=jnp.dtype(dtype),
         kv_dtype=k_pages.dtype,
         out_dtype=out_dtype,
-        q_parts=len(q_parts),
+        q_parts=q_rows.shape[1] if spec.rope_theta is None else 1,
     )
-    max_keys = page_table.shape[1] * page_size
-    bounds = _bounds(seq_lens, options, spec, num_tokens)
     schedule = options.schedule
     if schedule is None or depends_on_places(spec, options):
         schedule = _schedule(bounds, spec, sizes, num_tokens, max_keys)
@@ -93,19 +92,11 @@ def paged_decode(
 
     tile_turns = key_turns = None
     if spec.rope_theta is not None:
-        # By their numbers in the table: how far a query is from a key is all that matters.
-        q = rotate(q.astype(jnp.float32), bounds.position, theta=spec.rope_theta, scale=spec.rope_scale)
         tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
         tile_turns = turn_of(tile * sizes.block_kv, spec, jnp.float32)
-        key_turns = turn_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink)
+        key_turns = turn_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink_of(k_pages.dtype))
 
-    rows_of = functools.partial(by_head, spec=spec, sizes=sizes, shared=shared)
-    if spec.rope_theta is None:
-        q_rows = jnp.stack([rows_of(part) for part in q_parts], axis=1)
-    else:
-        q_rows = rows_of(q).reshape(q.shape[0], -1, sizes.block_rows, spec.head_dim).swapaxes(2, 3)
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
-    scaled = q_size.size > 1 or shrink != 1.0 or options.q_scale is not None or options.k_scale is not None
     operands = Operands(
         q=q_rows,
         k_pages=k_pages,
@@ -113,12 +104,12 @@ def paged_decode(
         page_table=page_table,
         layer=layer,
         items=schedule.items,
-        starts=schedule.starts,
+        workers=schedule.workers,
         first=of_rows(bounds.first) if is_narrow(spec) else None,
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         position=None if options.alibi_slopes is None else of_rows(bounds.position),
         slopes=None if options.alibi_slopes is None else _slopes(options.alibi_slopes, spec, sizes, num_tokens, shared),
-        logit_factor=logit_factors(options, spec) * q_size * shrink if scaled else None,
+        logit_factor=logit_factor,
         out_factor=None
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
@@ -134,12 +125,50 @@ def paged_decode(
         key_turns=key_turns,
     )
     parts = decode(config, operands, schedule)
-    out, lse = combine_parts(parts, schedule)
+    out, lse = combine_parts(parts, schedule, batch_invariant=spec.batch_invariant)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
     if options.sinks is not None:
         out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
     return out, lse
+
+
+def _queries(
+    q: Float[Array, "B Q N H"],
+    options: AttentionOptions,
+    position: Int[Array, "B Q"],
+    *,
+    dtype: Any,
+    kv_dtype: Any,
+    spec: AttentionSpec,
+    sizes: DecodeTiles,
+    shared: bool,
+) -> tuple[Float[Array, "..."], Float[Array, "_B K"] | None]:
+    """Queries as `Operands` has them, and what their products with keys are multiplied with; None if with nothing.
+
+    Args:
+        position: Their own numbers among the keys.
+        dtype: Of queries, unless they become sums of fp8 numbers.
+    """
+    rows_of = functools.partial(by_head, spec=spec, sizes=sizes, shared=shared)
+    scaled = options.q_scale is not None or options.k_scale is not None
+    if kv_dtype.itemsize == 1 and spec.rope_theta is None:
+        rows_stay = q.shape[1] == 1 and (shared or spec.group_size % sizes.block_rows == 0)
+        if rows_stay and takes(q.dtype, kv_dtype, spec):
+            return split_queries(q[:, 0], kv_dtype, logit_factors(options, spec) if scaled else None, spec)
+        parts, size = in_parts(q, kv_dtype, spec)
+    else:
+        whole, size = in_range(q, dtype, spec)
+        parts = (whole,)
+    shrink = 1.0 if spec.rope_theta is None else shrink_of(kv_dtype)
+    scaled |= parts[0].dtype != q.dtype or shrink != 1.0
+    factor = logit_factors(options, spec) * size * shrink if scaled else None
+    if spec.rope_theta is None:
+        return jnp.stack([rows_of(part) for part in parts], axis=1), factor
+    # By their numbers in the table: how far a query is from a key is all that matters.
+    q = rotate(parts[0].astype(jnp.float32), position, theta=spec.rope_theta, scale=spec.rope_scale)
+    rows = rows_of(q).reshape(q.shape[0], -1, sizes.block_rows, spec.head_dim).swapaxes(2, 3)
+    return rows, factor
 
 
 def _bounds(seq_lens: Int[Array, " B"], options: AttentionOptions, spec: AttentionSpec, num_tokens: int) -> KeyBounds:
