@@ -12,7 +12,7 @@ import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend
+from jattn_kernels.mosaic.sm90 import extend, extend_turned
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
@@ -166,6 +166,32 @@ def attend(case, inputs):
     ids=lambda case: case.name,
 )
 def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
+    inputs = build(case)
+    out, lse = attend(case, inputs)
+    assert_close(case, inputs, out, lse)
+
+
+def ahead_of_the_kernel(cases):
+    return [case for case in cases if case.operation == "paged_extend" and case.spec.rope_theta is not None]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *ahead_of_the_kernel(INTERPRETED),
+        derived("rope_combined_layers", of="rope", **LAYERS, combined_pool="kv_first", page_size=256, **LONG),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                *ahead_of_the_kernel(SLOW),
+                derived("rope_empty_hnd", of="rope", page_layout="HND", q_lens=(3, 0, 5), kv_lens=(9, 140, 0), **ONE),
+            )
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_mosaic_extend_over_keys_turned_ahead_agrees_with_the_oracle_without_races(interpreter, monkeypatch, case):
+    monkeypatch.setattr(extend_turned, "_LEAST_ROWS", 0)
     inputs = build(case)
     out, lse = attend(case, inputs)
     assert_close(case, inputs, out, lse)
