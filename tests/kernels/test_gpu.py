@@ -13,7 +13,8 @@ import jattn_kernels
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import IMPLEMENTATIONS
-from jattn_kernels.mosaic.sm90 import many_rows
+from jattn_kernels.mosaic.sm90 import extend, many_rows
+from jattn_kernels.mosaic.sm90.extend_turned import turns_ahead
 from tests.kernels.cases import CASES, Case, assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
 
@@ -374,6 +375,20 @@ def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracl
     batch_size, num_tokens = inputs.args[0].shape[:2]
     assert many_rows.is_for_extend(case.spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2)
     attend = functools.partial(jattn_kernels.paged_decode, return_lse=True, implementation="mosaic")
+    assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in KERNEL_SIZED if case.operation == "paged_extend" and case.spec.rope_theta is not None],
+    ids=lambda case: case.name,
+)
+def test_mosaic_extend_turns_keys_the_other_way_too(monkeypatch, case):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    monkeypatch.setattr(extend, "turns_ahead", lambda *facts, **sizes: not turns_ahead(*facts, **sizes))
+    inputs = build(case)
+    attend = functools.partial(jattn_kernels.paged_extend, return_lse=True, implementation="mosaic")
     assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
 
 

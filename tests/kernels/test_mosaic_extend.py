@@ -12,7 +12,7 @@ import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend
+from jattn_kernels.mosaic.sm90 import extend, extend_turned
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
@@ -166,6 +166,32 @@ def attend(case, inputs):
     ids=lambda case: case.name,
 )
 def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
+    inputs = build(case)
+    out, lse = attend(case, inputs)
+    assert_close(case, inputs, out, lse)
+
+
+def ahead_of_the_kernel(cases):
+    return [case for case in cases if case.operation == "paged_extend" and case.spec.rope_theta is not None]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *ahead_of_the_kernel(INTERPRETED),
+        derived("rope_combined_layers", of="rope", **LAYERS, combined_pool="kv_first", page_size=256, **LONG),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                *ahead_of_the_kernel(SLOW),
+                derived("rope_empty_hnd", of="rope", page_layout="HND", q_lens=(3, 0, 5), kv_lens=(9, 140, 0), **ONE),
+            )
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_mosaic_extend_over_keys_turned_ahead_agrees_with_the_oracle_without_races(interpreter, monkeypatch, case):
+    monkeypatch.setattr(extend_turned, "_LEAST_ROWS", 0)
     inputs = build(case)
     out, lse = attend(case, inputs)
     assert_close(case, inputs, out, lse)
@@ -341,6 +367,59 @@ def test_mosaic_extend_lowers_for_cuda_with_fp8(q_dtype, kv_dtype, head_dim, val
     theta = 1e4 if head_dim == 128 and page_size else None
     facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, "options": NAMES_OF_SCALES, "rope_theta": theta}
     assert "mosaic_gpu" in lower_for_cuda(q_dtype, head_dim, page_size, "HND", 4, **facts, given=True)
+
+
+def lower_with_keys_turned_ahead(monkeypatch, q_dtype, kv_dtype, head_dim, value_dim, page_size, page_layout):
+    monkeypatch.setattr(extend_turned, "_LEAST_ROWS", 0)
+    facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, "options": NAMES_OF_SCALES, "rope_theta": 1e4}
+    lowered = lower_for_cuda(q_dtype, head_dim, page_size, page_layout, 4, **facts, given=True)
+    assert lowered.count("mosaic_gpu_v2") == 2
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        ("bfloat16", "bfloat16", 128, 128, 16, "NHD"),
+        ("float16", "float16", 192, 128, 256, "HND"),
+        ("float16", "float8_e5m2", 128, 64, 8, "NHD"),
+    ],
+    ids=str,
+)
+def test_mosaic_extend_lowers_for_cuda_with_keys_turned_ahead(monkeypatch, facts):
+    lower_with_keys_turned_ahead(monkeypatch, *facts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize(("head_dim", "value_dim"), FP8_WIDTHS)
+def test_mosaic_extend_lowers_for_cuda_with_keys_of_every_dtype_and_width_turned_ahead(
+    monkeypatch, q_dtype, kv_dtype, head_dim, value_dim
+):
+    number = len(DTYPES) * FP8_WIDTHS.index((head_dim, value_dim)) + DTYPES.index((q_dtype, kv_dtype))
+    page_size, page_layout = (8, 16, 64, 128, 256)[number % 5], ("NHD", "HND")[number % 2]
+    lower_with_keys_turned_ahead(monkeypatch, q_dtype, kv_dtype, head_dim, value_dim, page_size, page_layout)
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_tokens", "num_seqs", "max_keys", "ahead"),
+    [
+        ({}, 8192, 1, 8192, True),
+        ({"rope_theta": None}, 8192, 1, 8192, False),
+        ({"batch_invariant": True}, 8192, 1, 8192, False),
+        ({}, 8192, 16, 8192, True),
+        ({}, 8192, 17, 8192, False),  # bytes
+        ({}, 256, 4, 8192, True),
+        ({}, 255, 4, 8192, False),  # work
+        ({"window_left": 1023}, 2048, 1, 32768, True),
+        ({"window_left": 1022}, 2048, 1, 32768, False),
+        ({"chunk_size": 1023}, 2048, 1, 32768, False),
+    ],
+)
+def test_keys_are_turned_ahead_where_that_is_little_beside_the_work(facts, num_tokens, num_seqs, max_keys, ahead):
+    spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e4, **facts})
+    formats = ExtendFormats.of("bfloat16", "bfloat16", spec)
+    sizes = {"num_tokens": num_tokens, "num_seqs": num_seqs, "max_keys": max_keys}
+    assert extend_turned.turns_ahead(spec, formats, **sizes) == ahead
 
 
 @pytest.mark.slow

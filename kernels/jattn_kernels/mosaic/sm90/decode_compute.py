@@ -257,7 +257,9 @@ class Compute:
             return None
         half = self._config.spec.head_dim // 2
         halves = (q_smem.at[pl.ds(begin, half)] for begin in (0, half))
-        return tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in halves)
+        queries = tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in halves)
+        plgpu.commit_smem()  # the next ones are copied there, and not every warpgroup has a tile to turn before
+        return queries
 
     def _visible(self, key, rows: _Rows, mask):
         """Which keys of a tile each row sees."""

@@ -10,7 +10,6 @@ from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
 from jattn_kernels.mosaic.sm90.extend_queries import Queries, prepared
-from jattn_kernels.mosaic.sm90.extend_ready import TURNED_KEYS
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.extend_schedule import (
     ExtendSchedule,
@@ -20,11 +19,11 @@ from jattn_kernels.mosaic.sm90.extend_schedule import (
     is_own,
 )
 from jattn_kernels.mosaic.sm90.extend_tile import Operands
+from jattn_kernels.mosaic.sm90.extend_turned import turned_pages, turned_rows, turns_ahead
+from jattn_kernels.mosaic.sm90.key_turns import TurnTables
 from jattn_kernels.mosaic.sm90.paged import stacked
-from jattn_kernels.mosaic.sm90.readied import turn_of
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies
-from jattn_kernels.rope import shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 
@@ -64,25 +63,35 @@ def paged_extend(
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    formats = ExtendFormats.of(q.dtype, k_pages.dtype, spec)
-    sizes = choose_tiles(spec, formats)
-    if (reason := sizes.refuses(spec, formats, page_size)) is not None:
+    formats = multiplied = ExtendFormats.of(q.dtype, k_pages.dtype, spec)
+    (num_seqs, max_pages), num_tokens = page_table.shape, q.shape[0]
+    max_keys = max_pages * page_size
+    ahead = turns_ahead(spec, formats, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys)
+    if ahead:
+        multiplied = formats.made_ready
+    sizes = choose_tiles(spec, multiplied)
+    if (reason := sizes.refuses(spec, multiplied, page_size)) is not None:
         raise NotImplementedError(reason)
     schedule = options.schedule
-    if schedule is None or is_own(spec, options):
-        schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes)
-    num_keys = _whole_tiles(page_table.shape[1] * page_size, sizes)
+    # A schedule does not know whether keys of 8 bits will be turned ahead, and then be multiplied in larger tiles.
+    if schedule is None or is_own(spec, options) or (ahead and schedule.block_kv != sizes.block_kv):
+        schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=num_tokens, sizes=sizes)
+    num_keys = _whole_tiles(max_keys, sizes)
     mask = None
     if options.custom_mask is not None:
-        mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=q.shape[0], num_keys=num_keys)
+        mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=num_tokens, num_keys=num_keys)
     position = None
     if formats.turns:
-        position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0]).position
+        position = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens).position
     queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
-    copies = PageCopies.of(spec, sizes.block_kv, page_size)
-    kernel = ExtendKernel(spec, sizes, copies, formats)
+    copies, places = PageCopies.of(spec, sizes.block_kv, page_size), page_table
     keys_and_values = stacked(k_pages, v_pages, options.layer_index)
-    return _extend(kernel, queries, keys_and_values, page_table, schedule, options, mask, num_keys=num_keys)
+    if ahead:
+        keys_and_values, places, copies = turned_pages(
+            keys_and_values, page_table, seq_lens, spec=spec, formats=formats, copies=copies
+        )
+    kernel = ExtendKernel(spec, sizes, copies, multiplied)
+    return _extend(kernel, queries, keys_and_values, places, schedule, options, mask, num_keys=num_keys)
 
 
 def ragged_extend(
@@ -100,9 +109,11 @@ def ragged_extend(
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    formats = ExtendFormats.of(q.dtype, k.dtype, spec)
-    sizes = choose_tiles(spec, formats)
-    if (reason := sizes.refuses(spec, formats, None)) is not None:
+    formats = multiplied = ExtendFormats.of(q.dtype, k.dtype, spec)
+    if formats.turns:
+        multiplied = formats.made_ready
+    sizes = choose_tiles(spec, multiplied)
+    if (reason := sizes.refuses(spec, multiplied, None)) is not None:
         raise NotImplementedError(reason)
     seq_lens, starts = jnp.diff(cu_kv_lens), cu_kv_lens
     layer, k, v = stacked(k, v, options.layer_index)
@@ -110,6 +121,8 @@ def ragged_extend(
         starts, source = aligned(cu_kv_lens, k.shape[1])
         k, v = (rows.at[layer, source].get(mode="fill", fill_value=0)[None] for rows in (k, v))
         layer = jnp.zeros_like(layer)
+    if formats.turns:
+        layer, k, v = turned_rows((layer, k, v), starts, spec=spec, formats=formats)
     hidden = starts[:-1] % TILED_ROWS
     schedule = extend_schedule(
         seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes, hidden=hidden
@@ -135,7 +148,7 @@ def ragged_extend(
         position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0], hidden).position
     queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
     copies = RowCopies(sizes.block_kv)
-    kernel = ExtendKernel(spec, sizes, copies, formats)
+    kernel = ExtendKernel(spec, sizes, copies, multiplied)
     return _extend(kernel, queries, (layer, k, v), starts, schedule, options, mask, num_keys=num_keys)
 
 
@@ -168,12 +181,6 @@ def _extend(
     by_row = functools.partial(
         of_rows, first_token=schedule.items[:, 1], block_tokens=schedule.block_tokens, heads=heads
     )
-    tile_turns = key_turns = None
-    if kernel.formats.turns:
-        # float16 is exact enough for the second: keys are rounded that much, or more, when they have been turned.
-        piece = jnp.arange(num_keys // TURNED_KEYS, dtype=jnp.int32)
-        tile_turns = turn_of(piece * TURNED_KEYS, spec, jnp.float32, shrink_of(kernel.formats.kv))
-        key_turns = turn_of(jnp.arange(TURNED_KEYS, dtype=jnp.int32), spec, jnp.float16)
     operands = Operands(
         q=jnp.pad(q, ((0, missing), (0, 0), (0, 0))) if missing else q,
         k=k,
@@ -189,8 +196,7 @@ def _extend(
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
         mask=None if mask is None else by_row(mask),
-        tile_turns=tile_turns,
-        key_turns=key_turns,
+        turns=TurnTables.of(num_keys, spec, kernel.formats.kv) if kernel.formats.turns else None,
         row_factor=None if queries.factor is None else by_row(queries.factor),
     )
     out, lse = kernel(operands)

@@ -58,6 +58,11 @@ class ExtendFormats:
         """Whether there is anything to be done with tiles between copy and product, besides clearing."""
         return self.widens or self.turns
 
+    @property
+    def made_ready(self) -> "ExtendFormats":
+        """Those of a kernel over keys that have been turned, and keys and values that have been widened, before it."""
+        return dataclasses.replace(self, kv=self.product, turns=False)
+
     def query_columns(self, head_dim: int) -> int:
         """Columns of a row of queries; of 8 bits with some without meaning, so that they are a multiple of 128."""
         columns = self.q_parts * head_dim

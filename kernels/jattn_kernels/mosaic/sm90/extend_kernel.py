@@ -184,7 +184,7 @@ class ExtendKernel:
             @pl.when(warpgroup == _READYING)
             def readying():
                 plgpu.set_max_registers(registers.readying, action="decrease")
-                ExtendReady(self.spec, self.formats, operands, scratch.copied, ready).run(unit, rounds)
+                ExtendReady(self.formats, operands, scratch.copied, ready).run(unit, rounds)
 
         @pl.when(warpgroup < COMPUTE_WARPGROUPS)
         def compute():

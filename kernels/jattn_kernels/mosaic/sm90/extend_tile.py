@@ -31,8 +31,7 @@ class Operands(NamedTuple):
         layer: Which layer of the pages.
         slopes: ALiBi's, of each row of a tile for each block of heads.
         logit_factor: Of the products of a sequence (or of all) and a key head.
-        tile_turns: Of a rotary embedding the angles' cosine and sine for every 64th key.
-        key_turns: The same for each of 64 keys, by its number among them.
+        turns: Angles that keys are turned by, as `TurnTables`.
         row_factor: In place of it, of the products of a key head and each row of each item's tiles, key heads first.
         out_factor: Of a value head.
         mask: For each row of each tile a bit for each key, 32 keys a word, words first.
@@ -51,8 +50,7 @@ class Operands(NamedTuple):
     out_factor: Any = None
     mask: Any = None
     row_factor: Any = None
-    tile_turns: Any = None
-    key_turns: Any = None
+    turns: Any = None
 
 
 class Unit(NamedTuple):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
 from jattn_kernels.rope import turned
 from jattn_kernels.spec import AttentionSpec
 
@@ -48,6 +49,16 @@ def widen(source: Any, target: Any) -> None:
     narrow = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
     target[...] = narrow.astype(jnp.float16)
     plgpu.commit_smem()
+
+
+def widen_tile(source: Any, target: Any) -> None:
+    """A tile of fp8 into one of float16, some rows and columns at a time: registers are few."""
+    block_kv, width = target.shape
+    columns = 64 if width % 128 else 128
+    for row in range(0, block_kv, WGMMA_ROWS):
+        for column in range(0, width, columns):
+            part = pl.ds(row, WGMMA_ROWS), pl.ds(column, columns)
+            widen(source.at[part], target.at[part])
 
 
 def turn_keys(source: Any, target: Any, turn: Turn) -> None:

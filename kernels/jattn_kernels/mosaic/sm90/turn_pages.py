@@ -1,0 +1,120 @@
+"""Keys of pages turned by their numbers in their sequence, and their values, both as extend's kernel multiplies them.
+
+grid (sequences, tiles, kv heads)    one warpgroup: TMA brings a tile of keys and one of values, page by page; numbers
+                                     of 8 bits are widened into tiles of their own; keys are turned; TMA takes both out
+shared memory: the two tiles, 64 KiB at head_dim 128 and 16 bits. Several blocks share an SM: while one turns, others
+copy. A block whose tile lies past its sequence's end does nothing.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
+from jattn_kernels.mosaic.sm90.key_turns import KeyTurns, TurnTables
+from jattn_kernels.mosaic.sm90.readied import widen_tile
+from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
+from jattn_kernels.spec import AttentionSpec
+
+
+class _Operands(NamedTuple):
+    """What the kernel reads."""
+
+    k: Any
+    v: Any
+    page_table: Any
+    seq_lens: Any
+    layer: Any
+    turns: TurnTables
+
+
+class _Scratch(NamedTuple):
+    """What a block has of keys and of values: tiles as they were copied, and those that are widened, else None."""
+
+    copied: tuple[Any, Any]
+    widened: tuple[Any, Any]
+    full: Any
+
+
+def turn_pages(
+    keys_and_values: tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]],
+    page_table: Int[Array, "B max_pages"],
+    seq_lens: Int[Array, " B"],
+    *,
+    num_tiles: int,
+    spec: AttentionSpec,
+    formats: ExtendFormats,
+    copies: PageCopies,
+) -> tuple[Float[Array, "tiles K keys H"], Float[Array, "tiles K keys Hv"]]:
+    """Tiles of keys and values in the order of the page table, `num_tiles` a sequence.
+
+    Tiles past a sequence's end, and rows past it in its last tile, hold anything.
+
+    Args:
+        keys_and_values: As `stacked` gives them.
+        formats: Of a kernel that would turn keys itself.
+    """
+    layer, k, v = keys_and_values
+    turns = TurnTables.of(num_tiles * copies.block_kv, spec, formats.kv)
+    leaves, tree = jax.tree.flatten(_Operands(k, v, page_table, seq_lens, layer, turns))
+    num_seqs = seq_lens.shape[0]
+    shape = (num_seqs * num_tiles, spec.num_kv_heads, copies.block_kv)
+    run: Any = plgpu.kernel(
+        functools.partial(_entry, spec, formats, copies, tree),
+        out_type=[jax.ShapeDtypeStruct((*shape, width), formats.product) for width in (spec.head_dim, spec.value_dim)],
+        grid=(num_seqs, num_tiles, spec.num_kv_heads),
+        grid_names=("sequence", "tile", "head"),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="turn_pages",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=tiles.interpret_params(),
+    )
+    k_tiles, v_tiles = run(*leaves)
+    return k_tiles, v_tiles
+
+
+def _entry(spec: AttentionSpec, formats: ExtendFormats, copies: PageCopies, tree: Any, *refs: Any) -> None:
+    operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
+    # Keys are read by halves.
+    widths = ((spec.head_dim, spec.head_dim // 2), (spec.value_dim, None))
+    copied, widened = (
+        tuple(tiles.tile((copies.block_kv, width), dtype, columns) for width, columns in widths)
+        for dtype in (formats.kv, formats.product)
+    )
+    full = plgpu.Barrier(num_arrivals=copies.copies, num_barriers=len(widths))
+    pl.run_scoped(
+        functools.partial(_block, copies, operands, out_refs),
+        _Scratch(copied, widened if formats.widens else (None, None), full),
+        collective_axes="warpgroup",
+    )
+
+
+def _block(copies: PageCopies, operands: _Operands, out_refs: Any, scratch: _Scratch) -> None:
+    sequence, tile, head = (lax.axis_index(name) for name in ("sequence", "tile", "head"))
+    kv_len = operands.seq_lens[sequence]
+    place = sequence * lax.axis_size("tile") + tile
+
+    @pl.when(tile * copies.block_kv < kv_len)
+    def take_tile():
+        pages = copies.pages(operands.page_table, sequence, tile, kv_len - 1)
+        for of_values, pool in enumerate((operands.k, operands.v)):
+            source = PoolPlace(operands.layer[0], head, of_values)
+            copies.start(pool, source, pages, tile, scratch.copied[of_values], scratch.full.at[of_values])
+        turns = KeyTurns.load(operands.turns, copies.block_kv)
+        first = turns.first(tile)
+        for of_values, (ready, widened, out) in enumerate(zip(*scratch[:2], out_refs, strict=True)):
+            plgpu.barrier_wait(scratch.full.at[of_values])
+            if widened is not None:
+                widen_tile(ready, widened)
+                ready = widened
+            if not of_values:
+                turns.turn(ready, tile, first)
+            plgpu.copy_smem_to_gmem(ready, out.at[place, head])
+        plgpu.wait_smem_to_gmem(0)
