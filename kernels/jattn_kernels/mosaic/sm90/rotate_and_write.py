@@ -56,6 +56,7 @@ def rotate_and_write(
     """Turned queries, and the pages with the token's turned keys and its values at their slots."""
     num_tokens, num_heads, head_dim = qkv.shape
     half, num_q_heads, num_kv_heads = head_dim // 2, spec.num_q_heads, spec.num_kv_heads
+    first_value = num_q_heads + num_kv_heads
     at_once = heads_at_once(spec)
     assert at_once is not None
     by_token = spec.page_layout == "NHD"
@@ -99,7 +100,6 @@ def rotate_and_write(
                     pages_ref[page, heads, lax.rem(slot, page_size), part] = numbers
 
         for first, halves in came:
-            first_value = num_q_heads + num_kv_heads
 
             @pl.when(first < num_q_heads)
             def write_queries(first=first, halves=halves):
