@@ -42,7 +42,7 @@ def test_decode_turns_the_largest_keys_of_e5m2(interpreter, dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_extend_turns_the_largest_keys_of_e5m2(interpreter, monkeypatch, dtype, ahead):
-    monkeypatch.setattr(extend, "turns_ahead", lambda *_, **__: ahead)
+    monkeypatch.setattr(extend, "readies_ahead", lambda *_, **__: ahead)
     *args, k_scale = pages_and_lens()
     cu_q_lens = jnp.asarray([0, 5], jnp.int32)
     q = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, SPEC.head_dim)), dtype)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
+from jattn_kernels.mosaic.sm90.extend_ahead import made_ready, readies_ahead, turned_rows
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
 from jattn_kernels.mosaic.sm90.extend_queries import Queries, prepared
@@ -19,11 +20,10 @@ from jattn_kernels.mosaic.sm90.extend_schedule import (
     is_own,
 )
 from jattn_kernels.mosaic.sm90.extend_tile import Operands
-from jattn_kernels.mosaic.sm90.extend_turned import turned_pages, turned_rows, turns_ahead
 from jattn_kernels.mosaic.sm90.key_turns import TurnTables
 from jattn_kernels.mosaic.sm90.paged import stacked
 from jattn_kernels.mosaic.sm90.row_copies import RowCopies
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies
+from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, rows_of_best_copy
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 
@@ -66,14 +66,17 @@ def paged_extend(
     formats = multiplied = ExtendFormats.of(q.dtype, k_pages.dtype, spec)
     (num_seqs, max_pages), num_tokens = page_table.shape, q.shape[0]
     max_keys = max_pages * page_size
-    ahead = turns_ahead(spec, formats, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys)
+    ahead = readies_ahead(
+        spec, formats, page_size=page_size, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys
+    )
     if ahead:
+        formats = formats.with_wide_queries
         multiplied = formats.made_ready
     sizes = choose_tiles(spec, multiplied)
     if (reason := sizes.refuses(spec, multiplied, page_size)) is not None:
         raise NotImplementedError(reason)
     schedule = options.schedule
-    # A schedule does not know whether keys of 8 bits will be turned ahead, and then be multiplied in larger tiles.
+    # A schedule does not know whether keys of 8 bits will be widened ahead, and then be multiplied in larger tiles.
     if schedule is None or is_own(spec, options) or (ahead and schedule.block_kv != sizes.block_kv):
         schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=num_tokens, sizes=sizes)
     num_keys = _whole_tiles(max_keys, sizes)
@@ -84,10 +87,10 @@ def paged_extend(
     if formats.turns:
         position = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens).position
     queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
-    copies, places = PageCopies.of(spec, sizes.block_kv, page_size), page_table
+    copies, places = PageCopies.of(spec, sizes.block_kv, page_size, _most_rows(spec, formats)), page_table
     keys_and_values = stacked(k_pages, v_pages, options.layer_index)
     if ahead:
-        keys_and_values, places, copies = turned_pages(
+        keys_and_values, places, copies = made_ready(
             keys_and_values, page_table, seq_lens, spec=spec, formats=formats, copies=copies
         )
     kernel = ExtendKernel(spec, sizes, copies, multiplied)
@@ -147,7 +150,7 @@ def ragged_extend(
     if formats.turns:
         position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0], hidden).position
     queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
-    copies = RowCopies(sizes.block_kv)
+    copies = RowCopies(sizes.block_kv, min(sizes.block_kv, _most_rows(spec, multiplied)))
     kernel = ExtendKernel(spec, sizes, copies, multiplied)
     return _extend(kernel, queries, (layer, k, v), starts, schedule, options, mask, num_keys=num_keys)
 
@@ -206,6 +209,11 @@ def _extend(
     if options.sinks is not None:
         out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
     return out, lse
+
+
+def _most_rows(spec: AttentionSpec, formats: ExtendFormats) -> int:
+    """Keys that one copy brings at most."""
+    return rows_of_best_copy(max(spec.head_dim, spec.value_dim), formats.kv)
 
 
 def _whole_tiles(num_keys: int, sizes: ExtendTiles) -> int:

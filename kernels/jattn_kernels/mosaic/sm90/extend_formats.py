@@ -54,13 +54,23 @@ class ExtendFormats:
         return self.kv != self.product
 
     @property
+    def has_narrow_product(self) -> bool:
+        """Whether queries and keys are multiplied as one product of 8 bits, at twice the rate of 16."""
+        return self.q.itemsize == 1 and self.q_parts == 1
+
+    @property
     def readies(self) -> bool:
         """Whether there is anything to be done with tiles between copy and product, besides clearing."""
         return self.widens or self.turns
 
     @property
+    def with_wide_queries(self) -> "ExtendFormats":
+        """Those of queries for keys that will be widened, whether they are turned or not."""
+        return dataclasses.replace(self, q=self.product, q_parts=1)
+
+    @property
     def made_ready(self) -> "ExtendFormats":
-        """Those of a kernel over keys that have been turned, and keys and values that have been widened, before it."""
+        """Those of a kernel over keys and values that have been turned and widened before it."""
         return dataclasses.replace(self, kv=self.product, turns=False)
 
     def query_columns(self, head_dim: int) -> int:

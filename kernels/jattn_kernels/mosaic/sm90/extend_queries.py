@@ -54,15 +54,17 @@ def prepared(
     # A factor that is not negative may be applied after the largest product of a row is taken.
     is_negative = jnp.broadcast_to(factor * spec.scale < 0, (num_tokens, spec.num_kv_heads))
     q = jnp.where(jnp.repeat(is_negative, spec.group_size, axis=1)[..., None], -q, q)
-    if position is None:
+    if formats.q.itemsize == 1:
         parts, size = in_parts(q[:, None], formats.q, spec)
         columns = jnp.concatenate(parts, axis=-1)[:, 0]
         unused = formats.query_columns(spec.head_dim) - columns.shape[-1]
         columns = jnp.pad(columns, ((0, 0), (0, 0), (0, unused))) if unused else columns
     else:
         whole, size = in_range(q[:, None], formats.q, spec)
-        columns = _turned(whole[:, 0], position, spec)
-        size = size * shrink_of(formats.kv)
+        columns = whole[:, 0]
+        if position is not None:
+            columns = _turned(columns, position, spec)
+            size = size * shrink_of(formats.kv)
     return Queries(columns, (jnp.where(is_negative, -factor, factor) * size).T)
 
 

@@ -18,14 +18,16 @@ class RowCopies:
 
     Attributes:
         block_kv: Keys a tile.
+        rows: Keys that one copy brings.
     """
 
     block_kv: int
+    rows: int
 
     @property
     def copies(self) -> int:
         """Copies a tile."""
-        return 1
+        return self.block_kv // self.rows
 
     def pages(self, offsets_ref: Any, sequence: jax.Array, tile_index: Any, last_key: jax.Array) -> list[jax.Array]:
         """Where a tile begins, in units of 8 rows."""
@@ -34,6 +36,8 @@ class RowCopies:
     def start(
         self, rows_ref: Any, place: PoolPlace, pages: list[Any], tile_index: Any, smem: Any, barrier: Any
     ) -> None:
-        """Starts the copy of one tile of keys or values."""
-        rows = pl.ds(pl.multiple_of(pages[0] * TILED_ROWS, TILED_ROWS), self.block_kv)
-        plgpu.copy_gmem_to_smem(rows_ref.at[place.layer, rows, place.head], smem, barrier)
+        """Starts the copies of one tile of keys or values."""
+        for first in range(0, self.block_kv, self.rows):
+            rows = pl.ds(pl.multiple_of(pages[0] * TILED_ROWS + first, TILED_ROWS), self.rows)
+            target = smem.at[pl.ds(first, self.rows)]
+            plgpu.copy_gmem_to_smem(rows_ref.at[place.layer, rows, place.head], target, barrier)

@@ -21,6 +21,7 @@ RESERVED_BYTES = 3 * 1024 + 128  # of each block: the driver's own, barriers, al
 WGMMA_ROWS = 64  # of one warpgroup's product
 WARPS = 4  # of a warpgroup
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
+BEST_COPY_BYTES = 16 * 1024  # a copy twice as large arrives later than two
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 
@@ -132,6 +133,11 @@ def zero_rows_from(v_smem: Any, first: jax.Array, before: jax.Array | None = Non
         owned &= rows >= before
     v_smem[...] = jnp.where(owned, v, jnp.zeros_like(v))
     plgpu.commit_smem()
+
+
+def rows_of_best_copy(width: int, dtype: Any) -> int:
+    """Rows of so many columns that one copy had best bring, a power of two."""
+    return 1 << (BEST_COPY_BYTES // (width * jnp.dtype(dtype).itemsize)).bit_length() - 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Keys that are turned once, ahead of extend's kernel, which then runs as it does without a rotary embedding.
+"""Keys and values made ready once, ahead of extend's kernel: turned, widened, or gathered from small pages.
 
-The kernel can turn keys as it reads them, but every block of queries turns them again: (1, 8192) took four times as
-long as without. Turned keys, and values of the same dtype, take memory besides the pool's, for as many keys as the page
-table has room for. Keys that are not paged have no more rows than they were given with: they are always turned ahead.
+The kernel can do each of these as it reads a tile, but every block of queries does it again: (1, 8192) takes four times
+as long where keys are turned, and 5 % more where they come in pages of 16. What is made ready takes memory besides the
+pool's, for as many keys as the page table has room for. Keys that are not paged have no more rows than they were given
+with: they are always turned ahead.
 """
 
 import math
@@ -12,39 +13,52 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_rows import owners
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, PageCopies
-from jattn_kernels.mosaic.sm90.turn_pages import turn_pages
+from jattn_kernels.mosaic.sm90.ready_pages import ready_pages
+from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, PageCopies, rows_of_best_copy
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.spec import AttentionSpec
 
 KeysAndValues = tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]]  # as `stacked` gives them
 
 _MOST_BYTES = 512 * 1024**2
-# Rows of queries a sequence. By its bytes, a key is turned ahead in the time in which some 270 rows are multiplied with
-# it, and turned in the kernel it makes each row take four times as long: ahead would pay from 90 rows on. More are
-# asked for since not all rows see all keys.
-_LEAST_ROWS = 256
+_SMALL_COPY_BYTES = 4 * 1024
+# Rows of queries a sequence from which on it pays. To make a key ready takes as long as some 600 rows' products with
+# it, half of which the causal rule hides.
+_ROWS_TO_TURN = 256
+_ROWS_TO_WIDEN = 4 * 1024
+_ROWS_TO_GATHER = 12 * 1024
 
 
-def turns_ahead(spec: AttentionSpec, formats: ExtendFormats, *, num_tokens: int, num_seqs: int, max_keys: int) -> bool:
-    """Whether keys of pages are turned ahead, by shapes alone, since lengths are on the device.
-
-    Results that must not depend on the batch come from one kernel whatever the batch is.
+def readies_ahead(
+    spec: AttentionSpec, formats: ExtendFormats, *, page_size: int, num_tokens: int, num_seqs: int, max_keys: int
+) -> bool:
+    """Whether keys and values of pages are made ready ahead: by shapes alone, since lengths are on the device.
 
     Args:
+        formats: Of a kernel that would make them ready itself.
         num_tokens: Of all sequences.
         max_keys: Of a sequence.
     """
-    if not formats.turns or spec.batch_invariant:
-        return False
     a_key = spec.num_kv_heads * (spec.head_dim + spec.value_dim) * formats.product.itemsize
     bounds = (max_keys, spec.chunk_size, None if spec.window_left is None else spec.window_left + 1)
     seen = min(bound for bound in bounds if bound is not None)
-    rows = num_tokens * spec.group_size
-    return num_seqs * max_keys * a_key <= _MOST_BYTES and rows * seen >= _LEAST_ROWS * num_seqs * max_keys
+    rows = num_tokens * spec.group_size * seen // max(1, num_seqs * max_keys)
+    least = _least_rows(spec, formats, page_size)
+    return least is not None and rows >= least and num_seqs * max_keys * a_key <= _MOST_BYTES
 
 
-def turned_pages(
+def _least_rows(spec: AttentionSpec, formats: ExtendFormats, page_size: int) -> int | None:
+    """Rows of queries a sequence from which on keys had better be made ready ahead; None if never."""
+    if formats.turns or formats.widens:
+        # Results that must not depend on the batch come from one kernel, whatever the batch is.
+        if spec.batch_invariant or (not formats.turns and formats.has_narrow_product):
+            return None
+        return _ROWS_TO_TURN if formats.turns else _ROWS_TO_WIDEN
+    copy_bytes = page_size * max(spec.head_dim, spec.value_dim) * formats.kv.itemsize
+    return _ROWS_TO_GATHER if copy_bytes <= _SMALL_COPY_BYTES else None
+
+
+def made_ready(
     keys_and_values: KeysAndValues,
     page_table: Int[Array, "B max_pages"],
     seq_lens: Int[Array, " B"],
@@ -56,16 +70,17 @@ def turned_pages(
     """Keys and values made ready, each tile of them a page, with their page table and how they are copied.
 
     Args:
-        formats: Of a kernel that would turn keys itself.
+        formats: Of a kernel that would make them ready itself.
         copies: From the pool's pages.
     """
     num_seqs, block_kv = seq_lens.shape[0], copies.block_kv
     num_tiles = max(1, math.ceil(page_table.shape[1] * copies.page_size / block_kv))
-    k, v = turn_pages(
+    k, v = ready_pages(
         keys_and_values, page_table, seq_lens, num_tiles=num_tiles, spec=spec, formats=formats, copies=copies
     )
     table = jnp.arange(num_seqs * num_tiles, dtype=jnp.int32).reshape(num_seqs, num_tiles)
-    return (jnp.zeros(1, jnp.int32), k[None], v[None]), table, PageCopies(block_kv, block_kv, "HND")
+    most_rows = rows_of_best_copy(max(spec.head_dim, spec.value_dim), formats.product)
+    return (jnp.zeros(1, jnp.int32), k[None], v[None]), table, PageCopies(block_kv, block_kv, "HND", None, most_rows)
 
 
 def turned_rows(

@@ -1,4 +1,4 @@
-"""Keys of pages turned by their numbers in their sequence, and their values, both as extend's kernel multiplies them.
+"""Keys and values of pages as extend's kernel multiplies them, tile after tile, keys turned if they are to be.
 
 grid (sequences, tiles, kv heads)    one warpgroup: TMA brings a tile of keys and one of values, page by page; numbers
                                      of 8 bits are widened into tiles of their own; keys are turned; TMA takes both out
@@ -24,14 +24,14 @@ from jattn_kernels.spec import AttentionSpec
 
 
 class _Operands(NamedTuple):
-    """What the kernel reads."""
+    """What the kernel reads; `turns` is None where keys stay as they are."""
 
     k: Any
     v: Any
     page_table: Any
     seq_lens: Any
     layer: Any
-    turns: TurnTables
+    turns: TurnTables | None
 
 
 class _Scratch(NamedTuple):
@@ -42,7 +42,7 @@ class _Scratch(NamedTuple):
     full: Any
 
 
-def turn_pages(
+def ready_pages(
     keys_and_values: tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]],
     page_table: Int[Array, "B max_pages"],
     seq_lens: Int[Array, " B"],
@@ -58,10 +58,10 @@ def turn_pages(
 
     Args:
         keys_and_values: As `stacked` gives them.
-        formats: Of a kernel that would turn keys itself.
+        formats: Of a kernel that would make them ready itself.
     """
     layer, k, v = keys_and_values
-    turns = TurnTables.of(num_tiles * copies.block_kv, spec, formats.kv)
+    turns = TurnTables.of(num_tiles * copies.block_kv, spec, formats.kv) if formats.turns else None
     leaves, tree = jax.tree.flatten(_Operands(k, v, page_table, seq_lens, layer, turns))
     num_seqs = seq_lens.shape[0]
     shape = (num_seqs * num_tiles, spec.num_kv_heads, copies.block_kv)
@@ -72,7 +72,7 @@ def turn_pages(
         grid_names=("sequence", "tile", "head"),
         num_threads=1,
         thread_name="warpgroup",
-        kernel_name="turn_pages",
+        kernel_name="ready_pages",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tiles.interpret_params(),
     )
@@ -82,8 +82,8 @@ def turn_pages(
 
 def _entry(spec: AttentionSpec, formats: ExtendFormats, copies: PageCopies, tree: Any, *refs: Any) -> None:
     operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
-    # Keys are read by halves.
-    widths = ((spec.head_dim, spec.head_dim // 2), (spec.value_dim, None))
+    # Keys that are turned are read by halves.
+    widths = ((spec.head_dim, spec.head_dim // 2 if formats.turns else None), (spec.value_dim, None))
     copied, widened = (
         tuple(tiles.tile((copies.block_kv, width), dtype, columns) for width, columns in widths)
         for dtype in (formats.kv, formats.product)
@@ -107,14 +107,14 @@ def _block(copies: PageCopies, operands: _Operands, out_refs: Any, scratch: _Scr
         for of_values, pool in enumerate((operands.k, operands.v)):
             source = PoolPlace(operands.layer[0], head, of_values)
             copies.start(pool, source, pages, tile, scratch.copied[of_values], scratch.full.at[of_values])
-        turns = KeyTurns.load(operands.turns, copies.block_kv)
-        first = turns.first(tile)
+        turns = None if operands.turns is None else KeyTurns.load(operands.turns, copies.block_kv)
+        first = None if turns is None else turns.first(tile)
         for of_values, (ready, widened, out) in enumerate(zip(*scratch[:2], out_refs, strict=True)):
             plgpu.barrier_wait(scratch.full.at[of_values])
             if widened is not None:
                 widen_tile(ready, widened)
                 ready = widened
-            if not of_values:
+            if turns is not None and not of_values:
                 turns.turn(ready, tile, first)
             plgpu.copy_smem_to_gmem(ready, out.at[place, head])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
