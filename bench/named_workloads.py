@@ -1,5 +1,7 @@
 """The rows of the record: named workloads of decode, of extend and of whole steps."""
 
+import itertools
+
 from bench.workloads import AttentionWorkload, Batch, StepWorkload
 from jattn_kernels.spec import PageLayout
 
@@ -15,11 +17,11 @@ _DECODE_SHAPES: tuple[tuple[Batch, int], ...] = (
     ("ragged64", 0),
 )
 
-# The decode rows of the peers' file, of fp8 those of 32 query heads, then other pages and layouts.
+# The decode rows of the peers' file, then other pages and layouts.
 DECODE: tuple[AttentionWorkload, ...] = (
     *(
         AttentionWorkload(batch=batch, ctx=ctx, hq=hq, kv=kv)
-        for kv, hq in (("bf16", 32), ("bf16", 64), ("fp8_e4m3", 32))
+        for kv, hq in itertools.product(("bf16", "fp8_e4m3"), (32, 64))
         for batch, ctx in _DECODE_SHAPES
     ),
     *(

@@ -107,14 +107,16 @@ def _block(copies: PageCopies, operands: _Operands, out_refs: Any, scratch: _Scr
         for of_values, pool in enumerate((operands.k, operands.v)):
             source = PoolPlace(operands.layer[0], head, of_values)
             copies.start(pool, source, pages, tile, scratch.copied[of_values], scratch.full.at[of_values])
-        turns = None if operands.turns is None else KeyTurns.load(operands.turns, copies.block_kv)
-        first = None if turns is None else turns.first(tile)
+        turn = None
+        if operands.turns is not None:
+            turns = KeyTurns.load(operands.turns, copies.block_kv)
+            turn = functools.partial(turns.turn, tile=tile, first=turns.first(tile))
         for of_values, (ready, widened, out) in enumerate(zip(*scratch[:2], out_refs, strict=True)):
             plgpu.barrier_wait(scratch.full.at[of_values])
             if widened is not None:
                 widen_tile(ready, widened)
                 ready = widened
-            if turns is not None and not of_values:
-                turns.turn(ready, tile, first)
+            if turn is not None and not of_values:
+                turn(ready)
             plgpu.copy_smem_to_gmem(ready, out.at[place, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
