@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots
-from bench.comparison import pairs
+from bench.comparison import dense_equivalents, pairs
 from bench.gpu_record import PARTS, RECORD, ROOT, read_rows
 from jattn_kernels.features import feature_markdown
 
@@ -17,6 +17,7 @@ PICTURES = {  # by case: file, text, and what draws it
     "decode": (ROOT / "bench" / "results" / "decode.svg", "Decode bandwidth beside FlashInfer's", plots.decode_picture),
     "prefill": (ROOT / "bench" / "results" / "prefill.svg", "Prefill speed beside FlashInfer's", plots.prefill_picture),
 }
+_DENSE = {"jax-attention_mgpu": "`attention_mgpu`", "jax-cudnn": "cuDNN"}  # columns, by implementation
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
 Row = dict[str, Any]
@@ -43,20 +44,19 @@ def section(record: Path = RECORD) -> str:
             map(_feature_cells, read_rows(record / "decode_features.jsonl")),
         ),
         _table(
-            "Prefill, paged, causal, bf16, FlashInfer with pages of 16.",
-            ("batch", "new tokens", "context", "page", "jattn TFLOP/s", "FlashInfer FA3", "ratio"),
-            starmap(_prefill_cells, pairs("prefill", record=record)),
+            "Prefill, paged, causal, bf16, FlashInfer with pages of 16: TFLOP/s. Beside it JAX's own dense attention, "
+            "which reads no pages, on the same work: `attention_mgpu` in float16 at its best tile, and cuDNN.",
+            ("batch", "new tokens", "context", "page", "jattn", "FlashInfer FA3", "ratio", *_DENSE.values()),
+            ((*_prefill_cells(row, peer), *_dense_cells(row, record)) for row, peer in pairs("prefill", record=record)),
         ),
         _table(
-            "JAX's own dense attention on the dense equivalents of prefills, at its best tile.",
-            ("batch", "tokens", "head dim", "implementation", "dtype", "time", "TFLOP/s"),
-            map(_dense_cells, read_rows(record / "prefill_dense.jsonl")),
-        ),
-        _table(
-            "Prefill with other prompts, heads and rules, and beside decodes. `TFLOP/s` of the pairs of a query and a "
+            "Prefill with other prompts, heads and rules, and beside decodes. TFLOP/s of the pairs of a query and a "
             "key that it sees.",
-            ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s"),
-            map(_prefill_feature_cells, read_rows(record / "prefill_features.jsonl")),
+            ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s", *_DENSE.values()),
+            (
+                (*_prefill_feature_cells(row), *_dense_cells(row, record))
+                for row in read_rows(record / "prefill_features.jsonl")
+            ),
         ),
         _table(
             "A whole decode step of Llama-3-8B shapes, random bf16 weights. PyTorch: FlashInfer, inductor, one CUDA "
@@ -164,9 +164,9 @@ def _prefill_feature_cells(row: Row) -> Cells:
     )
 
 
-def _dense_cells(row: Row) -> Cells:
-    size = (str(row["batch"]), f"{row['q']:,}", str(row["d"]))
-    return (*size, row["impl"].removeprefix("jax-"), row["dtype"], f"{row['time_us']:,.1f} µs", f"{row['TFLOPs']:,.0f}")
+def _dense_cells(row: Row, record: Path) -> Cells:
+    others = dense_equivalents(row, record=record) if row["case"] == "prefill" else {}
+    return tuple(f"{others[name]['TFLOPs']:,.0f}" if name in others else "" for name in _DENSE)
 
 
 def _step_cells(row: Row, peer: Row) -> Cells:
