@@ -94,6 +94,8 @@ def test_mosaic_extend_lowers_for_cuda_with_keys_of_every_dtype_and_width_made_r
         ({"batch_invariant": True}, 8192, 1, 8192, False),
         ({}, 8192, 16, 8192, True),
         ({}, 8192, 17, 8192, False),  # bytes
+        ({}, 65536, 1024, 8, True),
+        ({}, 131072, 1025, 8, False),  # bytes in whole tiles
         ({}, 256, 4, 8192, True),
         ({}, 255, 4, 8192, False),  # work
         ({"window_left": 1023}, 2048, 1, 32768, True),

@@ -7,12 +7,13 @@ import pytest
 
 from jattn_kernels import AttentionSpec, rotary, rotate_and_write
 from jattn_kernels.call import Device
+from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
 from tests.kernels.interpreter import interpreted
 
 LAYERS, PAGES, PAGE_SIZE = 2, 4, 8
 SLOTS = (3, 31, -1, 32, 9)  # the third and fourth are nowhere
-SHAPES = [(8, 4, 64, "NHD"), (8, 4, 128, "HND"), (4, 2, 256, "NHD")]
+SHAPES = [(8, 4, 64, "NHD"), (8, 4, 128, "HND"), (6, 2, 128, "NHD"), (4, 2, 256, "NHD")]
 
 
 def arguments(num_q_heads, num_kv_heads, head_dim, layout, *, dtype="bfloat16", half=None):
@@ -85,6 +86,16 @@ def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, 
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic"
         )
         assert_agrees(results, expected(num_kv_heads, layout, 1, *given), dtype)
+
+
+@pytest.mark.parametrize("blocks", [1, 12])
+def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeypatch, blocks):
+    given = arguments(6, 2, 128, "NHD")
+    monkeypatch.setattr(sm90, "_BLOCKS", blocks)
+    spec = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=128)
+    with interpreted():
+        results = mosaic_rotate_and_write(*given, 1, spec=spec)
+        assert_agrees(results, expected(2, "NHD", 1, *given), "bfloat16")
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)

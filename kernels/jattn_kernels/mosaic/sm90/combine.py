@@ -63,10 +63,10 @@ def combine_parts(
             for parts_at_once in at_a_time:
                 is_last = parts_at_once == at_a_time[-1]
                 steps = pl.cdiv(end - rest, parts_at_once) if is_last else lax.div(end - rest, parts_at_once)
-                merge = functools.partial(
+                merge_more = functools.partial(
                     _merge_some, load=load, first=rest, end=end, spread=spread, parts=parts_at_once
                 )
-                carry = lax.fori_loop(0, steps, merge, carry)
+                carry = lax.fori_loop(0, steps, merge_more, carry)
                 rest += steps * parts_at_once
             acc, top, total = carry
             safe_total = [jnp.where(a == 0, 1.0, a) for a in total]

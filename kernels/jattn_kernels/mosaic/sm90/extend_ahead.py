@@ -2,8 +2,8 @@
 
 The kernel can do each of these as it reads a tile, but every block of queries does it again: (1, 8192) takes four times
 as long where keys are turned, and 5 % more where they come in pages of 16. What is made ready takes memory besides the
-pool's, for as many keys as the page table has room for. Keys that are not paged have no more rows than they were given
-with: they are always turned ahead.
+pool's, for as many tiles of keys as the page table has room for. Keys that are not paged have no more rows than they
+were given with: they are always turned ahead.
 """
 
 import math
@@ -21,6 +21,7 @@ from jattn_kernels.spec import AttentionSpec
 KeysAndValues = tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]]  # as `stacked` gives them
 
 _MOST_BYTES = 512 * 1024**2
+_MOST_KEYS_A_TILE = 128
 _SMALL_COPY_BYTES = 4 * 1024
 # Rows of queries a sequence from which on it pays. To make a key ready takes as long as some 600 rows' products with
 # it, half of which the causal rule hides.
@@ -44,7 +45,8 @@ def readies_ahead(
     seen = min(bound for bound in bounds if bound is not None)
     rows = num_tokens * spec.group_size * seen // max(1, num_seqs * max_keys)
     least = _least_rows(spec, formats, page_size)
-    return least is not None and rows >= least and num_seqs * max_keys * a_key <= _MOST_BYTES
+    whole_tiles = max_keys + -max_keys % _MOST_KEYS_A_TILE
+    return least is not None and rows >= least and num_seqs * whole_tiles * a_key <= _MOST_BYTES
 
 
 def _least_rows(spec: AttentionSpec, formats: ExtendFormats, page_size: int) -> int | None:

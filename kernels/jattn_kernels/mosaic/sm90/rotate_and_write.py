@@ -1,13 +1,15 @@
 """Rotary embedding and the write of keys and values into their pages, in one kernel.
 
-grid (tokens, blocks)    one warpgroup: takes a few heads of a token at a time as two halves, turns them in registers,
+grid (blocks, tokens)    one warpgroup: takes a few heads of a token at a time as two halves, turns them in registers,
                          and puts them where they belong: into q, or into the token's place in the pages
 
 A step of few tokens waits for nothing here but one round trip to memory: so everything is asked for at once, nothing
 goes by way of shared memory, and few tokens are spread over many blocks.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,6 +42,14 @@ def _layout(heads: int, half: int) -> Any:
         return plgpu.Layout.TILED(plgpu.Tiling(((heads, half), (numbers,))), (-3,), (-2,), -1)
     tiling = plgpu.Tiling(((heads, half), (_LANES * numbers,), (numbers,)))
     return plgpu.Layout.TILED(tiling, (-4, -3) if heads > 1 else (-3,), (-2,), -1)
+
+
+def _when(condition: Any, act: Callable[[], None]) -> None:
+    """`pl.when`, but what is known while tracing leaves nothing for the device to ask."""
+    if not isinstance(condition, bool):
+        pl.when(condition)(act)
+    elif condition:
+        act()
 
 
 def rotate_and_write(
@@ -79,7 +89,8 @@ def rotate_and_write(
                 for part in range(2)
             ]
 
-        begun = block * groups_a_block * at_once
+        # Where a block takes all heads of a token, it is known here whose they are.
+        begun = 0 if groups_a_block == groups else block * groups_a_block * at_once
         came = [(begun + n * at_once, load_heads(begun + n * at_once)) for n in range(groups_a_block)]
         cos, sin = (
             lax.broadcast_in_dim(plgpu.load(ref.at[token], layout=of_token, optimized=False), (at_once, half), [1])
@@ -99,26 +110,26 @@ def rotate_and_write(
                     page = layer_ref[0] * num_pages + lax.div(slot, page_size)
                     pages_ref[page, heads, lax.rem(slot, page_size), part] = numbers
 
+        def write_queries(first, halves):
+            for part, numbers in enumerate(turned(halves)):
+                q_ref[token, pl.ds(first, at_once), part] = numbers
+
+        def write_keys(first, halves):
+            pl.when(is_written)(lambda: write(k_ref, first - num_q_heads, turned(halves)))
+
+        def write_values(first, halves):
+            pl.when(is_written)(lambda: write(v_ref, first - first_value, halves))
+
         for first, halves in came:
-
-            @pl.when(first < num_q_heads)
-            def write_queries(first=first, halves=halves):
-                for part, numbers in enumerate(turned(halves)):
-                    q_ref[token, pl.ds(first, at_once), part] = numbers
-
-            @pl.when((first >= num_q_heads) & (first < first_value) & is_written)
-            def write_keys(first=first, halves=halves):
-                write(k_ref, first - num_q_heads, turned(halves))
-
-            @pl.when((first >= first_value) & is_written)
-            def write_values(first=first, halves=halves):
-                write(v_ref, first - first_value, halves)
+            _when(first < num_q_heads, functools.partial(write_queries, first, halves))
+            _when((first >= num_q_heads) & (first < first_value), functools.partial(write_keys, first, halves))
+            _when(first >= first_value, functools.partial(write_values, first, halves))
 
     run: Any = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_q_heads, 2, half), qkv.dtype),
-        grid=(num_tokens, groups // groups_a_block),
-        grid_names=("token", "block"),
+        grid=(groups // groups_a_block, num_tokens),  # the last axis may be long
+        grid_names=("block", "token"),
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="rotate_and_write",

@@ -1,6 +1,6 @@
 """Queries as sums of fp8 numbers on Hopper, where their rows stay as they are: one kernel, where XLA makes several.
 
-grid (sequences, kv heads)      one warpgroup: the queries of a kv head, all of them in registers; their largest number,
+grid (kv heads, sequences)      one warpgroup: the queries of a kv head, all of them in registers; their largest number,
                                 the power of two that they are divided by, and their parts
 """
 
@@ -74,8 +74,8 @@ def split_queries(
             jax.ShapeDtypeStruct((batch_size, parts, heads, numbers), dtype),
             jax.ShapeDtypeStruct((batch_size, heads), jnp.float32),
         ],
-        grid=(batch_size, heads),
-        grid_names=("sequence", "head"),
+        grid=(heads, batch_size),  # the last axis may be long
+        grid_names=("head", "sequence"),
         num_threads=1,
         thread_name="warpgroup",
         kernel_name="split_queries",
