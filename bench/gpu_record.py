@@ -11,9 +11,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import traceback
-import xml.etree.ElementTree
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +24,7 @@ RECORD = ROOT / "bench" / "results" / "h200"
 PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "prefill_dense", "decode_step")
 OF_OTHERS = ("prefill_dense",)  # parts in which no kernel of ours runs: changes of the code leave them as they are
 _COMPILING_THREADS = 8
+_NOTHING_LEFT = 5  # pytest's exit code where no test was to be run
 DEVICE_FOLDERS = ("mosaic", "triton", "xla")
 DEVICE_FILES = (
     "schedule.py",
@@ -110,6 +109,10 @@ class Recorder:
                 file.flush()
         if complete():
             partial.rename(self._out / f"{name}.jsonl")
+
+    def unfinished(self, name: str) -> Path:
+        """Where the beginning of a part is kept from run to run, while the device code stays as it is."""
+        return self._out / f"{name}-{str(self._shared.get('kernels_sha', ''))[:12]}.unfinished"
 
     def measure(self, part: str, jobs: Iterable[Job]) -> None:
         """Writes a part's rows and, as PART-kernels, the kernels behind them. A refused job is left out, with its
@@ -215,32 +218,30 @@ def record_steps(recorder: Recorder, *, quick: bool) -> None:
     )
 
 
-def record_tests(recorder: Recorder, *, processes: int = 15) -> None:
-    """The GPU tests, in processes of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        paths = os.pathsep.join([*(str(ROOT / place) for place in (".", "kernels", "models")), *sys.path])
-        environment = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        # Only the files that hold such tests are collected: the others may need what a GPU machine lacks.
-        files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()]
-        options = f"-q --tb=short -o addopts= -o filterwarnings=default -p no:cacheprovider -m gpu -n {processes}"
-        command = [sys.executable, "-m", "pytest", *options.split(), f"--junitxml={report}", *files]
-        done = subprocess.run(command, cwd=ROOT, env=environment)
-        rows = list(test_rows(report)) if report.is_file() else []
-    if done.returncode or not rows:
+def record_tests(recorder: Recorder, *, processes: int | None = None) -> None:
+    """The GPU tests, in processes of their own. A run that is cut short is taken up by the next one.
+
+    Args:
+        processes: At a time; by default one less than there are processors.
+    """
+    from bench.outcomes import read_outcomes
+
+    paths = os.pathsep.join([*(str(ROOT / place) for place in (".", "kernels", "models")), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # Only the files that hold such tests are collected: the others may need what a GPU machine lacks.
+    files = [str(file) for file in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in file.read_text()]
+    outcomes = recorder.unfinished("tests")
+    at_a_time = processes or max(1, (os.cpu_count() or 2) - 1)
+    options = f"-q --tb=short -o addopts= -o filterwarnings=default -p no:cacheprovider -m gpu -n {at_a_time}"
+    command = [sys.executable, "-m", "pytest", "-p", "bench.outcomes", "--outcomes", str(outcomes), *options.split()]
+    done = subprocess.run([*command, *files], cwd=ROOT, env=environment)
+    rows = list(read_outcomes(outcomes).values())
+    complete = done.returncode in (0, _NOTHING_LEFT) and bool(rows)
+    if not complete:
         recorder.failures.append("tests")
-    recorder.write("tests", rows, complete=lambda: "tests" not in recorder.failures)
-
-
-def test_rows(report: Path) -> Iterator[Row]:
-    """One object a test of a JUnit report."""
-    for test in xml.etree.ElementTree.parse(report).iter("testcase"):
-        outcome = next((child for child in test if child.tag in ("skipped", "failure", "error")), None)
-        row: Row = {"case": "test", "impl": "jattn-tests", "name": f"{test.get('classname')}::{test.get('name')}"}
-        row["outcome"] = "passed" if outcome is None else outcome.tag
-        if outcome is not None and outcome.tag == "skipped":
-            row["why"] = outcome.get("message")
-        yield row
+    recorder.write("tests", rows, complete=lambda: complete)
+    if complete:
+        outcomes.unlink()
 
 
 def main(arguments: list[str] | None = None) -> int:

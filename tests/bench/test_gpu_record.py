@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import gpu_record
-from bench.gpu_record import OF_OTHERS, PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows, test_rows
-
-test_rows.__test__ = False
+from bench.gpu_record import OF_OTHERS, PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows
 
 
 @pytest.fixture
@@ -176,18 +174,37 @@ def test_record_tests_runs_the_files_that_hold_gpu_tests(tmp_path, monkeypatch, 
     assert recorder.failures == ([] if works else ["tests"])
     (row,) = read_rows(tmp_path / "out" / ("tests.jsonl" if works else "tests.jsonl.part"))
     assert row["name"].endswith("::test_it")
-    assert row["outcome"] == ("passed" if works else "failure")
+    assert row["outcome"] == ("passed" if works else "failed")
+    assert recorder.unfinished("tests").exists() != works
 
 
-def test_test_rows_tells_outcomes_apart(tmp_path):
-    report = tmp_path / "report.xml"
-    report.write_text(
-        '<testsuites><testsuite><testcase classname="a" name="p"/><testcase classname="a" name="s">'
-        '<skipped message="refused"/></testcase><testcase classname="a" name="f"><failure/></testcase>'
-        "</testsuite></testsuites>"
+def test_record_tests_takes_up_what_a_run_left(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_one.py").write_text(
+        """
+import pathlib, pytest
+count = pathlib.Path(__file__).with_name("count")
+@pytest.mark.gpu
+def test_passes(): count.write_text(count.read_text() + "p")
+@pytest.mark.gpu
+def test_skips(): pytest.skip("refused")
+@pytest.mark.gpu
+def test_works_the_second_time():
+    count.write_text(count.read_text() + "w")
+    assert len(count.read_text()) > 2
+"""
     )
-    assert [(row["name"], row["outcome"], row.get("why")) for row in test_rows(report)] == [
-        ("a::p", "passed", None),
-        ("a::s", "skipped", "refused"),
-        ("a::f", "failure", None),
+    (tmp_path / "tests" / "count").write_text("")
+    monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
+    for _ in range(2):
+        recorder = Recorder(tmp_path / "out", {"kernels_sha": "abc"})
+        gpu_record.record_tests(recorder, processes=1)
+    assert (tmp_path / "tests" / "count").read_text() == "pww"
+    rows = read_rows(tmp_path / "out" / "tests.jsonl")
+    assert [(row["name"].split("::")[1], row["outcome"], row.get("why")) for row in rows] == [
+        ("test_passes", "passed", None),
+        ("test_skips", "skipped", "Skipped: refused"),
+        ("test_works_the_second_time", "passed", None),
     ]
+    assert {row["kernels_sha"] for row in rows} == {"abc"}
+    assert not recorder.unfinished("tests").exists()
