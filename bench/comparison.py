@@ -45,7 +45,7 @@ def pairs(case: str, *, record: Path = RECORD, peers: Path | None = None) -> lis
 
 def dense_equivalents(row: Row, *, record: Path = RECORD) -> dict[str, Row]:
     """By implementation, JAX's own dense attention on what a prefill does, if it does no more than that."""
-    if any(name in row for name in ("window", "chunk", "rope", "kv_dtype", "q_dtype")):
+    if any(name in row for name in ("window", "chunk", "rope", "two_passes", "kv_dtype", "q_dtype")):
         return {}
     dense = read_rows(record / "prefill_dense.jsonl")
     return {other["impl"]: other for other in dense if all(other[name] == row[name] for name in _WORK["prefill"])}

@@ -51,7 +51,7 @@ EXTEND: tuple[AttentionWorkload, ...] = tuple(
 )
 
 # What extend does besides: short prompts, other widths, hidden keys, decodes beside prompts and the two launches apart,
-# fp8 pages with bf16 and with fp8 queries, and rotation in the kernel.
+# fp8 pages with bf16 and with fp8 queries, rotation in the kernel, and a prompt's own keys in a pass of their own.
 EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     *(AttentionWorkload(batch=batch, ctx=ctx, q_tokens=ctx) for batch, ctx in ((16, 512), (64, 128))),
     *(AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, d=d) for d in (64, 256)),
@@ -63,6 +63,7 @@ EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     AttentionWorkload(batch=4, ctx=2048, q_tokens=2048),
     *(AttentionWorkload(batch=1, ctx=32768, q_tokens=32768, kv="fp8_e4m3", q=q) for q in (None, "fp8_e4m3")),
     AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, rope=True),
+    AttentionWorkload(batch=8, ctx=8192, q_tokens=1024, two_passes=True),
 )
 
 STEPS: tuple[StepWorkload, ...] = tuple(

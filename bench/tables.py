@@ -152,6 +152,7 @@ def _prefill_feature_cells(row: Row) -> Cells:
         "fp8 e4m3 keys" if row.get("kv_dtype") == "fp8_e4m3" else "",
         "fp8 e4m3 queries" if row.get("q_dtype") == "fp8_e4m3" else "",
         "rotated in the kernel" if "rope" in row else "",
+        "in two passes" if "two_passes" in row else "",
     )
     return (
         "60 and 4" if mixed else str(row["batch"]),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn_kernels import make_schedule, paged_decode, paged_extend
+from jattn_kernels import make_schedule, merge_state, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
 # Measured on an H200 with torch: a maximum over 4 GB, and large bf16 products of random numbers.
@@ -33,6 +33,7 @@ class Arrays(NamedTuple):
 
     Attributes:
         schedule: As `make_schedule` gives it: all layers of a step share it, and the peers' plan is not timed either.
+        rows: Keys and values of the query tokens themselves, where they are not read from pages.
     """
 
     q: jax.Array
@@ -42,6 +43,7 @@ class Arrays(NamedTuple):
     seq_lens: jax.Array
     cu_q_lens: jax.Array
     schedule: Any
+    rows: tuple[jax.Array, jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class AttentionWorkload:
         window: Keys before its own that a token sees; None is all.
         chunk: Tokens a chunk, of which a token sees its own one's; None is no chunks.
         rope: Whether queries and keys are rotated in the kernel.
+        two_passes: Whether a prefill's own keys come as rows, in a pass merged with one over the pages before them.
     """
 
     batch: Batch
@@ -74,6 +77,7 @@ class AttentionWorkload:
     window: int | None = None
     chunk: int | None = None
     rope: bool = False
+    two_passes: bool = False
 
     @property
     def case(self) -> str:
@@ -89,6 +93,7 @@ class AttentionWorkload:
                 "" if self.window is None else f"_window{self.window}",
                 "" if self.chunk is None else f"_chunk{self.chunk}",
                 "_rope" if self.rope else "",
+                "_two-passes" if self.two_passes else "",
                 "" if self.q is None else f"_q-{self.q}",
             )
         )
@@ -119,6 +124,7 @@ class AttentionWorkload:
             window_left=self.window,
             chunk_size=self.chunk,
             rope_theta=_ROPE_THETA if self.rope else None,
+            causal=not self.two_passes,  # of the pages, which all lie before
         )
 
     @property
@@ -163,6 +169,7 @@ class AttentionWorkload:
             "window": (self.window, None),
             "chunk": (self.chunk, None),
             "rope": (self.rope, False),
+            "two_passes": (self.two_passes, False),
             "q_dtype": (self.q, None),
         }
         if self.q_tokens is not None:
@@ -186,7 +193,12 @@ class AttentionWorkload:
         v_size = math.sqrt(sum(self.seen_lens) / batch_size / math.e) if self.q_tokens is None else 1.0
         q_shape = (batch_size, self.verify) if self.q_tokens is None else (num_tokens,)
         pages = (pools, num_pages, *page, self.d)
-        seq_lens = jnp.asarray(self.kv_lens, jnp.int32)
+        before = self.q_lens if self.two_passes else (0,) * batch_size
+        seq_lens = jnp.asarray(self.kv_lens, jnp.int32) - jnp.asarray(before, jnp.int32)
+        rows = None
+        if self.two_passes:
+            k_rows, v_rows = (random_normal(key, (num_tokens, self.hkv, self.d), DTYPES[self.kv]) for key in keys[1:])
+            rows = k_rows, v_rows
         cu_q_lens = jnp.asarray(np.cumsum((0, *self.q_lens)), jnp.int32)
         return Arrays(
             q=random_normal(keys[0], (*q_shape, self.hq, self.d), q_dtype),
@@ -205,6 +217,7 @@ class AttentionWorkload:
                 page_size=self.page,
                 implementation=implementation,
             ),
+            rows=rows,
         )
 
     def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
@@ -215,7 +228,13 @@ class AttentionWorkload:
             "schedule": arrays.schedule,
             "implementation": implementation,
         }
-        if self.q_tokens is None:
+        if arrays.rows is not None:
+            lse_too = {"return_lse": True, "implementation": implementation}
+            own_spec = dataclasses.replace(self.spec, causal=True)
+            ends = arrays.cu_q_lens
+            own = ragged_extend(arrays.q, *arrays.rows, ends, ends, spec=own_spec, **lse_too)
+            out, _ = merge_state(*paged_extend(*arrays[:6], **arguments | lse_too), *own)
+        elif self.q_tokens is None:
             out = paged_decode(*arrays[:5], **arguments)
         else:
             out = paged_extend(*arrays[:6], **arguments)

@@ -92,6 +92,28 @@ def test_a_mixed_batch_is_the_work_of_both_launches():
     assert arrays.cu_q_lens.shape == (65,)
 
 
+def test_two_passes_are_one_over_the_pages_before_and_one_over_rows():
+    plain = dataclasses.replace(TINY, batch=2, ctx=20, q_tokens=5)
+    workload = dataclasses.replace(plain, two_passes=True)
+    arrays = workload.arrays(1, "xla")
+    assert arrays.seq_lens.tolist() == [15, 15]
+    page, of_sequence = arrays.k_pages.shape[2], arrays.page_table.shape[1]
+    for pages, rows in zip((arrays.k_pages, arrays.v_pages), arrays.rows, strict=True):
+        assert rows.shape == (10, *pages.shape[3:])
+    # The rows, written where one pass reads them.
+    place = arrays.page_table[:, jnp.arange(15, 20) // page], jnp.arange(15, 20) % page
+    assert of_sequence * page >= 20
+    pools = [
+        pages.at[0, place[0], place[1]].set(rows.reshape(2, 5, *rows.shape[1:]))
+        for pages, rows in zip((arrays.k_pages, arrays.v_pages), arrays.rows, strict=True)
+    ]
+    whole = arrays._replace(k_pages=pools[0], v_pages=pools[1], seq_lens=jnp.array([20, 20]), rows=None)
+    once = plain.call(whole, jnp.int32(0), "xla").astype(jnp.float32)
+    twice = workload.call(arrays, jnp.int32(0), "xla").astype(jnp.float32)
+    assert jnp.allclose(once, twice, atol=0.02)
+    assert workload.flops == plain.flops
+
+
 def test_ragged_lens_are_their_own():
     (workload,) = (w for w in DECODE if w.batch == "ragged64" and w.hq == 32 and w.kv == "bf16")
     assert len(workload.kv_lens) == 64
