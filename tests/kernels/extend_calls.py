@@ -1,20 +1,35 @@
 """Calls of the Hopper extend kernel that its tests share: cases of the table in forms that it takes, and lowering."""
 
+import contextlib
 import dataclasses
 import itertools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.mosaic.sm90 import extend
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
+from jattn_kernels.mosaic.sm90.extend_schedule import choose_tiles
 from tests.kernels.cases import CASES
+from tests.kernels.interpreter import interpreted
 
 PAGED, RAGGED = (
     {case.name.removeprefix(f"{operation}_"): case for case in CASES if case.operation == operation}
     for operation in ("paged_extend", "ragged_extend")
 )
+
+
+@contextlib.contextmanager
+def interpreted_in_few_blocks() -> Iterator[None]:
+    """The interpreter is slow, and each block takes several units of work, as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
+        with interpreted():
+            yield
 
 
 def derived(name, of="plain", *, among=PAGED, heads=(4, 2), head_dim=64, dtype="bfloat16", **fields):
@@ -211,7 +226,7 @@ def lower_for_cuda(
     def rows(width):
         return jax.ShapeDtypeStruct((3, 1001, 2, width), kv_dtype or dtype)
 
-    def extend(q, k_pages, v_pages, table, lens, cu_q_lens, options):
+    def extend_pages(q, k_pages, v_pages, table, lens, cu_q_lens, options):
         facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": jnp.dtype(kv_dtype or dtype).itemsize}
         schedule = make_schedule(lens, cu_q_lens, **facts) if given else None
         options = AttentionOptions(**options, schedule=schedule)
@@ -227,5 +242,5 @@ def lower_for_cuda(
         face, args = extend_ragged, (q, rows(head_dim), rows(spec.value_dim), *ints[2:], given_options)
     else:
         v_pages = None if spec.combined_pool else pages(spec.value_dim)
-        face, args = extend, (q, pages(head_dim), v_pages, *ints[:3], given_options)
+        face, args = extend_pages, (q, pages(head_dim), v_pages, *ints[:3], given_options)
     return jax.jit(face).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

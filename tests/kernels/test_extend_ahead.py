@@ -1,14 +1,11 @@
 """Keys and values made ready ahead of the Hopper extend kernel: against the oracle, lowered for CUDA, and when."""
 
-import dataclasses
-
 import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.mosaic.sm90 import extend
 from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_schedule import choose_tiles
 from tests.kernels.cases import assert_close, build
 from tests.kernels.extend_calls import (
     DTYPES,
@@ -21,16 +18,14 @@ from tests.kernels.extend_calls import (
     SLOW,
     attend,
     derived,
+    interpreted_in_few_blocks,
     lower_for_cuda,
 )
-from tests.kernels.interpreter import interpreted
 
 
 @pytest.fixture
-def interpreter(monkeypatch):
-    # Few blocks: the interpreter is slow, and each takes several units of work, as on a GPU.
-    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
-    with interpreted():
+def interpreter():
+    with interpreted_in_few_blocks():
         yield
 
 

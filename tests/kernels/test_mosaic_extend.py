@@ -1,6 +1,5 @@
 """The Hopper extend kernel on the CPU: against the oracle under the interpreter, and lowered for CUDA."""
 
-import dataclasses
 import functools
 
 import chex
@@ -26,16 +25,14 @@ from tests.kernels.extend_calls import (
     SLOW,
     WIDTHS,
     attend,
+    interpreted_in_few_blocks,
     lower_for_cuda,
 )
-from tests.kernels.interpreter import interpreted
 
 
 @pytest.fixture
-def interpreter(monkeypatch):
-    # Few blocks: the interpreter is slow, and each takes several units of work, as on a GPU.
-    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
-    with interpreted():
+def interpreter():
+    with interpreted_in_few_blocks():
         yield
 
 
