@@ -5,19 +5,15 @@ pytest -p bench.outcomes --outcomes FILE      a time limit loses nothing that is
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Row = dict[str, Any]
+from bench.gpu_record import Row, read_rows
 
 
 def read_outcomes(file: Path) -> dict[str, Row]:
     """By name of the test, the last outcome in the file; none if there is no file."""
-    if not file.is_file():
-        return {}
-    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    return {row["name"]: row for row in rows}
+    return {row["name"]: row for row in read_rows(file)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -51,7 +51,7 @@ def section(record: Path = RECORD) -> str:
         ),
         _table(
             "Prefill with other prompts, heads and rules, and beside decodes. TFLOP/s of the pairs of a query and a "
-            "key that it sees.",
+            "key that it sees; the last two columns as above.",
             ("batch", "new tokens", "context", "head dim", "what", "jattn", "TFLOP/s", *_DENSE.values()),
             (
                 (*_prefill_feature_cells(row), *_dense_cells(row, record))
