@@ -80,9 +80,16 @@ def compiler_options() -> dict[str, Any] | None:
     """What XLA is told for a step on the device in use.
 
     A scan over stacked weights copies each layer's slice before a Triton GEMM, and hands cuBLASLt a view of it: 11.4 ms
-    against 4.7 ms for a step of Llama-3-8B shapes on an H200.
+    against 4.7 ms for a step of Llama-3-8B shapes on an H200. Loops of known length are unrolled once a layer is
+    optimised and its products are chosen: that takes 0.7 s more to compile, the host launches a step in 1.1 ms instead
+    of 2.4, and one of 8 requests takes 60 us less.
     """
-    return {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+    if jax.default_backend() != "gpu":
+        return None
+    return {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL",
+    }
 
 
 def smallest_bucket(buckets: Iterable[int], size: int) -> int:

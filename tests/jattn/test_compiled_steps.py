@@ -2,12 +2,15 @@
 
 import stat
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jattn import compiled_steps
 from jattn.compiled_steps import StepPlan, compile_steps, power_of_two_buckets, smallest_bucket
+from jattn.norm import rms_norm
 
 
 def doubled(x):
@@ -38,6 +41,40 @@ def test_donated_arguments_are_consumed():
     steps = compile_steps({"step": StepPlan(lambda x: x + 1, (held,), donate=(0,))})
     steps("step", held)
     assert held.is_deleted()
+
+
+def layers_in_a_loop(x, weights, scales):
+    def layer(number, x):
+        own = jax.lax.dynamic_index_in_dim(weights, number, keepdims=False)
+        return x + rms_norm(x, scales, eps=1e-6, layer_index=number) @ own
+
+    return jax.lax.fori_loop(0, len(weights), layer, x)
+
+
+def layers_by_numpy(x, weights, scales):
+    for own, scale in zip(weights, scales, strict=True):
+        x = x + x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale @ own
+    return x
+
+
+def check_that_layers_read_their_own_weights():
+    x, weights, scales = (jax.random.normal(jax.random.key(i), size) for i, size in enumerate(LAYER_SIZES))
+    arguments = [a.astype(jnp.bfloat16) for a in (x, weights / LAYER_SIZES[0][1] ** 0.5, scales)]
+    steps = compile_steps({"step": StepPlan(layers_in_a_loop, tuple(arguments))})
+    expected = layers_by_numpy(*(np.asarray(a, np.float64) for a in arguments))
+    chex.assert_trees_all_close(np.asarray(steps("step", *arguments), np.float64), expected, atol=0.25, rtol=0.02)
+
+
+LAYER_SIZES = ((8, 1024), (5, 1024, 1024), (5, 1024))
+
+
+def test_layers_in_a_loop_read_their_own_weights():
+    check_that_layers_read_their_own_weights()
+
+
+@pytest.mark.gpu
+def test_layers_in_a_loop_read_their_own_weights_on_a_gpu():
+    check_that_layers_read_their_own_weights()
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_split_deals_out_every_tile_evenly(data, size):
     assert (np.diff(starts) >= 0).all()
     assert starts[0] == 0
     work = [(items[a:b, 2] - items[a:b, 1]).sum() for a, b in itertools.pairwise(starts)]
-    assert max(work) <= max(1, -(-sum(tiles) // workers))
+    assert max(work) <= max(1, -(-sum(tiles) // (workers - workers // 16)))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,28 @@ def test_split_cuts_where_a_share_ends(lens, counts):
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=4)
     items = np.asarray(schedule.items)[: schedule.workers[-1, 1]]
     assert np.unique(items[:, 0], return_counts=True)[1].tolist() == counts
+
+
+@pytest.mark.parametrize(
+    ("lens", "workers", "parts", "share"),
+    [
+        ((160,) * 32, 33, 32, 10),  # a worker fewer: no cut instead of 32
+        ((160,) * 31, 33, 31, 10),
+        ((640,) * 30, 33, 62, 37),  # three fewer would be too many
+        ((320,) * 16, 33, 32, 10),  # halves instead of thirds
+        ((160,) * 16 + (0,) * 3, 17, 19, 10),
+        ((160,) * 32, 31, 59, 11),  # nothing to be spared
+        ((160, 200) * 16, 33, 60, 12),
+        ((160,) * 15, 15, 15, 10),  # cut nowhere with all workers
+        ((16,) * 10, 33, 10, 1),
+        ((5120,), 33, 32, 10),
+    ],
+)
+def test_split_spares_cuts_where_few_workers_stay_idle_for_it(lens, workers, parts, share):
+    schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
+    items, starts = np.asarray(schedule.items), starts_of(schedule, workers)
+    assert starts[-1] == parts
+    assert max((items[a:b, 2] - items[a:b, 1]).sum() for a, b in itertools.pairwise(starts)) == share
 
 
 @pytest.mark.parametrize("lens", [(640, 70, 0, 33), (0, 0), (16,), (320, 320, 320)])
