@@ -36,24 +36,28 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
 
     A captured graph of one stream runs so. Without the dependence XLA could run neighbours side by side. A decode call
     takes the output before it for its queries; an extend call, whose softmax must stay that of random queries, a page
-    table made from it, which costs one small kernel.
+    table made from it, which costs one small kernel. Of two passes each has such offsets too, and every output is
+    given: XLA would do the pass over rows once for all calls, and merge one number where nobody takes an output.
 
     Returns:
-        The jitted function of `Arrays`, which gives the last output.
+        The jitted function of `Arrays`, which gives the last output, last in a list.
     """
     # One traced function, so that the kernel is lowered once.
     call = jax.jit(functools.partial(workload.call, implementation=implementation))
 
-    def run(arrays: Arrays) -> jax.Array:
-        out = arrays.q
+    def run(arrays: Arrays) -> list[jax.Array]:
+        outs = []
         for i in range(calls):
             out = call(arrays, jnp.int32(i % pools))
+            outs.append(out)
             if workload.q_tokens is None:
                 arrays = arrays._replace(q=out.astype(arrays.q.dtype))
             else:
-                wrong = ~jnp.isfinite(out[0, 0, 0])
-                arrays = arrays._replace(page_table=arrays.page_table + wrong.astype(jnp.int32)[None, None])
-        return out
+                wrong = (~jnp.isfinite(out[0, 0, 0])).astype(jnp.int32)
+                arrays = arrays._replace(page_table=arrays.page_table + wrong[None, None])
+                if workload.two_passes:
+                    arrays = arrays._replace(cu_q_lens=arrays.cu_q_lens + wrong[None])
+        return outs if workload.two_passes else outs[-1:]
 
     return jax.jit(run)
 
@@ -103,7 +107,7 @@ def measured(
     calls = num_calls(workload)
     executables = executables or compiled(workload, implementation)
     run = functools.partial(executables.run, executables.arrays())
-    if not bool(jnp.all(jnp.isfinite(run()))):
+    if not bool(jnp.all(jnp.isfinite(run()[-1]))):
         raise FloatingPointError(f"{workload.name}: `{implementation}` gives numbers that are not finite.")
     timing = measure(run, calls=calls, repeats=repeats, seconds=seconds)
     profile = profiled(run, runs=_PROFILED_RUNS)

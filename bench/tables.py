@@ -44,8 +44,8 @@ def section(record: Path = RECORD) -> str:
             map(_feature_cells, read_rows(record / "decode_features.jsonl")),
         ),
         _table(
-            "Prefill, paged, causal, bf16, FlashInfer with pages of 16: TFLOP/s. Beside it, from a run of its own, "
-            "JAX's dense attention, which reads no pages: `attention_mgpu` in float16 at its best tile, and cuDNN.",
+            "Prefill, paged, causal, bf16, FlashInfer with pages of 16: TFLOP/s. Beside it JAX's dense "
+            "attention, which reads no pages: `attention_mgpu` in float16 at its best tile, and cuDNN.",
             ("batch", "new tokens", "context", "page", "jattn", "FlashInfer FA3", "ratio", *_DENSE.values()),
             ((*_prefill_cells(row, peer), *_dense_cells(row, record)) for row, peer in pairs("prefill", record=record)),
         ),

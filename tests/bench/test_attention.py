@@ -28,7 +28,7 @@ def test_pools_fit_in_memory_and_defeat_the_cache(workload):
 @pytest.mark.parametrize("pools", [1, 3])
 def test_unrolled_decode_feeds_outputs_back(pools):
     arrays = DECODE_TINY.arrays(pools, "xla")
-    out = unrolled(DECODE_TINY, "xla", calls=4, pools=pools)(arrays)
+    out = unrolled(DECODE_TINY, "xla", calls=4, pools=pools)(arrays)[-1]
     for i in range(4):
         arrays = arrays._replace(q=DECODE_TINY.call(arrays, jnp.int32(i % pools), "xla"))
     np.testing.assert_allclose(out.astype(jnp.float32), arrays.q.astype(jnp.float32), atol=0.05)
@@ -36,12 +36,15 @@ def test_unrolled_decode_feeds_outputs_back(pools):
 
 def test_unrolled_extend_gives_the_last_pools_answer():
     arrays = EXTEND_TINY.arrays(3, "xla")
-    out = unrolled(EXTEND_TINY, "xla", calls=3, pools=3)(arrays)
+    out = unrolled(EXTEND_TINY, "xla", calls=3, pools=3)(arrays)[-1]
     expected = EXTEND_TINY.call(arrays, jnp.int32(2), "xla")
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("workload", [DECODE_TINY, EXTEND_TINY])
+TWO_PASSES_TINY = dataclasses.replace(EXTEND_TINY, two_passes=True)
+
+
+@pytest.mark.parametrize("workload", [DECODE_TINY, EXTEND_TINY, TWO_PASSES_TINY], ids=lambda workload: workload.name)
 def test_unrolled_calls_all_remain(workload):
     """None is merged with another, nor left out: the work grows with their number."""
     arrays = jax.eval_shape(lambda: workload.arrays(1, "xla"))
@@ -49,7 +52,7 @@ def test_unrolled_calls_all_remain(workload):
     def flops(calls):
         return unrolled(workload, "xla", calls=calls, pools=1).lower(arrays).compile().cost_analysis()["flops"]
 
-    assert flops(8) > 3 * flops(2)
+    assert flops(8) > 3.9 * flops(2)
 
 
 @pytest.mark.parametrize("workload", [DECODE_TINY, dataclasses.replace(EXTEND_TINY, layout="HND")])
