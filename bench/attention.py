@@ -37,7 +37,8 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
     A captured graph of one stream runs so. Without the dependence XLA could run neighbours side by side. A decode call
     takes the output before it for its queries; an extend call, whose softmax must stay that of random queries, a page
     table made from it, which costs one small kernel. Of two passes each has such offsets too, and every output is
-    given: XLA would do the pass over rows once for all calls, and merge one number where nobody takes an output.
+    given: XLA would do the pass over rows once for all calls, and merge one number where nobody takes an output. That
+    pass makes its own work list each time, which the others are given.
 
     Returns:
         The jitted function of `Arrays`, which gives the last output, last in a list.

@@ -109,7 +109,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     rows = np.arange(workload.batch, dtype=np.int32)
     decode_plan = np.stack([rows, np.zeros_like(rows), np.asarray(page_table)[:, 0]], axis=1)  # no page is opened
     decode = functools.partial(Steps(model.graph, backend).decode, variant="greedy")
-    plan = StepPlan(decode, (model.weights, state, pool, decode_plan), donate=(1, 2))
+    plan = StepPlan(decode, (model.weights, state, pool, decode_plan), donate=(1, 2), unrolled=True)
     start = time.perf_counter()
     compiled = compile_steps({workload.name: plan})
     return Setup(compiled, time.perf_counter() - start, state, pool, decode_plan)

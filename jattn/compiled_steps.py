@@ -23,11 +23,14 @@ class StepPlan:
         function: Pure function of arrays.
         arguments: Example arguments; only shapes and dtypes matter (`jax.ShapeDtypeStruct` will do).
         donate: Positions of the arguments whose memory the step may reuse.
+        unrolled: Whether a GPU runs every loop of known length, and those inside it, turn by turn without a loop: for
+            a step so short that launching it counts, and whose loops do not multiply.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    unrolled: bool = False
 
 
 class CompiledSteps:
@@ -72,24 +75,22 @@ def compile_steps(plans: Mapping[Hashable, StepPlan], *, progress: bool = False)
 
 
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
-    step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=compiler_options())
+    options = compiler_options(unrolled=plan.unrolled)
+    step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=options)
     return step.lower(*plan.arguments)
 
 
-def compiler_options() -> dict[str, Any] | None:
+def compiler_options(*, unrolled: bool) -> dict[str, Any] | None:
     """What XLA is told for a step on the device in use.
 
     A scan over stacked weights copies each layer's slice before a Triton GEMM, and hands cuBLASLt a view of it: 11.4 ms
-    against 4.7 ms for a step of Llama-3-8B shapes on an H200. Loops of known length are unrolled once a layer is
-    optimised and its products are chosen: that takes 0.7 s more to compile, the host launches a step in 1.1 ms instead
-    of 2.4, and one of 8 requests takes 60 us less.
+    against 4.7 ms for a step of Llama-3-8B shapes on an H200. Unrolled late, once a layer is optimised and its products
+    are chosen, the same loop is launched by the host in 1.1 ms instead of 2.4, and one of 8 requests takes 60 us less.
     """
     if jax.default_backend() != "gpu":
         return None
-    return {
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL",
-    }
+    unrolling = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL"}
+    return {"xla_gpu_enable_triton_gemm": False, **(unrolling if unrolled else {})}
 
 
 def smallest_bucket(buckets: Iterable[int], size: int) -> int:

@@ -362,13 +362,14 @@ class Engine:
 
     def _plans(self, steps: Steps) -> dict[Any, StepPlan]:
         held = (self._weights, self._state, self._pool)
+        unrolled = self.config.speculative is None  # a draft model's loop over tokens holds one over its layers
         plans = {}
         for variant in VARIANTS if self.config.full_sampling else VARIANTS[:2]:
             decode = functools.partial(steps.decode, variant=variant)
             prefill = functools.partial(steps.prefill, variant=variant)
             for size in self.config.decode_buckets:
                 arguments = (*held, decode_batch([], size, self.config))
-                plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2))
+                plans["decode", size, variant] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
             for size in self.config.prefill_buckets:
                 batch = prefill_batch([], size, self.config, variant)
                 arguments = (*held, decode_batch([], self._mixed_rows, self.config), batch)

@@ -14,6 +14,7 @@ from bench.workloads import AttentionWorkload
 
 DECODE_TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
 EXTEND_TINY = dataclasses.replace(DECODE_TINY, q_tokens=5)
+TWO_PASSES_TINY = dataclasses.replace(EXTEND_TINY, two_passes=True)
 L2_BYTES = 60 * 2**20
 
 
@@ -34,14 +35,17 @@ def test_unrolled_decode_feeds_outputs_back(pools):
     np.testing.assert_allclose(out.astype(jnp.float32), arrays.q.astype(jnp.float32), atol=0.05)
 
 
+def test_unrolled_two_passes_give_every_output():
+    arrays = jax.eval_shape(lambda: TWO_PASSES_TINY.arrays(1, "xla"))
+    run = unrolled(TWO_PASSES_TINY, "xla", calls=3, pools=1)
+    assert [out.shape for out in jax.eval_shape(run, arrays)] == [arrays.q.shape] * 3
+
+
 def test_unrolled_extend_gives_the_last_pools_answer():
     arrays = EXTEND_TINY.arrays(3, "xla")
     out = unrolled(EXTEND_TINY, "xla", calls=3, pools=3)(arrays)[-1]
     expected = EXTEND_TINY.call(arrays, jnp.int32(2), "xla")
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
-
-
-TWO_PASSES_TINY = dataclasses.replace(EXTEND_TINY, two_passes=True)
 
 
 @pytest.mark.parametrize("workload", [DECODE_TINY, EXTEND_TINY, TWO_PASSES_TINY], ids=lambda workload: workload.name)

@@ -43,6 +43,9 @@ def test_donated_arguments_are_consumed():
     assert held.is_deleted()
 
 
+LAYER_SIZES = ((8, 1024), (5, 1024, 1024), (5, 1024))
+
+
 def layers_in_a_loop(x, weights, scales):
     def layer(number, x):
         own = jax.lax.dynamic_index_in_dim(weights, number, keepdims=False)
@@ -57,24 +60,29 @@ def layers_by_numpy(x, weights, scales):
     return x
 
 
-def check_that_layers_read_their_own_weights():
+def check_that_layers_read_their_own_weights(*, unrolled):
     x, weights, scales = (jax.random.normal(jax.random.key(i), size) for i, size in enumerate(LAYER_SIZES))
     arguments = [a.astype(jnp.bfloat16) for a in (x, weights / LAYER_SIZES[0][1] ** 0.5, scales)]
-    steps = compile_steps({"step": StepPlan(layers_in_a_loop, tuple(arguments))})
+    steps = compile_steps({"step": StepPlan(layers_in_a_loop, tuple(arguments), unrolled=unrolled)})
     expected = layers_by_numpy(*(np.asarray(a, np.float64) for a in arguments))
     chex.assert_trees_all_close(np.asarray(steps("step", *arguments), np.float64), expected, atol=0.25, rtol=0.02)
 
 
-LAYER_SIZES = ((8, 1024), (5, 1024, 1024), (5, 1024))
-
-
 def test_layers_in_a_loop_read_their_own_weights():
-    check_that_layers_read_their_own_weights()
+    check_that_layers_read_their_own_weights(unrolled=False)
 
 
 @pytest.mark.gpu
 def test_layers_in_a_loop_read_their_own_weights_on_a_gpu():
-    check_that_layers_read_their_own_weights()
+    check_that_layers_read_their_own_weights(unrolled=True)
+
+
+def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    told = [compiled_steps.compiler_options(unrolled=unrolled) for unrolled in (False, True)]
+    assert [any("unrolling" in name for name in options) for options in told] == [False, True]
+    monkeypatch.undo()
+    assert compiled_steps.compiler_options(unrolled=True) is None
 
 
 @pytest.mark.parametrize(

@@ -72,13 +72,12 @@ def test_split_cuts_where_a_share_ends(lens, counts):
 @pytest.mark.parametrize(
     ("lens", "workers", "parts", "share"),
     [
-        ((160,) * 32, 33, 32, 10),  # a worker fewer: no cut instead of 32
-        ((160,) * 31, 33, 31, 10),
-        ((640,) * 30, 33, 62, 37),  # three fewer would be too many
-        ((320,) * 16, 33, 32, 10),  # halves instead of thirds
-        ((160,) * 16 + (0,) * 3, 17, 19, 10),
-        ((160,) * 32, 31, 59, 11),  # nothing to be spared
-        ((160, 200) * 16, 33, 60, 12),
+        ((1024,) * 32, 33, 32, 64),  # with all workers shares of 63 tiles, and every sequence cut
+        ((1024,) * 31, 33, 31, 64),
+        ((1024,) * 30, 33, 62, 59),  # three workers would be too many
+        ((1120,) * 16, 33, 32, 35),  # halves instead of thirds
+        ((1024,) * 16 + (0,) * 3, 17, 19, 64),
+        ((1024, 1104) * 16, 33, 64, 65),  # nothing to be spared
         ((160,) * 15, 15, 15, 10),  # cut nowhere with all workers
         ((16,) * 10, 33, 10, 1),
         ((5120,), 33, 32, 10),
