@@ -33,7 +33,7 @@ DECODE: tuple[AttentionWorkload, ...] = (
 
 # What decode does besides, each beside the plain row of as many keys.
 DECODE_FEATURES: tuple[AttentionWorkload, ...] = (
-    AttentionWorkload(batch=1, ctx=1024),
+    *(AttentionWorkload(batch=batch, ctx=ctx) for batch, ctx in ((1, 1024), (4, 512))),
     AttentionWorkload(batch=32, ctx=32768, window=4095),
     *(AttentionWorkload(batch=64, ctx=8192, verify=tokens) for tokens in (4, 8, 16)),
     AttentionWorkload(batch=32, ctx=4096, rope=True),
