@@ -81,7 +81,7 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     told = [compiled_steps.compiler_options(unrolled=unrolled) for unrolled in (False, True)]
     assert [any("unrolling" in name for name in options) for options in told] == [False, True]
-    monkeypatch.undo()
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert compiled_steps.compiler_options(unrolled=True) is None
 
 
