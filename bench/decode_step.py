@@ -20,6 +20,7 @@ from jattn.backend import BackendOptions
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.flash_attention import FlashAttentionBackend
 from jattn.kv_pool import KVPool, make_pool
+from jattn.serving.last_sent import LastSent
 from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.steps import Steps
 from jattn_kernels import AttentionSpec
@@ -68,13 +69,18 @@ def random_model(shapes: dict[str, Any] = LLAMA_3_8B) -> Model:
 
 
 class Setup(NamedTuple):
-    """What the engine would hold when every row of a bucket is in the middle of its text."""
+    """What the engine would hold when every row of a bucket is in the middle of its text.
+
+    Attributes:
+        plans: What it sends with a step, for some steps one after the other: each row opens a page as often as it
+            would, and none in the step of its neighbour.
+    """
 
     steps: CompiledSteps
     compile_s: float
     state: LoopState
     pool: KVPool
-    plan: np.ndarray
+    plans: np.ndarray
 
 
 def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: str | None = None) -> Setup:
@@ -106,13 +112,19 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
         implementation=implementation,
     )
     backend = FlashAttentionBackend.for_model(model.attention_layers, options)
-    rows = np.arange(workload.batch, dtype=np.int32)
-    decode_plan = np.stack([rows, np.zeros_like(rows), np.asarray(page_table)[:, 0]], axis=1)  # no page is opened
+    plans = _plans(np.asarray(page_table), workload.page)
     decode = functools.partial(Steps(model.graph, backend).decode, variant="greedy")
-    plan = StepPlan(decode, (model.weights, state, pool, decode_plan), donate=(1, 2), unrolled=True)
+    plan = StepPlan(decode, (model.weights, state, pool, plans[0]), donate=(1, 2), unrolled=True)
     start = time.perf_counter()
     compiled = compile_steps({workload.name: plan})
-    return Setup(compiled, time.perf_counter() - start, state, pool, decode_plan)
+    return Setup(compiled, time.perf_counter() - start, state, pool, plans)
+
+
+def _plans(page_table: np.ndarray, page_size: int) -> np.ndarray:
+    """Plans that open pages which stand in the table already, one of two, so that no step changes it."""
+    rows, steps = np.arange(page_table.shape[0], dtype=np.int32), np.arange(2 * page_size, dtype=np.int32)
+    columns = (steps[:, None] + rows) // page_size % min(2, page_table.shape[1])
+    return np.stack([np.broadcast_to(rows, columns.shape), columns, page_table[rows, columns]], axis=2)
 
 
 class Loop:
@@ -122,7 +134,7 @@ class Loop:
         self._step = setup.steps[workload.name]
         self._weights = model.weights
         self._state, self._pool = setup.state, setup.pool
-        self._plan = setup.plan
+        self._plans, self._on_device = setup.plans, LastSent()
         self._ctx = workload.ctx
 
     def rewind(self, steps: int) -> int:
@@ -135,8 +147,9 @@ class Loop:
     def run(self, steps: int) -> None:
         """Takes `steps` steps and waits for the last."""
         before = None
-        for _ in range(steps):
-            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, self._plan)
+        for number in range(steps):
+            plan = self._on_device(self._plans[number % len(self._plans)])
+            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, plan)
             output.tokens.copy_to_host_async()
             if before is not None:
                 np.asarray(before)

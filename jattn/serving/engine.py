@@ -21,6 +21,7 @@ from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
 from jattn.serving.draft_model import DraftModel, TargetAndDraft
+from jattn.serving.last_sent import LastSent
 from jattn.serving.logit_rules import empty_history
 from jattn.serving.logprobs import Logprob, TokenLogprobs
 from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
@@ -132,6 +133,7 @@ class Engine:
         steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
         self.compiled_steps = compile_steps(self._plans(steps), progress=progress)
         self._in_flight: deque[_Launch] = deque()
+        self._on_device = LastSent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
         self._finalizer = weakref.finalize(self, _wait_for, self._in_flight)
         self._num_requests = 0
@@ -333,7 +335,7 @@ class Engine:
         if self.config.debug_checks:
             assert self._state is not None
             check_decode(self._state, plan, self.config)
-        self._launch(("decode", bucket, _variant(requests)), list(requests), plan)
+        self._launch(("decode", bucket, _variant(requests)), list(requests), self._on_device(plan))
 
     def _launch_prefill(self, chunks: list[Chunk], decoding: list[Request]) -> None:
         num_tokens = sum(chunk.stop - chunk.start for chunk in chunks) + len(decoding)

@@ -64,9 +64,20 @@ def test_loop_writes_pool_pages_that_the_rows_own(model):
     assert set(zip(*(axis.tolist() for axis in np.nonzero(changed)), strict=True)) == slots
 
 
+def test_plans_open_pages_row_by_row_and_leave_the_table_as_it_is(model):
+    setup = set_up(model, WORKLOAD, steps=10)
+    table = np.asarray(setup.state.page_table)
+    opened = np.any(np.diff(setup.plans, axis=0) != 0, axis=2)
+    assert opened.shape == (2 * WORKLOAD.page - 1, WORKLOAD.batch)
+    assert (opened.sum(axis=0) >= 1).all()
+    assert opened.sum(axis=1).max() == 1
+    for plan in setup.plans:
+        np.testing.assert_array_equal(setup.state.with_pages(plan).page_table, table)
+
+
 def test_loop_notices_rows_that_stand_still(model):
     loop = Loop(model, WORKLOAD, set_up(model, WORKLOAD, steps=4))
-    loop._plan = np.full_like(loop._plan, 99)
+    loop._plans = np.full_like(loop._plans, 99)
     with pytest.raises(RuntimeError, match="Rows must grow by a token a step"):
         loop.timed(4)
 

@@ -209,6 +209,20 @@ def test_interrupts_at_random_lines_lose_no_request(model, engine, seed):
         assert_same_up_to_ties(model, prompt, request.generated, wanted)
 
 
+def test_rows_are_sent_to_decodes_only_when_a_page_opens(model, engine, monkeypatch):
+    sent, steps = [], engine.compiled_steps
+
+    def call(step, *arguments):
+        sent.append(arguments[-1])
+        return steps(step, *arguments)
+
+    monkeypatch.setattr(engine, "compiled_steps", call)
+    run(engine, [engine.make_request([1], GREEDY)])
+    decodes = sent[1:]
+    assert len(decodes) >= GREEDY.max_tokens - 1
+    assert len({id(plan) for plan in decodes}) <= 2 + GREEDY.max_tokens // SMALL.page_size
+
+
 def test_abort_amid_a_step_waits_for_its_end(model, engine, monkeypatch):
     requests = [engine.make_request(prompt, GREEDY) for prompt in random_prompts(3, model.vocab_size, 20, seed=8)]
     monkeypatch.setattr(engine.scheduler, "must_preempt", lambda: engine.abort(requests[0]))

@@ -88,6 +88,7 @@ def combine_parts(
         grid_names=("vector", "head", "split"),
         num_threads=1,
         thread_name="warpgroup",
+        kernel_name="merge_parts",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=tiles.interpret_params(),
     )
