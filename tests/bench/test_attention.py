@@ -22,7 +22,7 @@ L2_BYTES = 60 * 2**20
 def test_pools_fit_in_memory_and_defeat_the_cache(workload):
     calls = num_calls(workload)
     pools = num_pools(workload, calls)
-    assert 2 <= pools <= calls <= 32
+    assert 2 <= pools <= calls <= 128
     assert 2 * L2_BYTES < pools * workload.kv_bytes < 10e9
 
 
