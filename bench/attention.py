@@ -11,7 +11,7 @@ from bench.workloads import Arrays, AttentionWorkload
 
 _POOLS_BYTES = 8e9
 _CALLS_US = 3000  # of one executable, about: hundreds of times what its dispatch takes
-_MOST_CALLS = 128  # of 7 us: with 32, some hosts take longer to dispatch them
+_MOST_CALLS = 128
 _PROFILED_RUNS = 2
 
 

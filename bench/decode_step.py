@@ -73,7 +73,7 @@ class Setup(NamedTuple):
 
     Attributes:
         plans: What it sends with a step, for some steps one after the other: each row opens a page as often as it
-            would, and none in the step of its neighbour.
+            would, and not when its neighbours do.
     """
 
     steps: CompiledSteps

@@ -246,4 +246,4 @@ def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant) -> 
 
 def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
     """Whether a row has no likeliest token: a logit is NaN or +inf, or all are -inf. Some -inf only mask tokens."""
-    return ~jnp.isfinite(jnp.max(logits, axis=1))  # NaN if there is one
+    return ~jnp.all(logits < jnp.inf, axis=1) | jnp.all(logits == -jnp.inf, axis=1)  # XLA's maximum may lose a NaN

@@ -67,6 +67,7 @@ def test_loop_writes_pool_pages_that_the_rows_own(model):
 def test_plans_open_pages_row_by_row_and_leave_the_table_as_it_is(model):
     setup = set_up(model, WORKLOAD, steps=10)
     table = np.asarray(setup.state.page_table)
+    assert WORKLOAD.batch <= WORKLOAD.page  # so no two rows open one in the same step
     opened = np.any(np.diff(setup.plans, axis=0) != 0, axis=2)
     assert opened.shape == (2 * WORKLOAD.page - 1, WORKLOAD.batch)
     assert (opened.sum(axis=0) >= 1).all()

@@ -18,7 +18,7 @@ from jattn.serving import scheduler as scheduler_module
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from tests.jattn import one_pass
+from tests.jattn import one_pass, tiny
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SMALL = EngineConfig(
@@ -221,6 +221,25 @@ def test_rows_are_sent_to_decodes_only_when_a_page_opens(model, engine, monkeypa
     decodes = sent[1:]
     assert len(decodes) >= GREEDY.max_tokens - 1
     assert len({id(plan) for plan in decodes}) <= 2 + GREEDY.max_tokens // SMALL.page_size
+
+
+def test_transfer_that_fails_is_made_again(monkeypatch):
+    fresh = Engine(tiny.tiny_model(), tiny.CONFIG)  # which gives the request the same row and pages again
+    request = fresh.make_request([1, 2], GREEDY)
+    put, sent = jax.device_put, []
+
+    def put_first_in_vain(array):
+        sent.append((array, put(array)))
+        if len(sent) == 1:
+            sent[0][1].delete()
+        return sent[-1][1]
+
+    monkeypatch.setattr(jax, "device_put", put_first_in_vain)
+    with pytest.raises(RuntimeError, match="deleted"):
+        run(fresh, [request])
+    run(fresh, [])
+    np.testing.assert_array_equal(sent[0][0], sent[1][0])
+    assert request.generated == tiny.run(tiny.tiny_engine(), [tiny.tiny_engine().make_request([1, 2], GREEDY)])[0]
 
 
 def test_abort_amid_a_step_waits_for_its_end(model, engine, monkeypatch):

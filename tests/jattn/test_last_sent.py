@@ -20,7 +20,9 @@ def test_equal_array_is_not_sent_again():
 def test_other_array_is_sent_and_then_kept(other):
     send = LastSent()
     send(PLAN)
-    np.testing.assert_array_equal(send(other), other)
+    sent = send(other)
+    np.testing.assert_array_equal(sent, other)
+    assert send(other.copy()) is sent
     np.testing.assert_array_equal(send(PLAN), PLAN)
 
 

@@ -75,7 +75,9 @@ def test_split_cuts_where_a_share_ends(lens, counts):
     [
         ((1024,) * 32, 33, 32, 64),  # with all workers shares of 63 tiles, and every sequence cut
         ((1024,) * 31, 33, 31, 64),
-        ((1024,) * 30, 33, 62, 59),  # three workers would be too many
+        ((1024,) * 30, 33, 62, 59),  # three workers would be too many, and shares of 64 too large
+        ((1024,) * 15, 33, 46, 30),  # three workers, though shares of 32 would do
+        ((768,) * 10, 33, 40, 15),  # shares of 16 would spare a third
         ((1120,) * 16, 33, 32, 35),  # halves instead of thirds
         ((1024,) * 16 + (0,) * 3, 17, 19, 64),
         ((1024, 1104) * 16, 33, 64, 65),  # nothing to be spared
@@ -83,6 +85,9 @@ def test_split_cuts_where_a_share_ends(lens, counts):
         ((16,) * 10, 33, 10, 1),
         ((128,) * 4, 33, 32, 1),  # one worker less would have to do two tiles
         ((224,) * 14, 33, 42, 6),  # shares of 7 would be too large
+        ((256,) * 30, 33, 30, 16),  # a fifteenth more is the most
+        ((240,) * 29, 33, 58, 14),  # a fourteenth
+        ((144,) * 28, 33, 56, 8),  # an eighth
         ((5120,), 33, 32, 10),
     ],
 )
