@@ -10,7 +10,7 @@ from bench.timing import measure, profiled
 from bench.workloads import Arrays, AttentionWorkload
 
 _POOLS_BYTES = 8e9
-_CALLS_US = 3000  # of one executable, about: hundreds of times what its dispatch takes
+_CALLS_US = 3000  # of one executable, about, unless they are too many
 _MOST_CALLS = 128
 _PROFILED_RUNS = 2
 

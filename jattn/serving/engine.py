@@ -248,7 +248,7 @@ class Engine:
         self._pool = self._state = None  # their memory is needed for the new ones
         self._pool = self._make_pool()
         self._state = self._empty_state()
-        self._on_device = LastSent()
+        self._on_device = LastSent()  # what was sent may be what failed
         self.allocator = PageAllocator(self.config.num_pages)
         for request in self.scheduler.restart(self.allocator):
             self._finish_if_complete(request)
