@@ -22,10 +22,15 @@ class Timing:
 
 
 def span_us(run: Callable[[], Any], runs: int) -> float:
-    """Microseconds from the first of `runs` dispatches to the end of the last one's work; none is waited for."""
+    """Microseconds from the first of `runs` dispatches to the end of the last one's work; none is waited for.
+
+    An output is let go before the next run, which can then have its place: where buffers move, XLA sends all kernels of
+    a command buffer anew, and the host may take longer than the device.
+    """
     start = time.perf_counter()
     last = None
     for _ in range(runs):
+        last = None
         last = run()
     jax.block_until_ready(last)
     return (time.perf_counter() - start) * 1e6

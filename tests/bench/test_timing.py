@@ -1,12 +1,13 @@
 """Spans are divided by what ran in them, and profiles are summed by kernel."""
 
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.timing import measure, profiled, read_profile
+from bench.timing import measure, profiled, read_profile, span_us
 
 GPU_SPACE = """
 planes {
@@ -43,6 +44,19 @@ def test_profiled_runs_on_a_cpu_and_finds_no_kernels():
     profile = profiled(lambda: step(x), runs=2)
     assert profile.kernel_us == {}
     assert profile.busy_share is None
+
+
+def test_a_span_lets_go_of_each_output_before_the_next_run():
+    outputs = []
+
+    def run():
+        assert all(output() is None for output in outputs)
+        last = jnp.zeros(1000)
+        outputs.append(weakref.ref(last))
+        return last
+
+    span_us(run, 3)
+    assert len(outputs) == 3
 
 
 def test_measure_divides_by_runs_and_calls():
