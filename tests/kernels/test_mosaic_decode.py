@@ -141,13 +141,13 @@ _LOWERED = itertools.product(("bfloat16", "float16"), (64, 80, 96, 128, 192, 256
 )
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
 def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
-    for group_size, num_tokens in ((4, 1), (5, 3)):
+    for group_size, num_tokens, num_seqs in ((4, 1, 4), (5, 3, 4), (4, 1, 1)):
         spec = AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, page_layout=page_layout)
         page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
         pages = jax.ShapeDtypeStruct((3, 10, *page, head_dim), dtype)
-        q = jax.ShapeDtypeStruct((4, num_tokens, spec.num_q_heads, head_dim), dtype)
-        ints = jax.ShapeDtypeStruct((4,), jnp.int32)
-        table = jax.ShapeDtypeStruct((4, 6), jnp.int32)
+        q = jax.ShapeDtypeStruct((num_seqs, num_tokens, spec.num_q_heads, head_dim), dtype)
+        ints = jax.ShapeDtypeStruct((num_seqs,), jnp.int32)
+        table = jax.ShapeDtypeStruct((num_seqs, 6), jnp.int32)
 
         def decode(q, k_pages, v_pages, table, lens, layer, spec=spec):
             options = AttentionOptions(layer_index=layer)
