@@ -46,7 +46,7 @@ def make_local_attention_virtual_batches(
 
     Raises:
         ValueError: `attn_chunk_size` is no positive multiple of a positive `page_size`, or an array is none of
-            integers, or of another size than the others.
+            integers, or of another size than the others; offsets fall, or a length is negative.
     """
     _check_sizes(attn_chunk_size, page_size)
     query_start_loc_np = host_integers("query_start_loc_np", query_start_loc_np, "batch_size + 1")
@@ -58,7 +58,12 @@ def make_local_attention_virtual_batches(
             "`query_start_loc_np` must have an entry more than `seq_lens_np`, and `block_table` a row for each. "
             f"Got {sizes[0]} requests, {sizes[1]} and {block_table.shape}."
         )
-    cuts = _cuts(np, attn_chunk_size, np.diff(query_start_loc_np), seq_lens_np)
+    q_lens = np.diff(query_start_loc_np)
+    if query_start_loc_np[0] != 0 or (q_lens < 0).any():
+        raise ValueError(f"`query_start_loc_np` must start at 0 and never fall. Got {query_start_loc_np.tolist()}.")
+    if (seq_lens_np < 0).any():
+        raise ValueError(f"`seq_lens_np` must be lengths of at least 0. Got {seq_lens_np.tolist()}.")
+    cuts = _cuts(np, attn_chunk_size, q_lens, seq_lens_np)
     ends = np.cumsum(cuts.counts, dtype=np.int32)
     sequence = np.repeat(np.arange(len(seq_lens_np)), cuts.counts)
     index = np.arange(len(sequence), dtype=np.int32) - (ends - cuts.counts)[sequence]

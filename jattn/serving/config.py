@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jattn.arguments import whole_number
+from jattn.arguments import instance, whole_number
 from jattn.compiled_steps import power_of_two_buckets
 from jattn.serving.drafting import Drafter, check_drafter, check_drafter_fits
 
@@ -74,6 +74,9 @@ class EngineConfig:
             if value is not None or field.type is int:
                 rule = f"`{field.name}` must be a whole number of at least {least}."
                 object.__setattr__(self, field.name, whole_number(value, rule, least))
+        for name in ("full_sampling", "debug_checks"):
+            instance(name, getattr(self, name), bool)
+        instance("mixed_steps", self.mixed_steps, bool, type(None))
         check_drafter(self.speculative)
         if self.speculative:
             check_drafter_fits(self.speculative, self.max_context_len)

@@ -1,7 +1,8 @@
 """The faces of the attention kernels: check, choose an implementation, run it."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,7 @@ def paged_decode(
     )
     page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     run = chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
+    _check_schedule(schedule, "paged_decode", q, k_pages, q.shape[0], q.shape[1], spec, page_size, implementation)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -112,6 +114,9 @@ def paged_extend(
 ) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Attention of ragged queries, the last of each sequence, over its pages.
 
+    Work is dealt out by query tokens and heads, and no sequence's keys are split: a sequence of few queries and very
+    many keys beside little else is faster by `paged_decode`.
+
     Args:
         cu_q_lens: Sequence b owns the queries cu_q_lens[b] .. cu_q_lens[b + 1] - 1; those from cu_q_lens[-1] on are
             padding, with output 0 and lse -inf.
@@ -139,6 +144,8 @@ def paged_extend(
     )
     page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec)
     run = chosen("paged_extend", q, k_pages, page_size, options, spec, implementation)
+    sizes = seq_lens.shape[0], q.shape[0]
+    _check_schedule(schedule, "paged_extend", q, k_pages, *sizes, spec, page_size, implementation)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -230,9 +237,13 @@ def make_schedule(
 
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
+        TypeError: JAX does not know `dtype` or `kv_dtype`.
     """
     if operation is None:
         operation = "paged_decode" if cu_q_lens is None else "paged_extend"
+    if operation not in get_args(Operation):
+        raise ValueError(f"`operation` must be one of {', '.join(get_args(Operation))}. Got operation={operation!r}.")
+    shapes.check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, max_seq_len, spec)
     dtype = jnp.dtype(dtype)
     call = AttentionCall(
         operation=operation,
@@ -248,6 +259,50 @@ def make_schedule(
         return None
     kv_itemsize = jnp.dtype(call.kv_dtype).itemsize
     return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, kv_itemsize=kv_itemsize, max_seq_len=max_seq_len)
+
+
+def _check_schedule(
+    schedule: Any,
+    operation: Operation,
+    q: jax.Array,
+    k_pages: jax.Array,
+    num_seqs: int,
+    num_tokens: int,
+    spec: AttentionSpec,
+    page_size: int,
+    implementation: str | None,
+) -> None:
+    """Refuses a work list of another call: its kernel would read what is not there.
+
+    Raises:
+        ValueError: It has not the form of what `make_schedule` makes for such calls.
+    """
+    if schedule is None:
+        return
+    make = functools.partial(
+        make_schedule,
+        spec=spec,
+        num_tokens=num_tokens,
+        dtype=q.dtype,
+        page_size=page_size,
+        kv_dtype=k_pages.dtype,
+        max_seq_len=page_size,
+        implementation=implementation,
+    )
+    lens, offsets = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_seqs, num_seqs + 1))
+    made = jax.eval_shape(make, lens, offsets if operation == "paged_extend" else None)
+    if made is not None and _form(schedule, spec) != _form(made, spec):
+        raise ValueError(
+            "`schedule` must be what `make_schedule` makes for as many sequences and tokens, the dtypes and the spec "
+            f"of the call. Got {shapes.brief(schedule)} that is not, for {num_tokens} tokens and {num_seqs} sequences "
+            f"of a `{operation}`."
+        )
+
+
+def _form(schedule: Any, spec: AttentionSpec) -> Any:
+    """Of which class, with which static fields and shapes; a `batch_invariant` one's depend on `max_seq_len`."""
+    leaves, tree = jax.tree.flatten(schedule)
+    return tree, None if spec.batch_invariant else [jnp.shape(leaf) for leaf in leaves]
 
 
 def chosen(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-_MOST_IDLE = 16  # one worker of so many may stay idle, and a share grow by as much
+_MOST_IDLE = 16  # one worker of so many may stay idle, and a share grow by what that leaves to the others
 
 
 @typing.no_type_check
@@ -24,27 +24,35 @@ class DecodeSchedule:
             all that its first copies wait for. All fields of a worker without items are 0.
         split: (sequence, first item, end item) of those of more than one part; -1 where there are fewer.
         block_kv: Keys a tile; static.
+        rules: Those of the spec that it is for, if it is known; static.
     """
 
     items: Int[Array, "W 5"]
     workers: Int[Array, "workers 7"]
     split: Int[Array, "most_split 3"]
     block_kv: int = dataclasses.field(metadata={"static": True})
+    rules: tuple[bool | int | None, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def split_evenly(
-    first_keys: Int[Array, " B"], end_keys: Int[Array, " B"], *, block_kv: int, workers: int
+    first_keys: Int[Array, " B"],
+    end_keys: Int[Array, " B"],
+    *,
+    block_kv: int,
+    workers: int,
+    rules: tuple[bool | int | None, ...] | None = None,
 ) -> DecodeSchedule:
     """Cuts the tiles of all sequences, one after the other, into equal shares, one a worker.
 
     A sequence is cut only where a share ends, so there are at most B + workers - 1 parts. Where that spares half of the
-    cuts or more, shares are up to a sixteenth larger and some workers idle, as it is for sequences of one length: 32 of
+    cuts or more, shares are up to a fifteenth larger and some workers idle, as it is for sequences of one length: 32 of
     them over 33 workers are not cut.
 
     Args:
         first_keys, end_keys: The keys that a sequence's queries see, by their numbers.
         block_kv: Keys a tile.
         workers: How many parts are worked on at the same time.
+        rules: Of the spec.
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
@@ -67,6 +75,7 @@ def split_evenly(
         workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, min(batch_size, workers)),
         block_kv=block_kv,
+        rules=rules,
     )
 
 
@@ -78,6 +87,7 @@ def split_at_multiples(
     tiles_a_part: int,
     max_keys: int,
     workers: int,
+    rules: tuple[bool | int | None, ...] | None = None,
 ) -> DecodeSchedule:
     """Cuts every sequence at the same multiples of a number of tiles, whatever else is in the batch.
 
@@ -106,6 +116,7 @@ def split_at_multiples(
         workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, batch_size),
         block_kv=block_kv,
+        rules=rules,
     )
 
 

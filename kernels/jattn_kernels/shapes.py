@@ -5,7 +5,7 @@ from typing import NamedTuple, get_args
 import jax.numpy as jnp
 
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout
+from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout, is_whole
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -71,6 +71,7 @@ def paged_geometry(
         return both, both
     if v_pages is None:
         raise ValueError("`v_pages` may be None only with a combined pool. Got combined_pool=None.")
+    check_are_arrays(v_pages=v_pages)
     k_pages_facts = page_geometry("k_pages", k_pages, layout=layout, combined_pool=None, layer_index=layer_index)
     v_pages_facts = page_geometry("v_pages", v_pages, layout=layout, combined_pool=None, layer_index=layer_index)
     if k_pages_facts[:-1] != v_pages_facts[:-1]:
@@ -82,6 +83,28 @@ def paged_geometry(
     return k_pages_facts, v_pages_facts
 
 
+def check_are_arrays(**values) -> None:
+    """Checks that all are arrays, of JAX, of NumPy or traced.
+
+    Raises:
+        ValueError: One has no shape or dtype.
+    """
+    for name, value in values.items():
+        if not all(hasattr(value, fact) for fact in ("ndim", "shape", "dtype")):
+            raise ValueError(f"`{name}` must be an array of JAX or NumPy. Got {brief(value)}.")
+
+
+def brief(value) -> str:
+    """What a value is, for a sentence: its type, or None."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _check_spec(spec) -> None:
+    if not isinstance(spec, AttentionSpec):
+        raise ValueError(f"`spec` must be an AttentionSpec. Got {brief(spec)}.")
+
+
 def check_paged_decode(
     q, k_pages, v_pages, page_table, seq_lens, options: AttentionOptions, spec: AttentionSpec
 ) -> int:
@@ -90,6 +113,8 @@ def check_paged_decode(
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    _check_spec(spec)
+    check_are_arrays(q=q, k_pages=k_pages, page_table=page_table, seq_lens=seq_lens)
     _check_queries(q, ("B", "Q", "N", "H"), spec)
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     check_one_row_a_sequence("q", q, seq_lens)
@@ -105,6 +130,8 @@ def check_paged_extend(
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    _check_spec(spec)
+    check_are_arrays(q=q, k_pages=k_pages, page_table=page_table, seq_lens=seq_lens, cu_q_lens=cu_q_lens)
     _check_queries(q, ("T", "N", "H"), spec)
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
@@ -118,6 +145,8 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    _check_spec(spec)
+    check_are_arrays(q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens)
     _check_queries(q, ("T", "N", "H"), spec)
     stacked = options.layer_index is not None
     for name, array, width in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
@@ -146,6 +175,25 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
     )
 
 
+def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, max_seq_len, spec: AttentionSpec) -> None:
+    """Checks what a work list is made of.
+
+    Raises:
+        ValueError: A shape, a dtype or a size is wrong.
+    """
+    _check_spec(spec)
+    check_are_arrays(seq_lens=seq_lens)
+    if seq_lens.ndim != 1 or seq_lens.shape[0] < 1:
+        raise ValueError(f"`seq_lens` must be [B] with B at least 1. Got seq_lens.shape={seq_lens.shape}.")
+    check_int32("seq_lens", seq_lens, seq_lens.shape)
+    if cu_q_lens is not None:
+        check_are_arrays(cu_q_lens=cu_q_lens)
+        check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
+    for name, size in (("num_tokens", num_tokens), ("max_seq_len", max_seq_len)):
+        if (size is None and name == "num_tokens") or (size is not None and not (is_whole(size) and size >= 1)):
+            raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={size!r}.")
+
+
 def check_merge(outs, lses) -> None:
     """Checks the parts of a merge.
 
@@ -157,6 +205,8 @@ def check_merge(outs, lses) -> None:
             "`lses` must have the shape of `outs` without its last axis, and at least one part. "
             f"Got outs.shape={outs.shape}, lses.shape={lses.shape}."
         )
+    for name, array in (("outs", outs), ("lses", lses)):
+        check_float(name, array)
 
 
 def check_int32(name: str, array, shape: tuple[int, ...]) -> None:
@@ -216,9 +266,12 @@ def _check_pages(
         ("v_pages", v_pages, v_facts, spec.value_dim),
     ):
         if (facts.num_kv_heads, facts.head_dim) != (spec.num_kv_heads, width):
+            heads = (
+                f"page_size, {spec.num_kv_heads}" if spec.page_layout == "NHD" else f"{spec.num_kv_heads}, page_size"
+            )
             raise ValueError(
                 f"`{name}` must have num_kv_heads={spec.num_kv_heads} heads of width {width} in layout "
-                f"{spec.page_layout}. Got {name}.shape={pages.shape}."
+                f"{spec.page_layout}, [..., {heads}, {width}]. Got {name}.shape={pages.shape}."
             )
     check_dtypes("q", q, "k_pages", k_pages)
     check_table(page_table, seq_lens)
@@ -262,6 +315,10 @@ def check_dtypes(q_name: str, q, kv_name: str, kv) -> None:
     """
     for name, array in ((q_name, q), (kv_name, kv)):
         check_float(name, array)
+    if q.dtype.name in _FP8 and kv.dtype.name not in _FP8:
+        raise ValueError(
+            f"`{q_name}` in fp8 needs `{kv_name}` in fp8. Got {q_name}.dtype={q.dtype}, {kv_name}.dtype={kv.dtype}."
+        )
     if kv.dtype.name not in _FP8:
         same_dtype(q_name, q, kv_name, kv)
 
@@ -286,8 +343,11 @@ def check_options(
     """
     for name, shape in (("q_start", (num_seqs,)), ("kv_start", (num_seqs,)), ("q_positions", q_shape)):
         if getattr(options, name) is not None:
+            check_are_arrays(**{name: getattr(options, name)})
             check_int32(name, getattr(options, name), shape)
     mask = options.custom_mask
+    if mask is not None:
+        check_are_arrays(custom_mask=mask)
     if mask is not None and (mask.dtype != jnp.bool_ or mask.ndim != 1):
         raise ValueError(
             f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
@@ -306,6 +366,8 @@ def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    if array is not None:
+        check_are_arrays(**{name: array})
     if array is not None and (array.shape != (spec.num_q_heads,) or array.dtype.name not in _FLOATS):
         raise ValueError(
             f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Literal
 
 PageLayout = Literal["NHD", "HND"]
@@ -56,9 +57,16 @@ class AttentionSpec:
     batch_invariant: bool = False
 
     def __post_init__(self):
+        for name in ("causal", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be True or False. Got {name}={getattr(self, name)!r}.")
+        for name in ("sm_scale", "logits_soft_cap", "rope_theta", "rope_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
+                raise ValueError(f"`{name}` must be a number known when tracing. Got {name}={value!r}.")
         for name in ("num_q_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
-            if not _is_whole(value) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={value!r}.")
         if self.num_q_heads % self.num_kv_heads:
             raise ValueError(
@@ -67,7 +75,7 @@ class AttentionSpec:
             )
         for name, least in (("v_head_dim", 1), ("window_left", 0), ("window_right", 0), ("chunk_size", 1)):
             value = getattr(self, name)
-            if value is not None and not (_is_whole(value) and least <= value <= _INT32_MAX):
+            if value is not None and not (is_whole(value) and least <= value <= _INT32_MAX):
                 raise ValueError(
                     f"`{name}` must be None (off) or a whole number in {least} .. {_INT32_MAX}. Got {name}={value!r}."
                 )
@@ -105,10 +113,16 @@ class AttentionSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
+    def rules(self) -> tuple[bool | int | None, ...]:
+        """What a work list depends on beside shapes: which keys are seen, and whether the batch may matter."""
+        return self.causal, self.window_left, self.window_right, self.chunk_size, self.batch_invariant
+
+    @property
     def scale(self) -> float:
         """The softmax scale in force."""
         return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale
 
 
-def _is_whole(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_whole(value) -> bool:
+    """Whether a value is an integer, of Python or NumPy."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

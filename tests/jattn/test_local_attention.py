@@ -1,5 +1,6 @@
 """Virtual batches are the chunks of the requests, and attention over them is chunked attention."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,9 @@ from jattn.local_attention import (
     max_virtual_batches,
     pad_local_attention_virtual_batches,
 )
-from jattn_kernels import AttentionSpec, paged_decode, paged_extend
+from jattn_kernels import AttentionSpec, attention, paged_decode, paged_extend
+from jattn_kernels.call import Device
+from tests.kernels.extend_calls import interpreted_in_few_blocks
 
 padded = jax.jit(pad_local_attention_virtual_batches, static_argnums=(0, 4, 5))
 
@@ -117,6 +120,19 @@ def test_virtual_batches_of_chunks_that_cut_a_page_are_refused(chunk_size, page_
         padded(chunk_size, *(jnp.asarray(x) for x in arguments), page_size, 3)
 
 
+@pytest.mark.parametrize(
+    ("starts", "lens", "sentence"),
+    [
+        ([0, 5, 2], [5, 5], r"`query_start_loc_np` must start at 0 and never fall\. Got \[0, 5, 2\]"),
+        ([1, 2, 3], [5, 5], r"`query_start_loc_np` must start at 0 and never fall\. Got \[1, 2, 3\]"),
+        ([0, 2, 3], [5, -5], r"`seq_lens_np` must be lengths of at least 0\. Got \[5, -5\]"),
+    ],
+)
+def test_virtual_batches_of_lengths_below_0_are_refused(starts, lens, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make_local_attention_virtual_batches(4, np.array(starts), np.array(lens), table_of(2, 4), 2)
+
+
 def test_virtual_batches_of_no_tokens_are_refused():
     arguments = (jnp.asarray(x) for x in (offsets([0]), np.array([0], np.int32), table_of(1, 4)))
     with pytest.raises(ValueError, match=r"`num_tokens` must be at least 1. Got num_tokens=0"):
@@ -144,6 +160,25 @@ def test_extend_over_virtual_batches_is_chunked_attention(rules):
     for one, other in zip(whole, local, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     assert np.isfinite(whole[1]).any()
+
+
+@pytest.mark.parametrize("rules", [{}, {"window_left": 40}], ids=["plain", "window"])
+def test_hoppers_extend_over_virtual_batches_is_chunked_attention(monkeypatch, rules):
+    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    chunk_size, page_size, tokens = 64, 16, 40
+    q_lens, kv_lens = [13, 0, 5, 9], np.array([140, 12, 5, 66], np.int32)
+    cu, table = jnp.asarray(offsets(q_lens)), jnp.asarray(table_of(4, 9))
+    arrays = random(0, tokens, 2, 64), random(1, 37, page_size, 1, 64), random(2, 37, page_size, 1, 64)
+    extend = functools.partial(paged_extend, *(x.astype(jnp.bfloat16) for x in arrays), return_lse=True)
+    spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64, **rules)
+    with interpreted_in_few_blocks():
+        whole = extend(table, jnp.asarray(kv_lens), cu, spec=dataclasses.replace(spec, chunk_size=chunk_size))
+        _, cu, kv_lens, table = padded(chunk_size, cu, jnp.asarray(kv_lens), table, page_size, tokens)
+        local = extend(table, kv_lens, cu, spec=spec)
+        for one, other in zip(whole, local, strict=True):
+            owned = np.asarray(one, np.float32)[: sum(q_lens)], np.asarray(other, np.float32)[: sum(q_lens)]
+            np.testing.assert_allclose(*owned, rtol=1e-2, atol=1e-2)
+            assert np.abs(owned[0]).max() > 0.1
 
 
 def test_decode_over_virtual_batches_is_chunked_attention():

@@ -106,12 +106,12 @@ def build(case: Case, seed: int = 0) -> Inputs:
     kwargs |= _places(case, q_lens, kv_lens, q.shape[:-2], rng) | _factors(case, num_rows, rng)
 
     queries = (q.astype(jnp.dtype(case.dtype)),)
-    if case.operation == "ragged_extend":
-        k, v = (_ragged(parts, case.kv_dtype or case.dtype) for parts in keys_and_values)
-        return _on_the_device((*queries, k, v, _ints(cu_q_lens), _ints(_offsets(kv_lens))), kwargs)
-    pages, page_table = _paged(case, keys_and_values, kv_lens, rng)
     if case.layer_index is not None:
         kwargs["layer_index"] = _ints(case.layer_index)
+    if case.operation == "ragged_extend":
+        k, v = (_ragged(parts, case) for parts in keys_and_values)
+        return _on_the_device((*queries, k, v, _ints(cu_q_lens), _ints(_offsets(kv_lens))), kwargs)
+    pages, page_table = _paged(case, keys_and_values, kv_lens, rng)
     if case.is_mla:
         queries = tuple(np.split(queries[0], [spec.value_dim], axis=-1))
     offsets = () if case.is_decode else (_ints(cu_q_lens),)
@@ -181,9 +181,11 @@ def _offsets(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _ragged(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+def _ragged(parts: list[np.ndarray], case: Case) -> np.ndarray:
     unowned = np.full((UNUSED_KEYS, *parts[0].shape[1:]), np.nan)
-    return np.concatenate([*parts, unowned]).astype(np.float32).astype(jnp.dtype(dtype))
+    rows = np.concatenate([*parts, unowned]).astype(np.float32)
+    rows = rows if case.num_layers is None else _among_layers(rows, case)
+    return rows.astype(jnp.dtype(case.kv_dtype or case.dtype))
 
 
 def _paged(

@@ -1,6 +1,7 @@
 """Which implementation is chosen, and the sentences when none is."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -189,6 +190,25 @@ def test_make_schedule_asks_about_the_calls_that_it_is_for(monkeypatch, operatio
     schedule = make_schedule(jnp.array([9, 300], jnp.int32), **facts, kv_dtype=kv_dtype, operation=operation)
     served_by_mosaic = operation is None and kv_dtype in (None, jnp.bfloat16)
     assert (schedule is not None) == served_by_mosaic
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"operation": "decode"}, r"`operation` must be one of paged_decode, .* Got operation='decode'"),
+        ({"num_tokens": 0}, r"`num_tokens` must be a whole number of at least 1\. Got num_tokens=0"),
+        ({"max_seq_len": 0}, r"`max_seq_len` must be a whole number of at least 1\. Got max_seq_len=0"),
+        ({"seq_lens": [9]}, r"`seq_lens` must be an array of JAX or NumPy\. Got a list"),
+        ({"seq_lens": jnp.zeros(2)}, r"`seq_lens` must be int32 \[2\]"),
+        ({"seq_lens": jnp.zeros(0, jnp.int32)}, r"`seq_lens` must be \[B\] with B at least 1"),
+        ({"cu_q_lens": jnp.zeros(2, jnp.int32)}, r"`cu_q_lens` must be int32 \[3\]"),
+    ],
+)
+def test_make_schedule_says_what_is_wrong(change, sentence):
+    unchecked = inspect.unwrap(make_schedule)  # as users have it, whose types nobody checks
+    facts = {"seq_lens": jnp.ones(2, jnp.int32), "spec": SPEC, "num_tokens": 1, "dtype": "float32", "page_size": 16}
+    with pytest.raises(ValueError, match=sentence):
+        unchecked(**(facts | change))
 
 
 def test_default_device_follows_the_configuration():

@@ -1,8 +1,6 @@
 """On an NVIDIA GPU, every implementation against the oracle: the table of cases, and cases of kernels' sizes."""
 
 import functools
-import itertools
-from typing import Any
 
 import chex
 import jax
@@ -10,333 +8,17 @@ import jax.numpy as jnp
 import pytest
 
 import jattn_kernels
-from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import IMPLEMENTATIONS
 from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
-from tests.kernels.cases import CASES, Case, assert_close, build
+from tests.kernels.cases import CASES, assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
+from tests.kernels.kernel_cases import KERNEL_SIZED, case_of, spec_of
 
 pytestmark = pytest.mark.gpu
 
 HOPPER = (9, 0)
-# Off, on and just past a tile's end, empty, and long enough to be split.
-_LENS = (130, 1, 64, 0, 257, 1500)
-_BATCHES: dict[Any, dict[str, Any]] = {
-    "paged_decode": {"q_lens": (1,) * 6, "padding_rows": 2},
-    "paged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
-    "ragged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
-}
-
-
-def _spec(**fields: Any) -> AttentionSpec:
-    return AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, **fields})
-
-
-def _case(operation: Any, name: str, **fields: Any) -> Case:
-    given = {"spec": _spec(), "kv_lens": _LENS, "page_size": 16, "dtype": "bfloat16", **_BATCHES[operation], **fields}
-    return Case(name=f"{operation}_{name}", operation=operation, **given)
-
-
-def _kernel_sized(operation: Any) -> list[Case]:
-    """What the kernels of an NVIDIA GPU are made for; none of them may be refused on Hopper."""
-    widths = [
-        _case(operation, f"{dtype}_dim_{head_dim}", dtype=dtype, spec=_spec(head_dim=head_dim))
-        for dtype, head_dim in itertools.product(("bfloat16", "float16"), (64, 128, 256))
-    ]
-    pages = [
-        _case(
-            operation,
-            f"{layout}_page_{page_size}_dim_{head_dim}",
-            page_size=page_size,
-            spec=_spec(page_layout=layout, head_dim=head_dim),
-        )
-        for layout, page_size, head_dim in itertools.product(("NHD", "HND"), (8, 64, 128), (64, 128))
-    ]
-    groups = [
-        _case(operation, f"group_{q // kv}_of_{kv}", spec=_spec(num_q_heads=q, num_kv_heads=kv))
-        for q, kv in ((2, 2), (5, 1), (8, 1), (16, 1), (32, 8))
-    ]
-    others = [
-        _case(operation, "not_causal", spec=_spec(causal=False)),
-        _case(operation, "layers", num_layers=3, layer_index=1),
-        _case(operation, "kv_start", kv_start=(5, 0, 3, 64, 0, 7)),
-        _case(operation, "q_start", kv_start=(5, 0, 3, 64, 0, 7), q_start=(90, 0, 3, 64, 200, 1000)),
-        _case(operation, "sm_scale", spec=_spec(sm_scale=0.25)),
-    ]
-    return [*widths, *pages, *groups, *others]
-
-
-def _decode_features() -> list[Case]:
-    """What decode does beyond masking by length, alone and together, at lengths that are split."""
-    verify = {"q_lens": (6,) * 6, "kv_lens": (130, 6, 64, 0, 257, 1500)}
-    cases = [
-        *((f"dim_{dim}_{value}", {"spec": _spec(head_dim=dim, v_head_dim=value)}) for dim, value in _WIDTHS),
-        ("dim_80_hnd_page_64", {"spec": _spec(head_dim=80, page_layout="HND"), "page_size": 64}),
-        ("page_256", {"page_size": 256}),
-        ("combined_pages_first", {"spec": _spec(combined_pool="pages_first")}),
-        ("combined_kv_first", {"spec": _spec(combined_pool="kv_first"), "num_layers": 2, "layer_index": 1}),
-        ("window", {"spec": _spec(window_left=200)}),
-        ("window_verify", {"spec": _spec(window_left=100), **verify}),
-        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=3), **verify}),
-        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
-        ("soft_cap", {"spec": _spec(logits_soft_cap=5.0, sm_scale=0.5)}),
-        ("alibi", {"alibi": True}),
-        ("alibi_group_1", {"alibi": True, "spec": _spec(num_kv_heads=8)}),
-        ("alibi_verify", {"alibi": True, "spec": _spec(causal=False), **verify}),
-        ("sinks", {"sinks": True}),
-        ("scales", {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}),
-        ("q_positions", {"q_positions": True, **verify}),
-        ("custom_mask", {"custom_mask": True, **verify}),
-        ("custom_mask_of_one_token", {"custom_mask": True, "spec": _spec(window_left=100)}),
-        ("tree", {"tree": (-1, 0, 0, 1, 1, -1), "spec": _spec(num_q_heads=32, window_left=100), **verify, **_NO_EMPTY}),
-        *(
-            (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})
-            for kv, q, dim in itertools.product(_FP8, ("bfloat16", "float8_e4m3fn"), (64, 128, 256))
-        ),
-        ("fp8_verify_window_hnd", {**_FP8_KEYS, **verify, "spec": _spec(window_left=100, page_layout="HND")}),
-        ("fp8_float16_queries", {**_FP8_KEYS, "dtype": "float16"}),
-        ("fp8_dim_192_128", {**_FP8_KEYS, "q_scale": "rows", "spec": _spec(head_dim=192, v_head_dim=128)}),
-        ("everything_verify", {**_EVERYTHING, **verify, "kv_start": (5, 0, 3, 64, 0, 7)}),
-        ("everything_verify_mask", {**_EVERYTHING, **verify, "custom_mask": True, "q_positions": True}),
-        *((f"rope_dim_{dim}", {"spec": _spec(rope_theta=1e4, head_dim=dim)}) for dim in (128, 256)),
-        ("rope_verify", {"spec": _spec(rope_theta=5e5, rope_scale=8.0), **verify, "kv_start": (5, 0, 3, 64, 0, 70000)}),
-        ("rope_fp8", {**_FP8_KEYS, "spec": _spec(rope_theta=1e4)}),
-        ("invariant", {"spec": _spec(batch_invariant=True), "kv_lens": (1024, 1, 64, 0, 1025, 3000)}),
-        ("all", {"alibi": True, "sinks": True, "spec": _spec(logits_soft_cap=5.0, window_left=300), **verify}),
-    ]
-    return [_case("paged_decode", name, **fields) for name, fields in cases]
-
-
-def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
-    """Pages of fp8: with each dtype of queries, pages of all sizes, and what else meets their factors or tiles."""
-    fp8 = _FP8_ROWS
-    queries = ("bfloat16", "float16", *_FP8)
-    return [
-        *(
-            (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": _spec(head_dim=dim)})
-            for kv, q, dim in itertools.product(_FP8, queries, (64, 128, 256))
-        ),
-        *(
-            (f"fp8_{layout}_page_{page_size}", {**fp8, "page_size": page_size, "spec": _spec(page_layout=layout)})
-            for layout, page_size in itertools.product(("NHD", "HND"), (8, 64, 128, 256))
-        ),
-        *(
-            (f"fp8_dim_{dim}_{value}", {**fp8, "spec": _spec(head_dim=dim, v_head_dim=value)})
-            for dim, value in ((192, 192), (192, 128), (128, 64), (64, 256), (256, 64))
-        ),
-        *(
-            (f"fp8_group_{q // kv}_of_{kv}", {**fp8, "spec": _spec(num_q_heads=q, num_kv_heads=kv)})
-            for q, kv in ((2, 2), (5, 1), (32, 8))
-        ),
-        ("fp8_without_scales", {**fp8, "kv_scale": None}),
-        ("fp8_scales_layers", {**_FP8_KEYS, "q_scale": "rows"}),
-        ("fp8_queries_scales", {**_FP8_KEYS, "dtype": "float8_e4m3fn", "q_scale": "rows"}),
-        (
-            "fp8_queries_group_7_dim_64",
-            {**fp8, "dtype": "float8_e4m3fn", "spec": _spec(num_q_heads=7, num_kv_heads=1, head_dim=64)},
-        ),
-        ("fp8_not_causal", {**fp8, "spec": _spec(causal=False)}),
-        ("fp8_window", {**fp8, "spec": _spec(window_left=100)}),
-        ("fp8_chunk", {**fp8, "spec": _spec(chunk_size=100), "kv_start": (5, 0, 3, 64, 0, 7)}),
-        ("fp8_combined", {**fp8, "spec": _spec(combined_pool="pages_first")}),
-        ("fp8_alibi_sinks", {**fp8, "alibi": True, "sinks": True}),
-        ("fp8_soft_cap_negative_scale", {**fp8, "spec": _spec(logits_soft_cap=5.0, sm_scale=-0.5)}),
-        ("fp8_negative_scale", {**fp8, "spec": _spec(sm_scale=-0.1)}),
-        ("fp8_mask_positions", {**fp8, "custom_mask": True, "q_positions": True}),
-        ("fp8_invariant", {**fp8, "spec": _spec(batch_invariant=True)}),
-        ("fp8_more_queries_than_keys", {**fp8, "kv_lens": (40, 0, 64, 1, 100, 9)}),
-    ]
-
-
-def _extend_rope() -> list[tuple[str, dict[str, Any]]]:
-    """Keys turned in the kernel: of all widths and dtypes, at positions near and far, beside other features."""
-    far = {"kv_start": (5, 0, 3, 64, 0, 70_000)}
-    dtypes = (("bfloat16", None), ("float16", None), ("bfloat16", _FP8[0]), (_FP8[1], _FP8[1]))
-    return [
-        *(
-            (f"rope_{q}_{kv}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "spec": _spec(head_dim=dim, rope_theta=1e4)})
-            for (q, kv), dim in itertools.product(dtypes, (64, 128, 192, 256))
-        ),
-        *(
-            (f"rope_page_{page_size}_hnd", {"page_size": page_size, "spec": _spec(rope_theta=1e4, page_layout="HND")})
-            for page_size in (8, 64, 256)
-        ),
-        ("rope_scale_far", {**far, "spec": _spec(rope_theta=5e5, rope_scale=8.0)}),
-        ("rope_q_positions", {**far, "q_positions": True, "spec": _spec(rope_theta=1e4)}),
-        ("rope_q_start", {"q_start": (90, 0, 3, 64, 200, 1000), "spec": _spec(rope_theta=1e4)}),
-        ("rope_dim_192_128", {"spec": _spec(rope_theta=1e4, head_dim=192, v_head_dim=128)}),
-        ("rope_not_causal_group_1", {"spec": _spec(rope_theta=1e4, causal=False, num_kv_heads=8)}),
-        ("rope_window_combined", {"spec": _spec(rope_theta=1e4, window_left=100, combined_pool="kv_first")}),
-        ("rope_alibi_cap", {"alibi": True, "spec": _spec(rope_theta=1e4, logits_soft_cap=5.0, sm_scale=-0.5)}),
-        (
-            "rope_scales_layers",
-            {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "spec": _spec(rope_theta=1e4)},
-        ),
-        ("rope_fp8_scales", {**_FP8_KEYS, **far, "q_scale": "rows", "spec": _spec(rope_theta=1e4, window_left=100)}),
-        ("rope_invariant", {"spec": _spec(rope_theta=1e4, batch_invariant=True)}),
-    ]
-
-
-def _extend_features() -> list[Case]:
-    """What extend does beyond the causal rule, alone and together, with windows that begin past the first tile."""
-    few_keys = {"kv_lens": (40, 0, 64, 1, 100, 9)}
-    tree = {"q_lens": (6,) * 6, **_NO_EMPTY, "tree": (-1, 0, 0, 1, 1, -1), "padding_tokens": 5}
-    cases = [
-        *(
-            (f"dim_{dim}_{value}", {"spec": _spec(head_dim=dim, v_head_dim=value)})
-            for dim, value in (*itertools.product((64, 128, 192, 256), repeat=2), *_NARROW_WIDTHS)
-        ),
-        *(
-            (f"dim_{dim}_group_{group}_page_{page}_{layout}", {"page_size": page, "spec": spec})
-            for dim, group, page, layout in (
-                (80, 7, 8, "HND"),
-                (80, 5, 64, "NHD"),
-                (80, 8, 256, "HND"),
-                (96, 7, 32, "NHD"),
-                (96, 1, 128, "HND"),
-            )
-            for spec in [_spec(num_q_heads=2 * group, head_dim=dim, page_layout=layout)]
-        ),
-        (
-            "dim_80_window_soft_cap_alibi",
-            {"alibi": True, "spec": _spec(head_dim=80, window_left=100, logits_soft_cap=5.0)},
-        ),
-        ("dim_96_custom_mask", {"custom_mask": True, "dtype": "float16", "spec": _spec(head_dim=96)}),
-        ("dim_80_combined_layers", {"spec": _spec(head_dim=80, combined_pool="kv_first"), **_LAYERS}),
-        ("page_256", {"page_size": 256}),
-        ("page_256_dim_256_hnd", {"page_size": 256, "spec": _spec(head_dim=256, page_layout="HND")}),
-        ("combined_pages_first", {"spec": _spec(combined_pool="pages_first")}),
-        ("combined_kv_first", {"spec": _spec(combined_pool="kv_first"), "num_layers": 2, "layer_index": 1}),
-        *(
-            (f"window_{left}_group_{group}", {"spec": _spec(window_left=left, num_kv_heads=8 // group)})
-            for left, group in itertools.product((0, 20, 200), (1, 4, 8))
-        ),
-        ("window_more_queries_than_keys", {"spec": _spec(window_left=20), **few_keys}),
-        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=30)}),
-        ("window_right", {"spec": _spec(causal=False, window_right=3)}),
-        ("window_q_start", {"spec": _spec(window_left=50), "q_start": (90, 0, 3, 64, 200, 1000)}),
-        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
-        ("chunk_and_window", {"spec": _spec(chunk_size=100, window_left=64, num_kv_heads=8)}),
-        *((f"soft_cap_dim_{dim}", {"spec": _spec(logits_soft_cap=5.0, head_dim=dim)}) for dim in (64, 128, 256)),
-        ("soft_cap_negative_scale", {"spec": _spec(logits_soft_cap=5.0, sm_scale=-0.5)}),
-        ("alibi", {"alibi": True}),
-        ("alibi_not_causal", {"alibi": True, "spec": _spec(causal=False, num_kv_heads=8)}),
-        ("alibi_q_start", {"alibi": True, "q_start": (90, 0, 3, 64, 200, 1000)}),
-        ("alibi_window", {"alibi": True, "spec": _spec(window_left=100)}),
-        ("sinks", {"sinks": True}),
-        ("scales", {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}),
-        ("q_positions", {"q_positions": True}),
-        ("q_positions_window_alibi", {"q_positions": True, "alibi": True, "spec": _spec(window_left=100)}),
-        *(
-            (f"custom_mask_dim_{dim}_group_{group}", {"custom_mask": True, "spec": spec})
-            for dim, group in itertools.product((64, 128, 256), (1, 4, 8))
-            for spec in [_spec(head_dim=dim, num_kv_heads=8 // group)]
-        ),
-        ("custom_mask_window", {"custom_mask": True, "spec": _spec(window_left=100)}),
-        ("tree", {**tree, "spec": _spec(num_q_heads=32, window_left=100)}),
-        ("invariant", {"spec": _spec(batch_invariant=True)}),
-        *_extend_fp8(),
-        *_extend_rope(),
-        (
-            "all",
-            {
-                "custom_mask": True,
-                "q_positions": True,
-                "alibi": True,
-                "sinks": True,
-                "num_layers": 2,
-                "layer_index": 1,
-                "q_scale": "rows",
-                "kv_scale": "rows",
-                "spec": _spec(logits_soft_cap=5.0, window_left=300, head_dim=192, v_head_dim=128),
-            },
-        ),
-    ]
-    return [_case("paged_extend", name, **fields) for name, fields in cases]
-
-
-def _ragged_features() -> list[Case]:
-    """Keys that are not paged, whose requests begin at any row, at sizes of arrays that divide by 8 and do not."""
-    cases = [
-        *(
-            (f"{dtype}_dim_{dim}_{value}", {"dtype": dtype, "spec": _spec(head_dim=dim, v_head_dim=value)})
-            for dtype, (dim, value) in itertools.product(
-                ("bfloat16", "float16"),
-                ((64, 64), (80, 80), (96, 96), (80, 128), (128, 128), (192, 128), (192, 192), (256, 256)),
-            )
-        ),
-        *(
-            (f"group_{q}_of_{kv}", {"spec": _spec(num_q_heads=q, num_kv_heads=kv)})
-            for q, kv in ((2, 2), (5, 1), (32, 8))
-        ),
-        *((f"one_of_{keys}_keys", {"q_lens": (9,), "kv_lens": (keys,)}) for keys in (5, 128, 1000)),
-        ("encoder", {"spec": _spec(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
-        ("window_of_both_sides", {"spec": _spec(causal=False, window_left=70, window_right=30)}),
-        ("window_soft_cap", {"spec": _spec(window_left=200, logits_soft_cap=5.0)}),
-        ("chunk", {"spec": _spec(chunk_size=256), "kv_start": (5, 0, 3, 64, 0, 7)}),
-        ("alibi_sinks", {"alibi": True, "sinks": True}),
-        ("q_scale", {"q_scale": "rows", "kv_scale": "heads"}),
-        ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": _spec(window_left=300)}),
-        ("invariant", {"spec": _spec(batch_invariant=True, window_left=200)}),
-        *((f"fp8_{q}", {**_FP8_ROWS, "dtype": q}) for q in ("bfloat16", "float16", *_FP8)),
-        ("fp8_window_soft_cap", {**_FP8_ROWS, "spec": _spec(window_left=200, logits_soft_cap=5.0)}),
-        *((f"rope_dim_{dim}", {"spec": _spec(head_dim=dim, rope_theta=1e4)}) for dim in (64, 128, 256)),
-        ("rope_fp8_window", {**_FP8_ROWS, "spec": _spec(rope_theta=1e4, window_left=200)}),
-        ("fp8_encoder", {**_FP8_ROWS, "spec": _spec(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
-    ]
-    return [_case("ragged_extend", name, **fields) for name, fields in cases]
-
-
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-_FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
-_FP8_ROWS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "heads"}
-_EVERYTHING = {
-    "alibi": True,
-    "sinks": True,
-    "num_layers": 2,
-    "layer_index": 1,
-    "q_scale": "rows",
-    "kv_scale": "rows",
-    "spec": _spec(logits_soft_cap=5.0, window_left=300, chunk_size=1024, page_layout="HND"),
-}
-_WIDTHS = ((80, 80), (96, 96), (192, 192), (192, 128), (64, 256))
-_NARROW_WIDTHS = (
-    (80, 80),
-    (96, 96),
-    (80, 96),
-    (96, 80),
-    (64, 80),
-    (96, 64),
-    (80, 128),
-    (192, 96),
-    (256, 80),
-    (96, 256),
-)
-_LAYERS = {"num_layers": 2, "layer_index": 1}
-_NO_EMPTY = {"kv_lens": (130, 6, 64, 7, 257, 1500)}  # each sequence holds the whole tree
-
-KERNEL_SIZED: tuple[Case, ...] = (
-    *_kernel_sized("paged_decode"),
-    *_decode_features(),
-    *(
-        _case("paged_decode", f"verify_{q}_group_{group}", q_lens=(q,) * 6, spec=_spec(num_kv_heads=8 // group))
-        for q, group in ((2, 1), (4, 8), (9, 8), (16, 8))
-    ),
-    *(
-        # As many sequences, two of them padding, as extend's kernel needs to be given the call.
-        _case("paged_decode", f"verify_{q}_of_66", q_lens=(q,) * 64, kv_lens=tuple(n * 37 % 700 for n in range(64)))
-        for q in (12, 16, 40)
-    ),
-    _case("paged_decode", "verify_16_dim_256", q_lens=(16,) * 6, spec=_spec(head_dim=256)),
-    _case("paged_decode", "one_long", kv_lens=(5000,), q_lens=(1,), spec=_spec(num_q_heads=4, num_kv_heads=1)),
-    _case("paged_decode", "long_beside_short", kv_lens=(5000, *range(20)), q_lens=(1,) * 21),
-    *_kernel_sized("paged_extend"),
-    *_extend_features(),
-    *_ragged_features(),
-    _case("paged_extend", "more_queries_than_keys", kv_lens=(40, 0, 64, 1, 100, 9)),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -403,7 +85,7 @@ def test_mosaic_extend_readies_keys_the_other_way_too(monkeypatch, case):
 def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(facts, kv_dtype):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    spec = _spec(batch_invariant=True, **facts)
+    spec = spec_of(batch_invariant=True, **facts)
     prompt = chunked_prompt(spec, num_tokens=1000, cut=333, kv_dtype=kv_dtype)
     attend = functools.partial(jattn_kernels.paged_extend, spec=spec, return_lse=True, implementation="mosaic")
     for alone, beside in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
@@ -414,7 +96,7 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
 def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(kv_dtype):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    spec = _spec(batch_invariant=True)
+    spec = spec_of(batch_invariant=True)
     prompt = prompt_behind(spec, num_tokens=1000, kv_dtype=kv_dtype)
     attend = functools.partial(jattn_kernels.ragged_extend, spec=spec, return_lse=True, implementation="mosaic")
     for alone, behind in zip(attend(*prompt.whole), attend(*prompt.chunked), strict=True):
@@ -426,8 +108,8 @@ def test_mosaic_decode_of_a_request_is_the_same_to_the_bit_in_any_batch(kv_dtype
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
     lens = (700, 3000, 1025, 64, 5000, 0, 2)
-    case = _case(
-        "paged_decode", "bits", spec=_spec(batch_invariant=True), kv_lens=lens, q_lens=(1,) * 7, padding_rows=0
+    case = case_of(
+        "paged_decode", "bits", spec=spec_of(batch_invariant=True), kv_lens=lens, q_lens=(1,) * 7, padding_rows=0
     )
     q, *pools, page_table, seq_lens = build(case).args
     pools = [pool.astype(kv_dtype) for pool in pools]

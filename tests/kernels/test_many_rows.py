@@ -74,7 +74,7 @@ def test_a_work_list_of_the_other_kernel_is_refused(hopper, made_for, num_tokens
     table = jax.ShapeDtypeStruct((64, 6), jnp.int32)
     make = functools.partial(make_schedule, spec=SPEC, num_tokens=made_for, dtype=jnp.bfloat16, page_size=16)
     schedule = jax.eval_shape(make, lens)
-    with pytest.raises(ValueError, match=f"Got a {kind} for {num_tokens} tokens of 64 sequences"):
+    with pytest.raises(ValueError, match=f"Got an? {kind} that is not, for {num_tokens} tokens and 64 sequences"):
         jax.eval_shape(functools.partial(paged_decode, spec=SPEC), q, pages, pages, table, lens, schedule=schedule)
 
 

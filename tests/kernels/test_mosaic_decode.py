@@ -69,6 +69,13 @@ INTERPRETED = [
         layer_index=1,
         spec={"num_q_heads": 8, "head_dim": 128},
     ),
+    case(
+        "fp8_dim_256",
+        kv_dtype="float8_e4m3fn",
+        q_len=2,
+        kv_lens=(70, 9),
+        spec={"num_q_heads": 12, "num_kv_heads": 3, "head_dim": 256},
+    ),
     case("fp8_one_kv_head", kv_dtype="float8_e4m3fn", kv_lens=(70,), spec={"num_q_heads": 2, "num_kv_heads": 1}),
     case("rope_verify", q_len=3, kv_lens=(70, 3), kv_start=(5, 7000), spec={"rope_theta": 5e5, "head_dim": 128}),
     case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
@@ -157,6 +164,7 @@ def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+FP8 = {"kv_dtype": "float8_e4m3fn"}
 _FEATURES = {
     "window": ({"window_left": 5}, {}),
     "chunk_soft_cap_negative_scale": ({"chunk_size": 64, "logits_soft_cap": 5.0, "sm_scale": -0.1}, {}),
@@ -168,8 +176,10 @@ _FEATURES = {
     "dim_80": ({"head_dim": 80}, {}),
     "dim_192_128": ({"head_dim": 192, "v_head_dim": 128}, {}),
     "invariant": ({"batch_invariant": True}, {}),
-    "fp8": ({}, {"kv_dtype": "float8_e4m3fn"}),
+    "fp8": ({}, FP8),
     "fp8_group_8": ({"num_kv_heads": 1}, {"kv_dtype": "float8_e5m2", "k_scale": ((3, 1), "float32")}),
+    "fp8_dim_192_128": ({"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 192, "v_head_dim": 128}, FP8),
+    "fp8_dim_256": ({"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 256}, FP8),
 }
 
 
@@ -180,10 +190,10 @@ def test_mosaic_decode_with_a_feature_lowers_for_cuda(feature, num_tokens):
     spec = AttentionSpec(**({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | fields))
     kv_dtype = options.get("kv_dtype", "bfloat16")
     given = {name: jax.ShapeDtypeStruct(*facts) for name, facts in options.items() if name != "kv_dtype"}
-    page = (16, 2) if spec.page_layout == "NHD" else (2, 16)
+    page = (16, spec.num_kv_heads) if spec.page_layout == "NHD" else (spec.num_kv_heads, 16)
     lead = (3, 10, 2) if spec.combined_pool else (3, 10)
     k, v = (jax.ShapeDtypeStruct((*lead, *page, width), kv_dtype) for width in (spec.head_dim, spec.value_dim))
-    q = jax.ShapeDtypeStruct((4, num_tokens, 8, spec.head_dim), "bfloat16")
+    q = jax.ShapeDtypeStruct((4, num_tokens, spec.num_q_heads, spec.head_dim), "bfloat16")
     ints, table = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 6), jnp.int32)
 
     def decode(q, k, v, table, lens, layer, given):

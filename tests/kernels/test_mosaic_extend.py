@@ -14,6 +14,7 @@ from jattn_kernels.mosaic.sm90 import extend
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
+from jattn_kernels.mosaic.sm90.extend_tile import TileRows, Unit
 from tests.kernels.cases import assert_close, build
 from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
 from tests.kernels.extend_calls import (
@@ -45,6 +46,21 @@ def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
     inputs = build(case)
     out, lse = attend(case, inputs)
     assert_close(case, inputs, out, lse)
+
+
+@pytest.mark.parametrize("window_left", [None, 300])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_rows_that_must_not_depend_on_others_have_all_tiles_masked(batch_invariant, window_left):
+    spec = AttentionSpec(
+        num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=batch_invariant, window_left=window_left
+    )
+    unit = Unit(item=0, heads=0, sequence=0, first=0, tokens=32, end_tile=5, limit=600, kv_len=632, first_tile=2)
+    ranges = None if window_left is None else (2, 3, 4, 5)
+    rows = TileRows(
+        spec=spec, block_kv=128, tile_tokens=16, unit=unit, tokens=jnp.int32(16), limit=jnp.int32(600), ranges=ranges
+    )
+    seen = {what for what, first, end in rows.spans() if what != "skip" and first < end}
+    assert seen == ({"masked"} if batch_invariant else {"masked", "whole"})
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])

@@ -1,6 +1,7 @@
 """Each sentence that a wrong shape or dtype becomes."""
 
 import dataclasses
+import inspect
 
 import jax.numpy as jnp
 import pytest
@@ -82,8 +83,14 @@ BAD_DECODE = [
     ({"q": zeros(3, 1, 4, 8, dtype=jnp.bfloat16)}, "`q` and `k_pages` must have one dtype"),
     ({"k_pages": zeros(2, 5, 16, 2, 8)}, r"`k_pages` must be \[P, page_size, K, H\], with a leading L exactly if"),
     (options(layer_index=0), r"`k_pages` must be \[L, P, page_size, K, H\], with a leading L exactly if"),
-    ({"spec": HND}, r"`k_pages` must have num_kv_heads=2 heads of width 8 in layout HND"),
-    ({"spec": NARROW}, r"`v_pages` must have num_kv_heads=2 heads of width 6"),
+    (
+        {"spec": HND},
+        r"`k_pages` must have num_kv_heads=2 heads of width 8 in layout HND, \[\.\.\., 2, page_size, 8\]\. Got",
+    ),
+    (
+        {"spec": NARROW},
+        r"`v_pages` must have num_kv_heads=2 heads of width 6 in layout NHD, \[\.\.\., page_size, 2, 6\]\. Got",
+    ),
     ({"v_pages": zeros(5, 8, 2, 8)}, "`k_pages` and `v_pages` must agree in all axes but the last"),
     ({"v_pages": zeros(5, 16, 2, 8, dtype=jnp.bfloat16)}, "`k_pages` and `v_pages` must have one dtype"),
     ({"v_pages": None}, "`v_pages` may be None only with a combined pool"),
@@ -103,6 +110,13 @@ BAD_DECODE = [
     ({"page_table": ints(2, 2)}, r"`page_table` must be int32 \[3, 2\]"),
     ({"page_table": zeros(3, 2, dtype=jnp.int16)}, r"`page_table` must be int32 .* Got page_table.dtype=int16"),
     ({"seq_lens": zeros(3, dtype=jnp.uint32)}, r"`seq_lens` must be int32 .* Got seq_lens.dtype=uint32"),
+    ({"seq_lens": [1, 2, 3]}, r"`seq_lens` must be an array of JAX or NumPy\. Got a list\."),
+    ({"page_table": None}, r"`page_table` must be an array of JAX or NumPy\. Got None\."),
+    ({"v_pages": 1.0}, r"`v_pages` must be an array of JAX or NumPy\. Got a float\."),
+    ({"q": zeros(3, 1, 4, 8, dtype=jnp.float8_e4m3fn)}, r"`q` in fp8 needs `k_pages` in fp8\. Got"),
+    (options(q_start=5), r"`q_start` must be an array of JAX or NumPy\. Got an int\."),
+    (options(custom_mask=[True]), r"`custom_mask` must be an array of JAX or NumPy\. Got a list\."),
+    (options(alibi_slopes=[0.5]), r"`alibi_slopes` must be an array of JAX or NumPy\. Got a list\."),
     (options(q_start=ints(4)), r"`q_start` must be int32 \[3\]"),
     (options(kv_start=zeros(3)), r"`kv_start` must be int32 \[3\]"),
     (options(q_positions=ints(3)), r"`q_positions` must be int32 \[3, 1\]"),
@@ -126,6 +140,22 @@ BAD_DECODE = [
 def test_check_paged_decode_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         check(shapes.check_paged_decode, DECODE, change)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (shapes.check_paged_decode, DECODE),
+        (shapes.check_paged_extend, EXTEND),
+        (shapes.check_ragged_extend, RAGGED),
+        (shapes.check_schedule_sizes, dict.fromkeys(("seq_lens", "cu_q_lens", "num_tokens", "max_seq_len"))),
+    ],
+)
+def test_checks_reject_a_spec_that_is_none(function, arguments):
+    if function is not shapes.check_schedule_sizes:
+        arguments = arguments | options()
+    with pytest.raises(ValueError, match=r"`spec` must be an AttentionSpec\. Got a dict\."):
+        inspect.unwrap(function)(**arguments, spec={})
 
 
 @pytest.mark.parametrize("layer_index", [True, 1.0, [0]])
@@ -154,6 +184,7 @@ def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index):
     ("change", "sentence"),
     [
         ({"q": zeros(7, 1, 4, 8)}, r"`q` must be \[T, N, H\]"),
+        ({"cu_q_lens": None}, r"`cu_q_lens` must be an array of JAX or NumPy\. Got None\."),
         ({"cu_q_lens": ints(3)}, r"`cu_q_lens` must be int32 \[4\]"),
         ({"cu_q_lens": zeros(4)}, r"`cu_q_lens` must be int32 \[4\]"),
         (options(q_positions=ints(3)), r"`q_positions` must be int32 \[7\]"),
@@ -169,6 +200,7 @@ def test_check_paged_extend_says_what_is_wrong(change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"v": None}, r"`v` must be an array of JAX or NumPy\. Got None\."),
         ({"k": zeros(9, 3, 8)}, r"`k` must be \[S, num_kv_heads=2, 8\] and not empty"),
         ({"v": zeros(9, 2, 8), "spec": NARROW}, r"`v` must be \[S, num_kv_heads=2, 6\]"),
         ({"k": zeros(2, 9, 2, 8)}, "with a leading L exactly if `layer_index` is given"),
@@ -219,3 +251,8 @@ def test_check_page_rows_says_what_is_wrong(change, sentence):
 def test_check_merge_rejects_parts_that_do_not_belong_together(outs, lses):
     with pytest.raises(ValueError, match=r"`lses` must have the shape of `outs` without its last axis"):
         shapes.check_merge(zeros(*outs), zeros(*lses))
+
+
+def test_check_merge_takes_floats_only():
+    with pytest.raises(ValueError, match=r"`outs` must be one of float32, .* Got outs.dtype=int32"):
+        shapes.check_merge(ints(2, 5, 3, 4), zeros(2, 5, 3))

@@ -1,5 +1,7 @@
 """Each sentence that a wrong field of an AttentionSpec becomes."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec
@@ -40,6 +42,12 @@ def test_optional_sizes_are_whole_numbers_of_32_bits(name, least):
     ("fields", "sentence"),
     [
         ({"num_q_heads": 3}, "`num_q_heads` must be a multiple of `num_kv_heads`"),
+        ({"causal": None}, r"`causal` must be True or False\. Got causal=None"),
+        ({"batch_invariant": "yes"}, r"`batch_invariant` must be True or False\. Got batch_invariant='yes'"),
+        ({"sm_scale": "a"}, r"`sm_scale` must be a number known when tracing\. Got sm_scale='a'"),
+        ({"sm_scale": jnp.float32(0.5)}, r"`sm_scale` must be a number known when tracing\. Got sm_scale=Array"),
+        ({"logits_soft_cap": "5"}, r"`logits_soft_cap` must be a number known when tracing\. Got logits_soft_cap='5'"),
+        ({"rope_theta": True}, r"`rope_theta` must be a number known when tracing\. Got rope_theta=True"),
         ({"logits_soft_cap": 0.0}, r"`logits_soft_cap` must be None \(off\) or positive and finite"),
         ({"sm_scale": float("inf")}, "`sm_scale` must be finite"),
         ({"rope_theta": 0.0}, r"`rope_theta` must be positive and finite\. Got rope_theta=0\.0"),
@@ -55,3 +63,9 @@ def test_optional_sizes_are_whole_numbers_of_32_bits(name, least):
 def test_fields_that_contradict_a_rule_are_named(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         checked(**fields)
+
+
+def test_numbers_of_numpy_are_numbers():
+    spec = checked(num_q_heads=np.int64(8), window_left=np.int32(3), sm_scale=np.float32(0.5))
+    assert spec == AttentionSpec(**(FIELDS | {"num_q_heads": 8}), window_left=3, sm_scale=0.5)
+    assert hash(spec) == hash(checked(num_q_heads=8, window_left=3, sm_scale=0.5))

@@ -136,7 +136,7 @@ def _scratch(config: DecodeConfig) -> Scratch:
         p=tiles.tile((warpgroups, block_rows, block_kv), dtype, copied_columns=spec.value_dim),
         handed=handed,
         result=(plgpu.SMEM((block_rows, width), jnp.float32), plgpu.SMEM((block_rows,), jnp.float32)),
-        q_full=plgpu.Barrier(num_barriers=2),
+        q_full=plgpu.Barrier(num_arrivals=config.q_copies, num_barriers=2),
         q_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
         full=(filled, filled),
         free=(freed, freed),

@@ -8,6 +8,8 @@ from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, value_columns
 from jattn_kernels.mosaic.sm90.tiles import PageCopies
 from jattn_kernels.spec import AttentionSpec
 
+_NARROW_TILE_COLUMNS = 128  # of numbers of 8 bits
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
@@ -53,6 +55,14 @@ class DecodeConfig:
     def turns(self) -> bool:
         """Whether queries and keys are turned before their product."""
         return self.spec.rope_theta is not None
+
+    @property
+    def q_copies(self) -> int:
+        """Copies that bring an item's queries: one, or one a part where rows are wider than a tile's.
+
+        A copy has five axes at most.
+        """
+        return self.q_parts if self.spec.head_dim > _NARROW_TILE_COLUMNS else 1
 
     @property
     def copies(self) -> PageCopies:

@@ -62,6 +62,11 @@ def _copy_share(
         def copy_queries():
             slot = lax.rem(number - begin, 2)
             pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
+            if config.q_copies > 1:
+                for part in range(config.q_parts):
+                    q = operands.q.at[now.sequence, part, rows]
+                    plgpu.copy_gmem_to_smem(q, scratch.q.at[slot, part], scratch.q_full.at[slot])
+                return
             q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
             plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
 

@@ -138,6 +138,7 @@ class ExtendSchedule:
         rows: None if each token sees all keys, or one more than the token before it.
         block_tokens: Query tokens an item; static.
         block_kv: Keys a tile; static.
+        rules: Those of the spec that it is for; static.
     """
 
     items: Int[Array, "W fields"]
@@ -146,6 +147,7 @@ class ExtendSchedule:
     rows: RowBounds | None
     block_tokens: int = dataclasses.field(metadata={"static": True})
     block_kv: int = dataclasses.field(metadata={"static": True})
+    rules: tuple[bool | int | None, ...] = dataclasses.field(metadata={"static": True})
 
 
 def extend_schedule(
@@ -175,9 +177,8 @@ def extend_schedule(
         q_start - kv_start + 1,
         bounds,
         hidden,
+        spec=spec,
         num_tokens=num_tokens,
-        causal=spec.causal,
-        heads=heads_per_tile(spec.group_size),
         block_kv=sizes.block_kv,
     )
 
@@ -202,21 +203,19 @@ def longest_first(
     bounds: KeyBounds | None,
     hidden: Int[Array, " B"] | None,
     *,
+    spec: AttentionSpec,
     num_tokens: int,
-    causal: bool,
-    heads: int,
     block_kv: int,
 ) -> ExtendSchedule:
     """Items in the order of falling work, so that the last blocks to run are short.
 
     Args:
         limit: Keys that a request's first token sees by the causal rule; each next token sees one more.
-        bounds: The keys of each token; None if `limit` and `causal` tell.
+        bounds: The keys of each token; None if `limit` and the causal rule tell.
         hidden: As in `token_bounds`.
         num_tokens: Rows of q, padded tokens included.
-        heads: Heads that share a tile.
     """
-    num_seqs = seq_lens.shape[0]
+    num_seqs, heads = seq_lens.shape[0], heads_per_tile(spec.group_size)
     block_tokens = tokens_per_item(heads)
     # The padded tokens are one more request. A request wastes less than a block.
     offsets = jnp.concatenate([jnp.minimum(cu_q_lens, num_tokens), jnp.full(1, num_tokens, jnp.int32)])
@@ -243,7 +242,7 @@ def longest_first(
         rows = RowBounds(*map(by_row, bounds), ranges=ranges.tiles)
     else:
         visible = seq_lens[sequence]
-        if causal:
+        if spec.causal:
             visible = jnp.minimum(visible, first_limit + tokens - 1)
         has_keys = (request < num_seqs) & (tokens > 0) & (visible > 0)
         key_tiles = jnp.where(has_keys, -(-visible // block_kv), 0)
@@ -261,6 +260,7 @@ def longest_first(
         rows=jax.tree.map(lambda of_items: of_items[order], rows),
         block_tokens=block_tokens,
         block_kv=block_kv,
+        rules=spec.rules,
     )
 
 

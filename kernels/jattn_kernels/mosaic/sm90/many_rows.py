@@ -83,20 +83,11 @@ def paged_decode(
     spec: AttentionSpec,
     page_size: int,
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
-    """Output and lse of a few queries a sequence.
-
-    Raises:
-        ValueError: The work list is of another kernel's.
-    """
+    """Output and lse of a few queries a sequence."""
     batch_size, num_tokens = q.shape[:2]
     keys = (k_pages, v_pages, page_table, seq_lens)
     kv_itemsize = k_pages.dtype.itemsize
     by_extend = is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=kv_itemsize)
-    if not isinstance(options.schedule, (ExtendSchedule if by_extend else DecodeSchedule) | None):
-        raise ValueError(
-            "`schedule` must be made for as many sequences and tokens, the dtypes and the spec of the call. "
-            f"Got a {type(options.schedule).__name__} for {num_tokens} tokens of {batch_size} sequences."
-        )
     if not by_extend:
         return paged.paged_decode(q, *keys, options, spec=spec, page_size=page_size)
     if options.q_positions is not None:

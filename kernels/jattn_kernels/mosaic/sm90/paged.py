@@ -189,12 +189,11 @@ def _schedule(
     first = jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1)
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
     workers = max(1, NUM_SMS * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
+    facts = {"block_kv": sizes.block_kv, "workers": workers, "rules": spec.rules}
     if sizes.tiles_a_part is None:
-        return split_evenly(first, end, block_kv=sizes.block_kv, workers=workers)
+        return split_evenly(first, end, **facts)
     assert max_keys is not None
-    return split_at_multiples(
-        first, end, block_kv=sizes.block_kv, tiles_a_part=sizes.tiles_a_part, max_keys=max_keys, workers=workers
-    )
+    return split_at_multiples(first, end, tiles_a_part=sizes.tiles_a_part, max_keys=max_keys, **facts)
 
 
 def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
