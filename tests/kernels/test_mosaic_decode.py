@@ -183,8 +183,19 @@ _FEATURES = {
 }
 
 
-@pytest.mark.parametrize("num_tokens", [1, 9])
-@pytest.mark.parametrize("feature", _FEATURES)
+_OFTEN_OF_SEVERAL_TOKENS = ("mask", "alibi_sinks", "fp8_dim_256")  # each takes many seconds
+
+
+@pytest.mark.parametrize(
+    ("feature", "num_tokens"),
+    [
+        *((feature, 1) for feature in _FEATURES),
+        *(
+            pytest.param(feature, 9, marks=() if feature in _OFTEN_OF_SEVERAL_TOKENS else pytest.mark.slow)
+            for feature in _FEATURES
+        ),
+    ],
+)
 def test_mosaic_decode_with_a_feature_lowers_for_cuda(feature, num_tokens):
     fields, options = _FEATURES[feature]
     spec = AttentionSpec(**({"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128} | fields))
