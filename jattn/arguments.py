@@ -127,6 +127,16 @@ def check_int32_range(name: str, values: np.ndarray) -> None:
         raise ValueError(f"`{name}` must fit 32 bits. Got {values.min()} to {values.max()}.")
 
 
+def check_offsets(name: str, offsets: np.ndarray) -> None:
+    """Checks where the rows of each request begin, and where the last one's end.
+
+    Raises:
+        ValueError: They do not rise from 0.
+    """
+    if offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise ValueError(f"`{name}` must start at 0 and never fall. Got {name}={offsets.tolist()}.")
+
+
 def scale_arrays(**scales: Any) -> dict[str, Any]:
     """Scales as kernels take them, by their names: numbers, arrays of one for each KV head, or None.
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jattn.arguments import check_array, host_integers, whole_number
+from jattn.arguments import check_array, check_offsets, host_integers, whole_number
 
 
 class _Cuts(NamedTuple):
@@ -58,12 +58,10 @@ def make_local_attention_virtual_batches(
             "`query_start_loc_np` must have an entry more than `seq_lens_np`, and `block_table` a row for each. "
             f"Got {sizes[0]} requests, {sizes[1]} and {block_table.shape}."
         )
-    q_lens = np.diff(query_start_loc_np)
-    if query_start_loc_np[0] != 0 or (q_lens < 0).any():
-        raise ValueError(f"`query_start_loc_np` must start at 0 and never fall. Got {query_start_loc_np.tolist()}.")
+    check_offsets("query_start_loc_np", query_start_loc_np)
     if (seq_lens_np < 0).any():
         raise ValueError(f"`seq_lens_np` must be lengths of at least 0. Got {seq_lens_np.tolist()}.")
-    cuts = _cuts(np, attn_chunk_size, q_lens, seq_lens_np)
+    cuts = _cuts(np, attn_chunk_size, np.diff(query_start_loc_np), seq_lens_np)
     ends = np.cumsum(cuts.counts, dtype=np.int32)
     sequence = np.repeat(np.arange(len(seq_lens_np)), cuts.counts)
     index = np.arange(len(sequence), dtype=np.int32) - (ends - cuts.counts)[sequence]

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
-from jattn.arguments import check_int32_range, whole
+from jattn.arguments import check_int32_range, check_offsets, whole
 
 
 class PageLists(NamedTuple):
@@ -74,8 +74,7 @@ def checked_indptr(name: str, indptr: Any) -> np.ndarray:
             f"`{name}` must be integers [batch_size + 1] with batch_size at least 1. "
             f"Got {name}.shape={indptr.shape}, {name}.dtype={indptr.dtype}."
         )
-    if indptr[0] != 0 or (np.diff(indptr) < 0).any():
-        raise ValueError(f"`{name}` must start at 0 and never fall. Got {name}={indptr.tolist()}.")
+    check_offsets(name, indptr)
     check_int32_range(name, indptr)
     return indptr.astype(np.int32)
 

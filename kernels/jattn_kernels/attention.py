@@ -144,8 +144,9 @@ def paged_extend(
     )
     page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec)
     run = chosen("paged_extend", q, k_pages, page_size, options, spec, implementation)
-    sizes = seq_lens.shape[0], q.shape[0]
-    _check_schedule(schedule, "paged_extend", q, k_pages, *sizes, spec, page_size, implementation)
+    _check_schedule(
+        schedule, "paged_extend", q, k_pages, seq_lens.shape[0], q.shape[0], spec, page_size, implementation
+    )
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 

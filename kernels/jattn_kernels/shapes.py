@@ -131,7 +131,7 @@ def check_paged_extend(
         ValueError: A shape or dtype is wrong.
     """
     _check_spec(spec)
-    check_are_arrays(q=q, k_pages=k_pages, page_table=page_table, seq_lens=seq_lens, cu_q_lens=cu_q_lens)
+    check_are_arrays(q=q, k_pages=k_pages, page_table=page_table, seq_lens=seq_lens)
     _check_queries(q, ("T", "N", "H"), spec)
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
@@ -146,7 +146,7 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
         ValueError: A shape or dtype is wrong.
     """
     _check_spec(spec)
-    check_are_arrays(q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens)
+    check_are_arrays(q=q, k=k, v=v, cu_q_lens=cu_q_lens)
     _check_queries(q, ("T", "N", "H"), spec)
     stacked = options.layer_index is not None
     for name, array, width in (("k", k, spec.head_dim), ("v", v, spec.value_dim)):
@@ -187,10 +187,9 @@ def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, max_seq_len, spec: Att
         raise ValueError(f"`seq_lens` must be [B] with B at least 1. Got seq_lens.shape={seq_lens.shape}.")
     check_int32("seq_lens", seq_lens, seq_lens.shape)
     if cu_q_lens is not None:
-        check_are_arrays(cu_q_lens=cu_q_lens)
         check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
-    for name, size in (("num_tokens", num_tokens), ("max_seq_len", max_seq_len)):
-        if (size is None and name == "num_tokens") or (size is not None and not (is_whole(size) and size >= 1)):
+    for name, size in (("num_tokens", num_tokens), ("max_seq_len", 1 if max_seq_len is None else max_seq_len)):
+        if not is_whole(size) or size < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={size!r}.")
 
 
@@ -210,11 +209,12 @@ def check_merge(outs, lses) -> None:
 
 
 def check_int32(name: str, array, shape: tuple[int, ...]) -> None:
-    """Checks that `array` is int32 of this shape.
+    """Checks that `array` is an array, of int32 and of this shape.
 
     Raises:
         ValueError: It is not.
     """
+    check_are_arrays(**{name: array})
     if array.dtype != jnp.int32 or array.shape != shape:
         raise ValueError(
             f"`{name}` must be int32 {list(shape)}. Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
@@ -343,15 +343,14 @@ def check_options(
     """
     for name, shape in (("q_start", (num_seqs,)), ("kv_start", (num_seqs,)), ("q_positions", q_shape)):
         if getattr(options, name) is not None:
-            check_are_arrays(**{name: getattr(options, name)})
             check_int32(name, getattr(options, name), shape)
     mask = options.custom_mask
     if mask is not None:
         check_are_arrays(custom_mask=mask)
-    if mask is not None and (mask.dtype != jnp.bool_ or mask.ndim != 1):
-        raise ValueError(
-            f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
-        )
+        if mask.dtype != jnp.bool_ or mask.ndim != 1:
+            raise ValueError(
+                f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
+            )
     for name in ("alibi_slopes", "sinks"):
         check_one_a_head(name, getattr(options, name), spec)
     heads = spec.num_kv_heads
@@ -366,9 +365,10 @@ def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    if array is not None:
-        check_are_arrays(**{name: array})
-    if array is not None and (array.shape != (spec.num_q_heads,) or array.dtype.name not in _FLOATS):
+    if array is None:
+        return
+    check_are_arrays(**{name: array})
+    if array.shape != (spec.num_q_heads,) or array.dtype.name not in _FLOATS:
         raise ValueError(
             f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "
             f"Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."

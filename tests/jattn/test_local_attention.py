@@ -123,8 +123,16 @@ def test_virtual_batches_of_chunks_that_cut_a_page_are_refused(chunk_size, page_
 @pytest.mark.parametrize(
     ("starts", "lens", "sentence"),
     [
-        ([0, 5, 2], [5, 5], r"`query_start_loc_np` must start at 0 and never fall\. Got \[0, 5, 2\]"),
-        ([1, 2, 3], [5, 5], r"`query_start_loc_np` must start at 0 and never fall\. Got \[1, 2, 3\]"),
+        (
+            [0, 5, 2],
+            [5, 5],
+            r"`query_start_loc_np` must start at 0 and never fall\. Got query_start_loc_np=\[0, 5, 2\]",
+        ),
+        (
+            [1, 2, 3],
+            [5, 5],
+            r"`query_start_loc_np` must start at 0 and never fall\. Got query_start_loc_np=\[1, 2, 3\]",
+        ),
         ([0, 2, 3], [5, -5], r"`seq_lens_np` must be lengths of at least 0\. Got \[5, -5\]"),
     ],
 )

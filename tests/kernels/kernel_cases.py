@@ -255,14 +255,9 @@ def _extend_features() -> list[Case]:
         (
             "all",
             {
+                **_EVERYTHING,
                 "custom_mask": True,
                 "q_positions": True,
-                "alibi": True,
-                "sinks": True,
-                "num_layers": 2,
-                "layer_index": 1,
-                "q_scale": "rows",
-                "kv_scale": "rows",
                 "spec": spec_of(logits_soft_cap=5.0, window_left=300, head_dim=192, v_head_dim=128),
             },
         ),

@@ -164,7 +164,7 @@ def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-FP8 = {"kv_dtype": "float8_e4m3fn"}
+_FP8 = {"kv_dtype": "float8_e4m3fn"}
 _FEATURES = {
     "window": ({"window_left": 5}, {}),
     "chunk_soft_cap_negative_scale": ({"chunk_size": 64, "logits_soft_cap": 5.0, "sm_scale": -0.1}, {}),
@@ -176,10 +176,10 @@ _FEATURES = {
     "dim_80": ({"head_dim": 80}, {}),
     "dim_192_128": ({"head_dim": 192, "v_head_dim": 128}, {}),
     "invariant": ({"batch_invariant": True}, {}),
-    "fp8": ({}, FP8),
+    "fp8": ({}, _FP8),
     "fp8_group_8": ({"num_kv_heads": 1}, {"kv_dtype": "float8_e5m2", "k_scale": ((3, 1), "float32")}),
-    "fp8_dim_192_128": ({"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 192, "v_head_dim": 128}, FP8),
-    "fp8_dim_256": ({"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 256}, FP8),
+    "fp8_dim_192_128": ({"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 192, "v_head_dim": 128}, _FP8),
+    "fp8_dim_256": ({"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 256}, _FP8),
 }
 
 

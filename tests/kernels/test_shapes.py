@@ -151,7 +151,7 @@ def test_check_paged_decode_says_what_is_wrong(change, sentence):
         (shapes.check_schedule_sizes, dict.fromkeys(("seq_lens", "cu_q_lens", "num_tokens", "max_seq_len"))),
     ],
 )
-def test_checks_reject_a_spec_that_is_none(function, arguments):
+def test_checks_reject_what_is_no_spec(function, arguments):
     if function is not shapes.check_schedule_sizes:
         arguments = arguments | options()
     with pytest.raises(ValueError, match=r"`spec` must be an AttentionSpec\. Got a dict\."):
