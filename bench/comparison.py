@@ -43,9 +43,15 @@ def pairs(case: str, *, record: Path = RECORD, peers: Path | None = None) -> lis
     return found
 
 
+def has_dense_equivalent(row: Row) -> bool:
+    """Whether a row's work is whole prompts of one length in bf16, every key before a token seen."""
+    more = ("window", "chunk", "rope", "two_passes", "batch_invariant", "kv_dtype", "q_dtype")
+    return row["case"] == "prefill" and row["q"] == row["kv"] > 0 and not any(name in row for name in more)
+
+
 def dense_equivalents(row: Row, *, record: Path = RECORD) -> dict[str, Row]:
     """By implementation, JAX's own dense attention on what a prefill does, if it does no more than that."""
-    if any(name in row for name in ("window", "chunk", "rope", "two_passes", "kv_dtype", "q_dtype")):
+    if not has_dense_equivalent(row):
         return {}
     dense = read_rows(record / "prefill_dense.jsonl")
     return {other["impl"]: other for other in dense if all(other[name] == row[name] for name in _WORK["prefill"])}

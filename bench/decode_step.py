@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from bench.attention import Measured
+from bench.step_workload import LLAMA_3_8B, StepWorkload
 from bench.timing import profiled
-from bench.workloads import LLAMA_3_8B, StepWorkload, random_normal, random_page_table
+from bench.workloads import random_normal, random_page_table
 from jattn.backend import BackendOptions
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.flash_attention import FlashAttentionBackend

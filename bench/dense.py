@@ -42,12 +42,6 @@ def implementations() -> dict[str, Peer]:
     }
 
 
-def is_dense(workload: AttentionWorkload) -> bool:
-    """Whether a prefill has a dense equivalent: whole prompts of one length in bf16, every key before a token seen."""
-    is_plain = workload.kv == "bf16" and not workload.rope and workload.window is None and workload.chunk is None
-    return is_plain and workload.q_tokens == workload.ctx > 0
-
-
 def compiled(workload: AttentionWorkload, peer: Peer) -> list[Any]:
     """Calls of each arrangement, compiled for the default device from shapes alone, or why it does not take them."""
     operands = [jax.ShapeDtypeStruct(shape, peer.dtype) for shape in _shapes(workload)]

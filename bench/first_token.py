@@ -13,8 +13,8 @@ import numpy as np
 
 from bench.decode_step import Model, random_model
 from bench.inter_token import Arrival
+from bench.step_workload import LLAMA_3_8B
 from bench.timing import Profile, profiled
-from bench.workloads import LLAMA_3_8B
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 

@@ -21,7 +21,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "bench" / "results" / "h200"
-PARTS = ("tests", "decode", "decode_features", "prefill", "prefill_features", "prefill_dense", "decode_step")
+PARTS = (
+    "tests",
+    "decode",
+    "decode_features",
+    "prefill",
+    "prefill_features",
+    "prefill_dense",
+    "decode_step",
+    "accuracy",
+)
 OF_OTHERS = ("prefill_dense",)  # parts in which no kernel of ours runs: changes of the code leave them as they are
 _COMPILING_THREADS = 8
 _NOTHING_LEFT = 5  # pytest's exit code where no test was to be run
@@ -115,8 +124,8 @@ class Recorder:
         return self._out / f"{name}-{str(self._shared.get('kernels_sha', ''))[:12]}.unfinished"
 
     def measure(self, part: str, jobs: Iterable[Job]) -> None:
-        """Writes a part's rows and, as PART-kernels, the kernels behind them. A refused job is left out, with its
-        sentence; one that fails is named, and the others go on."""
+        """Writes a part's rows and, as PART-kernels, the kernels behind them, if any were profiled. A refused job is
+        left out, with its sentence; one that fails is named, and the others go on."""
         kernels: list[Row] = []
         failed = len(self.failures)
 
@@ -136,13 +145,14 @@ class Recorder:
                     yield measured.row
 
         self.write(part, rows(), complete=lambda: len(self.failures) == failed)
-        self.write(f"{part}-kernels", kernels)
+        if kernels:
+            self.write(f"{part}-kernels", kernels)
 
 
 def summary(row: Row) -> str:
     """A row's figures on one line."""
     names = ("time_us", "time_ms", "device_us", "device_ms", "GBps", "TFLOPs", "roofline_share", "busy_share")
-    more = ("compile_s", "temp_MB", "kernels")
+    more = ("compile_s", "temp_MB", "kernels", "error", "worst_error", "rounded_error", "lse_error")
     return f"{row['impl']}  " + "  ".join(f"{name} {row[name]}" for name in (*names, *more) if name in row)
 
 
@@ -172,17 +182,25 @@ def record_attention(recorder: Recorder, part: str, *, quick: bool, implementati
 
 def record_dense(recorder: Recorder) -> None:
     """JAX's own dense attention on what of the prefills has a dense equivalent."""
-    from bench import dense, named_workloads
+    from bench import comparison, dense, named_workloads
 
     table = [w for w in (*named_workloads.EXTEND, *named_workloads.EXTEND_FEATURES) if w.page == 16]
     peers = dense.implementations()
-    calls = [(w, name) for name in peers for w in table if dense.is_dense(w)]
+    calls = [(w, name) for name in peers for w in table if comparison.has_dense_equivalent(w.fields())]
 
     def job(workload: Any, name: str, executables: Any) -> Any:
         return dense.measured(workload, name, peers[name], executables=executables)
 
     jobs = compiled_side_by_side(calls, lambda workload, name: dense.compiled(workload, peers[name]), job)
     recorder.measure("prefill_dense", jobs)
+
+
+def record_accuracy(recorder: Recorder, implementation: str) -> None:
+    """How far results are from exact ones."""
+    from bench import accuracy, named_workloads
+
+    table = named_workloads.ACCURACY
+    recorder.measure("accuracy", ((w.name, functools.partial(accuracy.measured, w, implementation)) for w in table))
 
 
 def compiled_side_by_side(
@@ -277,6 +295,8 @@ def main(arguments: list[str] | None = None) -> int:
             record_steps(recorder, quick=options.quick)
         elif part == "prefill_dense":
             record_dense(recorder)
+        elif part == "accuracy":
+            record_accuracy(recorder, implementations[0])
         else:
             record_attention(recorder, part, quick=options.quick, implementations=implementations)
     if recorder.failures:

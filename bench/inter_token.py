@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from bench.decode_step import Model, random_model
-from bench.workloads import LLAMA_3_8B
+from bench.step_workload import LLAMA_3_8B
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import Request, SamplingParams

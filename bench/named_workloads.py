@@ -2,10 +2,13 @@
 
 import itertools
 
-from bench.workloads import AttentionWorkload, Batch, StepWorkload
+from bench.shared_prefix import SharedPrefixWorkload
+from bench.step_workload import StepWorkload
+from bench.workloads import AttentionWorkload, Batch
 from jattn_kernels.spec import PageLayout
 
 _PAGES: tuple[tuple[int, PageLayout], ...] = ((64, "NHD"), (16, "HND"), (64, "HND"))
+_PRECISIONS = (("bf16", None), ("fp8_e4m3", None), ("fp8_e4m3", "fp8_e4m3"))
 _DECODE_SHAPES: tuple[tuple[Batch, int], ...] = (
     (1, 8192),
     (1, 131072),
@@ -35,6 +38,9 @@ DECODE: tuple[AttentionWorkload, ...] = (
 DECODE_FEATURES: tuple[AttentionWorkload, ...] = (
     *(AttentionWorkload(batch=batch, ctx=ctx) for batch, ctx in ((1, 1024), (4, 512))),
     AttentionWorkload(batch=32, ctx=32768, window=4095),
+    AttentionWorkload(batch=32, ctx=32768, chunk=4096),
+    *(AttentionWorkload(batch=batch, ctx=ctx, invariant=True) for batch, ctx in ((1, 8192), (32, 4096), (64, 8192))),
+    *(SharedPrefixWorkload(batch=64, ctx=ctx, prefix=prefix) for ctx, prefix in ((2048, 1024), (8192, 7680))),
     *(AttentionWorkload(batch=64, ctx=8192, verify=tokens) for tokens in (4, 8, 16)),
     AttentionWorkload(batch=32, ctx=4096, rope=True),
     *(AttentionWorkload(batch=64, ctx=8192, page=page) for page in (8, 128)),
@@ -51,7 +57,8 @@ EXTEND: tuple[AttentionWorkload, ...] = tuple(
 )
 
 # What extend does besides: short prompts, other widths, hidden keys, decodes beside prompts and the two launches apart,
-# fp8 pages with bf16 and with fp8 queries, rotation in the kernel, and a prompt's own keys in a pass of their own.
+# fp8 pages with bf16 and with fp8 queries, rotation in the kernel, a prompt's own keys in a pass of their own, and
+# results that do not depend on chunks or neighbours.
 EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     *(AttentionWorkload(batch=batch, ctx=ctx, q_tokens=ctx) for batch, ctx in ((16, 512), (64, 128))),
     *(AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, d=d) for d in (64, 256)),
@@ -64,6 +71,13 @@ EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     *(AttentionWorkload(batch=1, ctx=32768, q_tokens=32768, kv="fp8_e4m3", q=q) for q in (None, "fp8_e4m3")),
     AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, rope=True),
     AttentionWorkload(batch=8, ctx=8192, q_tokens=1024, two_passes=True),
+    AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, invariant=True),
+)
+
+# Of these the record says how far the results are from exact ones.
+ACCURACY: tuple[AttentionWorkload, ...] = (
+    *(AttentionWorkload(batch=8, ctx=8192, kv=kv, q=q) for kv, q in _PRECISIONS),
+    *(AttentionWorkload(batch=1, ctx=32768, q_tokens=32768, kv=kv, q=q) for kv, q in _PRECISIONS),
 )
 
 STEPS: tuple[StepWorkload, ...] = tuple(

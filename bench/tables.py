@@ -59,6 +59,13 @@ def section(record: Path = RECORD) -> str:
             ),
         ),
         _table(
+            "How far results are from exact attention over the numbers that a call was given: the error of a head's "
+            "output vector over the vector's length, root mean square and worst, and the worst error of an lse. "
+            "Rounding included: the same beside exact attention over the normal numbers that were rounded to fp8.",
+            ("call", "batch", "context", "keys", "queries", "error", "worst", "rounding included", "lse"),
+            map(_accuracy_cells, read_rows(record / "accuracy.jsonl")),
+        ),
+        _table(
             "A whole decode step of Llama-3-8B shapes, random bf16 weights. PyTorch: FlashInfer, inductor, one CUDA "
             "graph. The roofline is weights, keys and values over 4,386 GB/s.",
             ("batch", "context", "jattn", "PyTorch", "ratio", "of the roofline", "compile"),
@@ -110,19 +117,13 @@ def _decode_cells(row: Row, peer: Row) -> Cells:
 
 
 def _feature_cells(row: Row) -> Cells:
-    what = (
-        "fp8 e4m3" if row["kv"] == "fp8_e4m3" else "",
-        f"{row['q_tokens']} tokens a sequence" if "q_tokens" in row else "",
-        f"window {row['window'] + 1:,}" if "window" in row else "",
-        "rotated in the kernel" if "rope" in row else "",
-    )
     return (
         str(row["batch"]),
         f"{row['ctx']:,}",
         f"{row['hq']}/{row['hkv']}",
         str(row["d"]),
         _page(row),
-        ", ".join(filter(None, what)),
+        _what(row),
         f"{row['time_us']:,.1f} µs",
         f"{row['GBps']:,.0f}",
         f"{row['roofline_share']:.0%}",
@@ -145,24 +146,32 @@ def _prefill_feature_cells(row: Row) -> Cells:
     if row["case"] == "decode":
         return (str(row["batch"]), "1", f"{row['ctx']:,}", str(row["d"]), "decode", f"{row['time_us']:,.1f} µs", "")
     mixed = row["batch"] == "mixed"
-    what = (
-        "one launch" if mixed else "",
-        f"window {row['window'] + 1:,}" if "window" in row else "",
-        f"chunks of {row['chunk']:,}" if "chunk" in row else "",
-        "fp8 e4m3 keys" if row.get("kv_dtype") == "fp8_e4m3" else "",
-        "fp8 e4m3 queries" if row.get("q_dtype") == "fp8_e4m3" else "",
-        "rotated in the kernel" if "rope" in row else "",
-        "in two passes" if "two_passes" in row else "",
-    )
     return (
         "60 and 4" if mixed else str(row["batch"]),
         "1 and 2,048" if mixed else f"{row['q']:,}",
         "4,096 and 2,048" if mixed else f"{row['kv']:,}",
         str(row["d"]),
-        ", ".join(filter(None, what)),
+        _what(row),
         f"{row['time_us']:,.1f} µs",
         f"{row['TFLOPs']:,.0f}",
     )
+
+
+def _what(row: Row) -> str:
+    """What a row does besides plain attention over all keys."""
+    what = (
+        "one launch" if row["batch"] == "mixed" else "",
+        f"{row['q_tokens']} tokens a sequence" if "q_tokens" in row else "",
+        f"window {row['window'] + 1:,}" if "window" in row else "",
+        f"chunks of {row['chunk']:,}" if "chunk" in row else "",
+        f"first {row['shared_prefix']:,} keys shared" if "shared_prefix" in row else "",
+        "fp8 e4m3 keys" if "fp8_e4m3" in (row.get("kv"), row.get("kv_dtype")) else "",
+        "fp8 e4m3 queries" if row.get("q_dtype") == "fp8_e4m3" else "",
+        "rotated in the kernel" if "rope" in row else "",
+        "in two passes" if "two_passes" in row else "",
+        "batch-invariant" if "batch_invariant" in row else "",
+    )
+    return ", ".join(filter(None, what))
 
 
 def _dense_cells(row: Row, record: Path) -> Cells:
@@ -179,6 +188,21 @@ def _step_cells(row: Row, peer: Row) -> Cells:
         f"{row['time_ms'] / peer['time_ms']:.2f}",
         f"{row['roofline_share']:.0%}",
         f"{row['compile_s']:.1f} s",
+    )
+
+
+def _accuracy_cells(row: Row) -> Cells:
+    is_decode = row["case"] == "decode"
+    return (
+        row["case"],
+        str(row["batch"]),
+        f"{row['ctx' if is_decode else 'kv']:,}",
+        row["kv"] if is_decode else row.get("kv_dtype", "bf16"),
+        row.get("q_dtype", "bf16"),
+        f"{row['error']:.2%}",
+        f"{row['worst_error']:.2%}",
+        f"{row['rounded_error']:.2%}" if "rounded_error" in row else "",
+        f"{row['lse_error']:.1g}",
     )
 
 

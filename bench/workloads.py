@@ -1,4 +1,4 @@
-"""What can be measured, attention and whole steps: the bytes and FLOPs of each, its arrays, made on the device."""
+"""Attention that can be measured: the bytes and FLOPs of each workload, and its arrays, made on the device."""
 
 import dataclasses
 import functools
@@ -61,6 +61,7 @@ class AttentionWorkload:
         chunk: Tokens a chunk, of which a token sees its own one's; None is no chunks.
         rope: Whether queries and keys are rotated in the kernel.
         two_passes: Whether a prefill's own keys come as rows, in a pass merged with one over the pages before them.
+        invariant: Whether a sequence's result must not depend on its neighbours, to the bit.
     """
 
     batch: Batch
@@ -78,6 +79,7 @@ class AttentionWorkload:
     chunk: int | None = None
     rope: bool = False
     two_passes: bool = False
+    invariant: bool = False
 
     @property
     def case(self) -> str:
@@ -94,6 +96,7 @@ class AttentionWorkload:
                 "" if self.chunk is None else f"_chunk{self.chunk}",
                 "_rope" if self.rope else "",
                 "_two-passes" if self.two_passes else "",
+                "_invariant" if self.invariant else "",
                 "" if self.q is None else f"_q-{self.q}",
             )
         )
@@ -125,12 +128,18 @@ class AttentionWorkload:
             chunk_size=self.chunk,
             rope_theta=_ROPE_THETA if self.rope else None,
             causal=not self.two_passes,  # of the pages, which all lie before
+            batch_invariant=self.invariant,
         )
 
     @property
     def seen_lens(self) -> tuple[int, ...]:
         """Keys of each sequence that its last token sees."""
         return tuple(int(self._seen(length - 1)) for length in self.kv_lens)
+
+    @property
+    def paged_lens(self) -> tuple[int, ...]:
+        """Keys behind each row of the page table."""
+        return self.kv_lens
 
     def _seen(self, position: Any) -> Any:
         """How many keys a token at a position, or at each of some, sees."""
@@ -170,6 +179,7 @@ class AttentionWorkload:
             "chunk": (self.chunk, None),
             "rope": (self.rope, False),
             "two_passes": (self.two_passes, False),
+            "batch_invariant": (self.invariant, False),
             "q_dtype": (self.q, None),
         }
         if self.q_tokens is not None:
@@ -184,7 +194,7 @@ class AttentionWorkload:
 
     def arrays(self, pools: int, implementation: str | None) -> Arrays:
         """The arguments of an implementation's calls, with `pools` pools side by side."""
-        page_table, num_pages = random_page_table(self.kv_lens, self.page)
+        page_table, num_pages = random_page_table(self.paged_lens, self.page)
         q_dtype = DTYPES[self.q or ("bf16" if self.kv.startswith("fp8") else self.kv)]
         batch_size, num_tokens = len(self.kv_lens), sum(self.q_lens)
         page = (self.page, self.hkv) if self.layout == "NHD" else (self.hkv, self.page)
@@ -207,9 +217,9 @@ class AttentionWorkload:
             page_table=jnp.asarray(page_table),
             seq_lens=seq_lens,
             cu_q_lens=cu_q_lens,
-            schedule=make_schedule(
+            schedule=self.work_list(
                 seq_lens,
-                None if self.q_tokens is None else cu_q_lens,
+                cu_q_lens,
                 spec=self.spec,
                 num_tokens=self.verify if self.q_tokens is None else num_tokens,
                 dtype=q_dtype,
@@ -219,6 +229,11 @@ class AttentionWorkload:
             ),
             rows=rows,
         )
+
+    def work_list(self, seq_lens: jax.Array, cu_q_lens: jax.Array, **facts: Any) -> Any:
+        """What the calls take for `schedule`, of the facts that `make_schedule` wants."""
+        ends = None if self.q_tokens is None else cu_q_lens
+        return make_schedule(seq_lens, ends, max_seq_len=max(self.kv_lens), **facts)
 
     def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
         """One call over one of the pools."""
@@ -267,37 +282,3 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: floa
 
 _ROPE_THETA = 5e5
 _MIXED = ((1, 4096),) * 60 + ((2048, 2048),) * 4  # query tokens and keys of each sequence
-LLAMA_3_8B: dict[str, Any] = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepWorkload:
-    """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed."""
-
-    batch: int
-    ctx: int
-    page: int = 16
-    model: str = "Llama-3-8B shapes, random bf16"
-
-    @property
-    def name(self) -> str:
-        return f"decode_step_b{self.batch}_ctx{self.ctx}"
-
-    def fields(self) -> dict[str, Any]:
-        """What names this workload in a row of a record."""
-        return {"case": "decode_step", "model": self.model, "batch": self.batch, "ctx": self.ctx, "page": self.page}
-
-    def roofline_ms(self, *, weight_bytes: int, kv_bytes_per_token: int) -> float:
-        """Time to read the weights, but for the embedding, and the keys and values once."""
-        return (weight_bytes + self.batch * self.ctx * kv_bytes_per_token) / READ_GBPS / 1e6

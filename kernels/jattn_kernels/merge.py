@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn_kernels.shapes import check_merge
+from jattn_kernels.shapes import check_merge, check_merge_of_two
 
 
 def merge_states(
@@ -41,7 +41,12 @@ def merge_state(
     out_b: Float[Array, "*rows N H"],
     lse_b: Float[Array, "*rows N"],
 ) -> tuple[Float[Array, "*rows N H"], Float[Array, "*rows N"]]:
-    """`merge_states` of two parts."""
+    """`merge_states` of two parts.
+
+    Raises:
+        ValueError: The shapes do not belong together.
+    """
+    check_merge_of_two(out_a, lse_a, out_b, lse_b)
     return merge_states(jnp.stack([out_a, out_b]), jnp.stack([lse_a, lse_b]))
 
 

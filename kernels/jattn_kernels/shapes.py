@@ -199,6 +199,7 @@ def check_merge(outs, lses) -> None:
     Raises:
         ValueError: `outs` and `lses` do not belong together, or there is no part.
     """
+    check_are_arrays(outs=outs, lses=lses)
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] < 1:
         raise ValueError(
             "`lses` must have the shape of `outs` without its last axis, and at least one part. "
@@ -206,6 +207,21 @@ def check_merge(outs, lses) -> None:
         )
     for name, array in (("outs", outs), ("lses", lses)):
         check_float(name, array)
+
+
+def check_merge_of_two(out_a, lse_a, out_b, lse_b) -> None:
+    """Checks that two parts can be stacked for a merge.
+
+    Raises:
+        ValueError: They are no arrays, or of different shapes.
+    """
+    check_are_arrays(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    for name, a, b in (("out", out_a, out_b), ("lse", lse_a, lse_b)):
+        if a.shape != b.shape:
+            raise ValueError(
+                f"`{name}_a` and `{name}_b` must be of one shape. "
+                f"Got {name}_a.shape={a.shape}, {name}_b.shape={b.shape}."
+            )
 
 
 def check_int32(name: str, array, shape: tuple[int, ...]) -> None:

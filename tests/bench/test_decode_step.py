@@ -8,7 +8,7 @@ from flax import nnx
 
 from bench import decode_step
 from bench.decode_step import Loop, measured, random_model, set_up
-from bench.workloads import LLAMA_3_8B, StepWorkload
+from bench.step_workload import LLAMA_3_8B, StepWorkload
 from jattn_models.llama import LlamaForCausalLM
 
 TOY = LLAMA_3_8B | {

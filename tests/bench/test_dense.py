@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from bench import dense
+from bench.comparison import has_dense_equivalent
 from bench.named_workloads import EXTEND, EXTEND_FEATURES
 from bench.timing import Timing
 from bench.workloads import AttentionWorkload
@@ -27,9 +28,9 @@ def refuse(q, k, v):
 
 
 def test_only_whole_prompts_without_features_are_dense():
-    names = {w.name for w in (*EXTEND, *EXTEND_FEATURES) if dense.is_dense(w)}
+    names = {w.name for w in (*EXTEND, *EXTEND_FEATURES) if has_dense_equivalent(w.fields())}
     assert "prefill_bf16_b16_ctx512_q512_h32-8x128_p16" in names
-    others = ("window", "chunk", "mixed", "ctx8192_q1024", "decode", "fp8", "rope")
+    others = ("window", "chunk", "mixed", "ctx8192_q1024", "decode", "fp8", "rope", "invariant")
     assert not any(part in name for name in names for part in others)
 
 

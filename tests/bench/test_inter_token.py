@@ -7,7 +7,7 @@ import pytest
 from bench import inter_token
 from bench.decode_step import random_model
 from bench.inter_token import Arrival, measured
-from bench.workloads import LLAMA_3_8B
+from bench.step_workload import LLAMA_3_8B
 from tests.bench.test_decode_step import TOY
 
 ARRIVAL = Arrival(running=2, ctx=20, prompt=200, prefill_tokens=16)

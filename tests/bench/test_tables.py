@@ -28,6 +28,8 @@ ROWS = {
     "decode_features": [
         {**DECODE, "batch": 32, "ctx": 32768, "time_us": 137.0, "window": 4095},
         {**DECODE, "batch": 64, "ctx": 8192, "time_us": 540.0, "q_tokens": 4, "rope": True},
+        {**DECODE, "batch": 64, "ctx": 2048, "time_us": 90.0, "shared_prefix": 1024, "chunk": 512},
+        {**DECODE, "batch": 1, "ctx": 8192, "time_us": 16.0, "batch_invariant": True},
         {**DECODE, "batch": 64, "ctx": 8192, "time_us": 251.0, "kv": "fp8_e4m3", "page": 64, "layout": "HND"},
     ],
     "prefill": [
@@ -58,6 +60,20 @@ ROWS = {
             "dtype": "bfloat16",
             "time_us": 900.0,
             "TFLOPs": 610.0,
+        },
+    ],
+    "accuracy": [
+        {**DECODE, "batch": 8, "ctx": 8192, "error": 0.00171, "worst_error": 0.0042, "lse_error": 3.2e-6},
+        {
+            **PREFILL,
+            "batch": 1,
+            "q": 32768,
+            "kv": 32768,
+            **FP8,
+            "error": 0.0021,
+            "worst_error": 0.0063,
+            "rounded_error": 0.0456,
+            "lse_error": 0.00104,
         },
     ],
     "decode_step": [
@@ -99,7 +115,11 @@ def test_section_shows_times_and_ratios(record):
     assert "| 64, ragged | 128 to 32,768 | 32/8 | 16 | 1,146.5 µs | 573.2 µs | 2.00 |" in text
     assert "| 32 | 32,768 | 32/8 | 128 | 16 | window 4,096 | 137.0 µs | 4,000 | 91% |" in text
     assert "| 64 | 8,192 | 32/8 | 128 | 16 | 4 tokens a sequence, rotated in the kernel | 540.0 µs |" in text
-    assert "| 64 | 8,192 | 32/8 | 128 | 64 HND | fp8 e4m3 | 251.0 µs |" in text
+    assert "| 64 | 8,192 | 32/8 | 128 | 64 HND | fp8 e4m3 keys | 251.0 µs |" in text
+    assert "| 16 | chunks of 512, first 1,024 keys shared | 90.0 µs |" in text
+    assert "| 16 | batch-invariant | 16.0 µs |" in text
+    assert "| decode | 8 | 8,192 | bf16 | bf16 | 0.17% | 0.42% |  | 3e-06 |" in text
+    assert "| prefill | 1 | 32,768 | fp8_e4m3 | fp8_e4m3 | 0.21% | 0.63% | 4.56% | 0.001 |" in text
     assert "| 1 | 8,192 | 8,192 | 16 | 560 | 560 | 1.00 |  | 610 |" in text
     assert "| 60 and 4 | 1 and 2,048 | 4,096 and 2,048 | 128 | one launch | 400.0 µs | 300 |  |  |" in text
     assert "| 1 | 32,768 | 32,768 | 128 | window 4,096 | 4,000.0 µs | 500 |" in text

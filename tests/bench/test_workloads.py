@@ -9,7 +9,7 @@ import pytest
 
 from bench.comparison import FLASHINFER, TORCH_STEP
 from bench.gpu_record import read_rows
-from bench.named_workloads import DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATURES, STEPS
+from bench.named_workloads import ACCURACY, DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATURES, STEPS
 from bench.workloads import AttentionWorkload, random_normal, random_page_table
 
 TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
@@ -49,8 +49,9 @@ def test_step_has_the_peers_roofline(row):
 
 
 def test_names_are_unique():
-    names = [workload.name for workload in (*DECODE, *DECODE_FEATURES, *EXTEND, *EXTEND_FEATURES, *STEPS)]
-    assert len(set(names)) == len(names)
+    for table in ((*DECODE, *DECODE_FEATURES, *EXTEND, *EXTEND_FEATURES, *STEPS), ACCURACY):
+        names = [workload.name for workload in table]
+        assert len(set(names)) == len(names)
 
 
 def test_a_window_hides_keys_and_a_token_more_reads_none():
@@ -66,7 +67,7 @@ def test_a_window_hides_keys_and_a_token_more_reads_none():
     assert "q_tokens" not in plain.fields()
 
 
-@pytest.mark.parametrize("change", [{"verify": 3}, {"window": 4}, {"rope": True}])
+@pytest.mark.parametrize("change", [{"verify": 3}, {"window": 4}, {"chunk": 8}, {"rope": True}])
 def test_features_change_what_a_call_gives(change):
     plain = dataclasses.replace(TINY, batch=2, ctx=20, **({"verify": 3} if "verify" in change else {}))
     arrays = dataclasses.replace(plain, **change).arrays(1, "xla")

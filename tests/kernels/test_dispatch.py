@@ -146,7 +146,7 @@ def test_xla_refuses_by_name(change, sentence):
         ({"operation": "paged_extend", "page_size": 4}, "takes page_size 8, .*, 256 in paged_extend, not 4"),
         (
             {"features": frozenset({"custom_mask"}), "num_tokens": 33},
-            "`mosaic` takes masks of 32 query tokens a sequence in paged_decode, not 33",
+            "`mosaic` takes masks of at most 32 query tokens a sequence in paged_decode, not 33",
         ),
     ],
     ids=str,

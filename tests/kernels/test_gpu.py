@@ -103,21 +103,27 @@ def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(kv
         chex.assert_trees_all_equal(alone, behind[prompt.tokens])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 16])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
-def test_mosaic_decode_of_a_request_is_the_same_to_the_bit_in_any_batch(kv_dtype):
+def test_mosaic_decode_of_a_request_is_the_same_to_the_bit_in_any_batch_and_bucket(kv_dtype, num_tokens):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    lens = (700, 3000, 1025, 64, 5000, 0, 2)
-    case = case_of(
-        "paged_decode", "bits", spec=spec_of(batch_invariant=True), kv_lens=lens, q_lens=(1,) * 7, padding_rows=0
-    )
+    lens = (700, 3000, 1025, 64, 5000, 0, 20)
+    spec, q_lens = spec_of(batch_invariant=True), (num_tokens,) * len(lens)
+    case = case_of("paged_decode", "bits", spec=spec, kv_lens=lens, q_lens=q_lens, padding_rows=0)
     q, *pools, page_table, seq_lens = build(case).args
     pools = [pool.astype(kv_dtype) for pool in pools]
     attend = functools.partial(jattn_kernels.paged_decode, spec=case.spec, return_lse=True, implementation="mosaic")
     whole = attend(q, *pools, page_table, seq_lens)
-    for rows in ([1], [4, 1], [6, 6, 1, 0, 2, 4, 5, 3]):
+    wider = jnp.pad(page_table, ((0, 0), (0, 100)))
+    for rows, table in (
+        ([1], page_table),
+        ([4, 1], wider),
+        ([6, 6, 1, 0, 2, 4, 5, 3], page_table),
+        ([*range(7), *(5,) * 57], wider),
+    ):
         index = jnp.array(rows, jnp.int32)
-        part = attend(q[index], *pools, page_table[index], seq_lens[index])
+        part = attend(q[index], *pools, table[index], seq_lens[index])
         chex.assert_trees_all_equal([x[index] for x in whole], list(part))
 
 

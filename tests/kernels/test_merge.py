@@ -1,5 +1,7 @@
 """Merging parts: against the oracle, and with parts that saw nothing."""
 
+import inspect
+
 import chex
 import jax.numpy as jnp
 import numpy as np
@@ -103,3 +105,18 @@ def test_sinks_after_a_merge_equal_sinks_of_the_whole():
 def test_lse_base_conversion_is_exact_at_powers_of_two():
     np.testing.assert_allclose(lse_to_base2(jnp.log(jnp.float32(8))), 3, rtol=1e-6)
     np.testing.assert_allclose(lse_from_base2(lse_to_base2(jnp.float32(5))), 5, rtol=1e-6)
+
+
+def test_merge_of_what_does_not_belong_together_is_refused():
+    merge, merge_all = inspect.unwrap(merge_state), inspect.unwrap(merge_states)  # as users have them
+    outs, lses = parts(2)
+    with pytest.raises(
+        ValueError, match=r"`out_a` and `out_b` must be of one shape. Got out_a.shape=\(5, 3, 4\), out_b"
+    ):
+        merge(outs[0], lses[0], outs[1, :1], lses[1, :1])
+    with pytest.raises(ValueError, match="`lse_a` and `lse_b` must be of one shape"):
+        merge(outs[0], lses[0], outs[1], lses[1, :1])
+    with pytest.raises(ValueError, match=r"`lse_b` must be an array of JAX or NumPy\. Got None"):
+        merge(outs[0], lses[0], outs[1], None)
+    with pytest.raises(ValueError, match=r"`outs` must be an array of JAX or NumPy\. Got a list"):
+        merge_all(list(outs), lses)

@@ -69,7 +69,10 @@ def refuses(call: AttentionCall) -> str | None:
     if turned is not None and spec.rope_theta is not None and spec.head_dim not in turned:
         return f"`mosaic` turns keys of head_dim {', '.join(map(str, turned))} in {operation}, not {spec.head_dim}."
     if operation == "paged_decode" and "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
-        return f"`mosaic` takes masks of {MOST_TOKENS} query tokens a sequence in {operation}, not {call.num_tokens}."
+        return (
+            f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
+            f"not {call.num_tokens}."
+        )
     if operation == "rotate_and_write" and heads_at_once(spec) is None:
         return (
             "`mosaic` turns heads of which a common divisor of query and key heads has a multiple of 256 numbers, "

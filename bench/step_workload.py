@@ -1,0 +1,41 @@
+"""A whole decode step as a workload: its model's shapes and the time that its bytes take."""
+
+import dataclasses
+from typing import Any
+
+from bench.workloads import READ_GBPS
+
+LLAMA_3_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepWorkload:
+    """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed."""
+
+    batch: int
+    ctx: int
+    page: int = 16
+    model: str = "Llama-3-8B shapes, random bf16"
+
+    @property
+    def name(self) -> str:
+        return f"decode_step_b{self.batch}_ctx{self.ctx}"
+
+    def fields(self) -> dict[str, Any]:
+        """What names this workload in a row of a record."""
+        return {"case": "decode_step", "model": self.model, "batch": self.batch, "ctx": self.ctx, "page": self.page}
+
+    def roofline_ms(self, *, weight_bytes: int, kv_bytes_per_token: int) -> float:
+        """Time to read the weights, but for the embedding, and the keys and values once."""
+        return (weight_bytes + self.batch * self.ctx * kv_bytes_per_token) / READ_GBPS / 1e6

@@ -1,0 +1,43 @@
+"""Errors are of the sampled vectors, and those of fp8 are told apart from what rounding did."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from bench import accuracy
+from bench.accuracy import measured
+from bench.workloads import AttentionWorkload
+from jattn_kernels import paged_extend
+
+PROMPT = AttentionWorkload(batch=1, ctx=200, q_tokens=200, hq=4, hkv=2, d=16, page=8)
+DECODE = dataclasses.replace(PROMPT, batch=3, ctx=70, q_tokens=None)
+
+
+@pytest.mark.parametrize("workload", [PROMPT, DECODE], ids=lambda workload: workload.name)
+@pytest.mark.parametrize("q", [None, "fp8_e4m3"])
+def test_rounding_to_fp8_is_told_apart(workload, q):
+    row, kernels = measured(dataclasses.replace(workload, kv="fp8_e4m3", q=q), "xla")
+    assert kernels == []
+    assert row["impl"] == "jattn-xla"
+    assert 0.0005 < row["error"] < row["worst_error"] < 0.01  # bf16's outputs
+    assert 0.02 < row["rounded_error"] < 0.2
+    assert 0 < row["lse_error"] < 1e-4
+
+
+@pytest.mark.parametrize("workload", [PROMPT, DECODE], ids=lambda workload: workload.name)
+def test_nothing_was_rounded_in_bf16(workload):
+    row, _ = measured(workload, "xla")
+    assert 0.0005 < row["error"] < 0.01
+    assert "rounded_error" not in row
+
+
+def test_one_wrong_head_of_one_sampled_token_shows(monkeypatch):
+    def wrong(*args, **kwargs):
+        out, lse = paged_extend(*args, **kwargs)
+        return out.at[199, 2].multiply(jnp.bfloat16(1.5)), lse.at[0, 0].add(0.25)
+
+    monkeypatch.setattr(accuracy, "paged_extend", wrong)
+    row, _ = measured(PROMPT, "xla")
+    assert row["worst_error"] == pytest.approx(0.5, abs=0.02)
+    assert row["lse_error"] == pytest.approx(0.25, abs=0.001)
