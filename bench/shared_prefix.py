@@ -38,11 +38,13 @@ class SharedPrefixWorkload(AttentionWorkload):
         return shared_prefix_schedule(jnp.int32(self.prefix), seq_lens - self.prefix, **facts)
 
     def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
+        # Of a barrier XLA makes no view: a kernel would refuse one that begins at an odd multiple of 128 bytes.
+        own_pages = jax.lax.optimization_barrier(arrays.page_table[1:])
         out = shared_prefix_decode(
             *arrays[:3],
             arrays.page_table[0],
             jnp.int32(self.prefix),
-            arrays.page_table[1:],
+            own_pages,
             arrays.seq_lens - self.prefix,
             spec=self.spec,
             schedule=arrays.schedule,

@@ -11,7 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn_kernels import shapes
 from jattn_kernels.call import AttentionCall, AttentionOptions, Operation, default_device
 from jattn_kernels.dispatch import choose
-from jattn_kernels.own_buffers import own_buffers, with_own_buffers
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -86,8 +85,6 @@ def paged_decode(
     page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     run = chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
     _check_schedule(schedule, "paged_decode", q, k_pages, q.shape[0], q.shape[1], spec, page_size, implementation)
-    q, page_table = own_buffers((q, page_table), default_device())
-    options = with_own_buffers(options, default_device())
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -150,8 +147,6 @@ def paged_extend(
     _check_schedule(
         schedule, "paged_extend", q, k_pages, seq_lens.shape[0], q.shape[0], spec, page_size, implementation
     )
-    q, page_table, seq_lens = own_buffers((q, page_table, seq_lens), default_device())
-    options = with_own_buffers(options, default_device())
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -208,8 +203,6 @@ def ragged_extend(
     )
     shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options, spec)
     run = chosen("ragged_extend", q, k, None, options, spec, implementation)
-    q, k, v, cu_kv_lens = own_buffers((q, k, v, cu_kv_lens), default_device())
-    options = with_own_buffers(options, default_device())
     out, lse = run(q, k, v, cu_q_lens, cu_kv_lens, options, spec=spec)
     return (out, lse) if return_lse else out
 

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import choose
-from jattn_kernels.own_buffers import own_buffers
 from jattn_kernels.shapes import check_page_rows, paged_geometry
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
@@ -82,5 +81,4 @@ def rotate_and_write(
         device=default_device(),
     )
     run = choose(call, implementation).implementation.operations["rotate_and_write"]
-    qkv, cos, sin, slots = own_buffers((qkv, cos, sin, slots), call.device)
     return run(qkv, cos, sin, k_pages, v_pages, slots, layer_index, spec=spec)
