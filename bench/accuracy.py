@@ -15,7 +15,7 @@ from bench.attention import Measured
 from bench.workloads import Arrays, AttentionWorkload
 from jattn_kernels import paged_decode, paged_extend, reference
 
-_SAMPLED_TOKENS = 16  # of a prompt: the exact results are float64, on the host
+SAMPLED_TOKENS = 16  # of a prompt: the exact results are float64, on the host
 
 
 def measured(workload: AttentionWorkload, implementation: str) -> Measured:
@@ -70,7 +70,7 @@ def _sampled(workload: AttentionWorkload) -> Any:
         return slice(None)
     assert workload.q_lens == workload.kv_lens
     assert len(workload.q_lens) == 1
-    return np.unique(np.linspace(0, workload.ctx - 1, _SAMPLED_TOKENS).astype(np.int32))
+    return np.unique(np.linspace(0, workload.ctx - 1, SAMPLED_TOKENS).astype(np.int32))
 
 
 def _exact(workload: AttentionWorkload, arrays: Arrays, tokens: Any) -> Any:

@@ -147,6 +147,8 @@ class Recorder:
         self.write(part, rows(), complete=lambda: len(self.failures) == failed)
         if kernels:
             self.write(f"{part}-kernels", kernels)
+        else:
+            (self._out / f"{part}-kernels.jsonl").unlink(missing_ok=True)
 
 
 def summary(row: Row) -> str:

@@ -18,6 +18,7 @@ from jattn.vllm.v0_metadata import (
     _get_causal_option,
     _get_query_key_seq_metadata,
     checked_metadata,
+    copied,
 )
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend, write_pages
 from jattn_kernels.spec import PageLayout
@@ -227,7 +228,7 @@ class FlashAttentionImpl:
             outs.append(
                 self.attend_pages(
                     layer,
-                    query[first : first + part.num_prefill_tokens + part.num_decode_tokens],
+                    copied(query[first : first + part.num_prefill_tokens + part.num_decode_tokens]),
                     kv_cache,
                     tables,
                     lens,

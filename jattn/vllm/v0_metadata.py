@@ -236,7 +236,7 @@ class FlashAttentionMetadata:
             "encoder_seq_lens_tensor",
             "cross_block_tables",
         )
-        fields = {name: None if (x := getattr(self, name)) is None else _copied(x[rows]) for name in by_row}
+        fields = {name: None if (x := getattr(self, name)) is None else copied(x[rows]) for name in by_row}
         ends = slice(rows.start, None if rows.stop is None else rows.stop + 1)
         for name in ("query_start_loc", "seq_start_loc", "encoder_seq_start_loc"):
             offsets = getattr(self, name)
@@ -244,7 +244,7 @@ class FlashAttentionMetadata:
         return fields
 
 
-def _copied(rows: Any) -> Any:
+def copied(rows: Any) -> Any:
     """Rows that no kernel gets as a view of what they are cut out of: it would refuse one in most places (README)."""
     return jax.lax.optimization_barrier(rows) if isinstance(rows, jax.Array) else rows
 

@@ -1,5 +1,6 @@
 """The faces of the attention kernels: check, choose an implementation, run it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, get_args
@@ -85,6 +86,7 @@ def paged_decode(
     page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     run = chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
     _check_schedule(schedule, "paged_decode", q, k_pages, q.shape[0], q.shape[1], spec, page_size, implementation)
+    options = _with_own_rows(options)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -147,6 +149,7 @@ def paged_extend(
     _check_schedule(
         schedule, "paged_extend", q, k_pages, seq_lens.shape[0], q.shape[0], spec, page_size, implementation
     )
+    options = _with_own_rows(options)
     out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
     return (out, lse) if return_lse else out
 
@@ -203,6 +206,7 @@ def ragged_extend(
     )
     shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options, spec)
     run = chosen("ragged_extend", q, k, None, options, spec, implementation)
+    options = _with_own_rows(options)
     out, lse = run(q, k, v, cu_q_lens, cu_kv_lens, options, spec=spec)
     return (out, lse) if return_lse else out
 
@@ -304,6 +308,21 @@ def _form(schedule: Any, spec: AttentionSpec) -> Any:
     """Of which class, with which static fields and shapes; a `batch_invariant` one's depend on `max_seq_len`."""
     leaves, tree = jax.tree.flatten(schedule)
     return tree, None if spec.batch_invariant else [jnp.shape(leaf) for leaf in leaves]
+
+
+def _with_own_rows(options: AttentionOptions) -> AttentionOptions:
+    """The options with a layer's own row in place of scales of all layers, where a row is an odd multiple of 128 bytes.
+
+    XLA would hand a kernel every second layer's as a view that Mosaic refuses; of a sum it makes none.
+    """
+
+    def own_row(scales: Any) -> Any:
+        if scales is None or scales.ndim != 2 or scales.shape[1] * scales.dtype.itemsize % 256 != 128:
+            return scales
+        is_layer = jnp.arange(scales.shape[0]) == options.layer_index
+        return jnp.sum(jnp.where(is_layer[:, None], scales, jnp.zeros_like(scales)), axis=0)
+
+    return dataclasses.replace(options, k_scale=own_row(options.k_scale), v_scale=own_row(options.v_scale))
 
 
 def chosen(

@@ -213,7 +213,7 @@ def check_merge_of_two(out_a, lse_a, out_b, lse_b) -> None:
     """Checks that two parts can be stacked for a merge.
 
     Raises:
-        ValueError: They are no arrays, or of different shapes.
+        ValueError: They are no arrays, or of different shapes or dtypes.
     """
     check_are_arrays(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     for name, a, b in (("out", out_a, out_b), ("lse", lse_a, lse_b)):
@@ -222,6 +222,7 @@ def check_merge_of_two(out_a, lse_a, out_b, lse_b) -> None:
                 f"`{name}_a` and `{name}_b` must be of one shape. "
                 f"Got {name}_a.shape={a.shape}, {name}_b.shape={b.shape}."
             )
+        same_dtype(f"{name}_a", a, f"{name}_b", b)
 
 
 def check_int32(name: str, array, shape: tuple[int, ...]) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import gpu_record
+from bench.attention import Measured
 from bench.gpu_record import OF_OTHERS, PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows
 
 
@@ -158,6 +159,19 @@ def test_attention_record_runs_every_workload_once_for_the_first_implementation(
     assert [w for w, name in done if name == "mosaic"] == list(named_workloads.DECODE)
     assert {w.name for w, name in done if name == "xla"} < {w.name for w in named_workloads.DECODE}
     assert len(read_rows(tmp_path / "decode.jsonl")) == len(done)
+
+
+def test_accuracy_is_recorded_without_kernels(tmp_path, monkeypatch):
+    from bench import accuracy, named_workloads
+
+    monkeypatch.setattr(gpu_record, "device_kind", lambda: "NVIDIA H200")
+    monkeypatch.setattr(accuracy, "measured", lambda workload, name: Measured({"of": workload.name, "impl": name}, []))
+    (tmp_path / "accuracy-kernels.jsonl").write_text("{}\n")
+    assert main(["--only", "accuracy", "--out", str(tmp_path)]) == 0
+    rows = read_rows(tmp_path / "accuracy.jsonl")
+    assert [row["of"] for row in rows] == [workload.name for workload in named_workloads.ACCURACY]
+    assert {row["impl"] for row in rows} == {"mosaic"}
+    assert not (tmp_path / "accuracy-kernels.jsonl").exists()
 
 
 @pytest.mark.parametrize("works", [True, False])

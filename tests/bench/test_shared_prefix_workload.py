@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from bench import attention
+from bench import attention, shared_prefix
 from bench.attention import measured
 from bench.shared_prefix import SharedPrefixWorkload
 from bench.workloads import AttentionWorkload
@@ -40,7 +39,15 @@ def test_its_row_is_timed(monkeypatch):
     assert row["shared_prefix"] == 24
 
 
-@pytest.mark.parametrize("implementation", ["xla"])
-def test_work_lists_are_of_both_passes(implementation):
-    arrays = jax.eval_shape(lambda: SHARED.arrays(1, implementation))
-    assert len(arrays.schedule) == 2
+def test_both_passes_get_their_work_lists(monkeypatch):
+    given = []
+
+    def decode(q, *args, schedule, **kwargs):
+        given.append(schedule)
+        return q
+
+    monkeypatch.setattr(shared_prefix, "shared_prefix_decode", decode)
+    arrays = SHARED.arrays(1, "xla")._replace(schedule=("of the prefix", "of the rest"))
+    SHARED.call(arrays, jnp.int32(0), "xla")
+    assert given == [("of the prefix", "of the rest")]
+    assert len(jax.eval_shape(lambda: SHARED.arrays(1, "xla")).schedule) == 2

@@ -119,7 +119,7 @@ def test_section_shows_times_and_ratios(record):
     assert "| 16 | chunks of 512, first 1,024 keys shared | 90.0 µs |" in text
     assert "| 16 | batch-invariant | 16.0 µs |" in text
     assert "| decode | 8 | 8,192 | bf16 | bf16 | 0.17% | 0.42% |  | 3e-06 |" in text
-    assert "| prefill | 1 | 32,768 | fp8_e4m3 | fp8_e4m3 | 0.21% | 0.63% | 4.56% | 0.001 |" in text
+    assert "| prefill | 1 | 32,768 | fp8 e4m3 | fp8 e4m3 | 0.21% | 0.63% | 4.56% | 0.001 |" in text
     assert "| 1 | 8,192 | 8,192 | 16 | 560 | 560 | 1.00 |  | 610 |" in text
     assert "| 60 and 4 | 1 and 2,048 | 4,096 and 2,048 | 128 | one launch | 400.0 µs | 300 |  |  |" in text
     assert "| 1 | 32,768 | 32,768 | 128 | window 4,096 | 4,000.0 µs | 500 |" in text

@@ -84,6 +84,13 @@ def test_chunks_and_windows_hide_pairs_of_a_prefill():
     assert tiny.flops == 4 * (1 + 2 + 2 + 2 + 2)
 
 
+def test_invariant_rows_are_of_such_calls():
+    rows = [w for w in (*DECODE_FEATURES, *EXTEND_FEATURES) if w.invariant]
+    assert {w.case for w in rows} == {"decode", "prefill"}
+    assert all(w.spec.batch_invariant and w.fields()["batch_invariant"] for w in rows)
+    assert not TINY.spec.batch_invariant
+
+
 def test_a_mixed_batch_is_the_work_of_both_launches():
     mixed, decodes, prompts = (w for w in EXTEND_FEATURES if w.batch in ("mixed", 60, 4))
     assert mixed.flops == decodes.flops + prompts.flops

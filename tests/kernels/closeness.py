@@ -11,8 +11,9 @@ from jattn_kernels import reference
 from jattn_kernels.reference.scores import alibi, rotate
 from tests.kernels.case import Case, Inputs
 
-# Of the sizes of two rows: the error of a sum of fp8 products, which is cut off after every 32 of them.
-_NARROW_SUM, _OF_NUMBERS = 2.0**-12, 128
+# A sum of fp8 products is cut off after every 32 of them, each time by up to so much of the sizes of the two rows; four
+# times at least, since queries come in parts, which are added up.
+_CUT, _NUMBERS_A_CUT, _LEAST_CUTS = 2.0**-14, 32, 4
 
 
 def oracle(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
@@ -38,8 +39,8 @@ def tolerances(case: Case, inputs: Inputs, *, narrow_products: bool = False) -> 
     float32_floor = math.sqrt(case.spec.head_dim + max(case.kv_lens)) * float(np.finfo(np.float32).eps)
     of_logits = _rounding_of_rotated_rows(case, inputs)
     if narrow_products and case.spec.rope_theta is None and jnp.dtype(case.kv_dtype or case.dtype).itemsize == 1:
-        cuts = max(1.0, case.spec.head_dim / _OF_NUMBERS)
-        of_logits += cuts * _NARROW_SUM * math.prod(_sizes_of_rows(case, inputs)) * abs(case.spec.scale)
+        cuts = max(_LEAST_CUTS, case.spec.head_dim // _NUMBERS_A_CUT)
+        of_logits += cuts * _CUT * math.prod(_sizes_of_rows(case, inputs)) * abs(case.spec.scale)
     # A logit's rounding moves the output by that much relative to it, so the output's floor has the logits' size too.
     out_floor = float32_floor * lse_size[..., None] + of_logits + float(jnp.finfo(case.out_dtype).eps) / 2
     out_error = (np.abs(out - exact_out) / np.where(out_size == 0, 1.0, out_size)).max()

@@ -116,6 +116,8 @@ def test_merge_of_what_does_not_belong_together_is_refused():
         merge(outs[0], lses[0], outs[1, :1], lses[1, :1])
     with pytest.raises(ValueError, match="`lse_a` and `lse_b` must be of one shape"):
         merge(outs[0], lses[0], outs[1], lses[1, :1])
+    with pytest.raises(ValueError, match=r"`out_a` and `out_b` must have one dtype\. Got out_a.dtype=float32, out_b"):
+        merge(outs[0], lses[0], outs[1].astype(jnp.bfloat16), lses[1])
     with pytest.raises(ValueError, match=r"`lse_b` must be an array of JAX or NumPy\. Got None"):
         merge(outs[0], lses[0], outs[1], None)
     with pytest.raises(ValueError, match=r"`outs` must be an array of JAX or NumPy\. Got a list"):
