@@ -1,7 +1,4 @@
-"""How far attention is from exact attention, over the numbers that it was given and over those before fp8.
-
-python -m bench.accuracy      on a GPU
-"""
+"""How far attention is from exact attention, over the numbers that it was given and over those before fp8."""
 
 import dataclasses
 import functools
@@ -45,19 +42,14 @@ def measured(workload: AttentionWorkload, implementation: str) -> Measured:
     out, lse = (np.asarray(x.astype(jnp.float32)[tokens], np.float64) for x in (out, lse))
     exact_out, exact_lse = _exact(workload, arrays, tokens)
     errors = _relative(out, exact_out)
-    row = {
-        **workload.fields(),
-        "impl": f"jattn-{implementation}",
-        "error": _rms(errors),
-        "worst_error": float(f"{errors.max():.3g}"),
-        "lse_error": float(f"{np.abs(lse - exact_lse).max():.3g}"),
-    }
+    found = {"error": _rms(errors), "worst_error": errors.max(), "lse_error": np.abs(lse - exact_lse).max()}
     if workload.kv.startswith("fp8"):
         del arrays
         wide = dataclasses.replace(workload, kv="bf16", q=None)
         unrounded, _ = _exact(wide, _arrays(wide, implementation), tokens)
-        row["rounded_error"] = _rms(_relative(out, unrounded))
-    return Measured(row, [])
+        found["rounded_error"] = _rms(_relative(out, unrounded))
+    figures = {name: float(f"{value:.3g}") for name, value in found.items()}
+    return Measured({**workload.fields(), "impl": f"jattn-{implementation}", **figures}, [])
 
 
 def _arrays(workload: AttentionWorkload, implementation: str) -> Arrays:
@@ -91,17 +83,4 @@ def _relative(out: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 
 def _rms(errors: np.ndarray) -> float:
-    return float(f"{np.sqrt(np.mean(errors**2)):.3g}")
-
-
-def main() -> None:
-    """The command line."""
-    from bench.gpu_record import summary
-    from bench.named_workloads import ACCURACY
-
-    for workload in ACCURACY:
-        print(f"{workload.name}: {summary(measured(workload, 'mosaic').row)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return float(np.sqrt(np.mean(errors**2)))

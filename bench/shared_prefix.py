@@ -1,4 +1,4 @@
-"""Decode of sequences that share their first keys, which are read once for all."""
+"""Decode of sequences that share their first keys, as a workload: those keys are counted, and read, once for all."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +38,7 @@ class SharedPrefixWorkload(AttentionWorkload):
         return shared_prefix_schedule(jnp.int32(self.prefix), seq_lens - self.prefix, **facts)
 
     def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
-        # Of a barrier XLA makes no view: a kernel would refuse one that begins at an odd multiple of 128 bytes.
+        # Behind a barrier a slice is copied: as a view a kernel would refuse it at an odd multiple of 128 bytes.
         own_pages = jax.lax.optimization_barrier(arrays.page_table[1:])
         out = shared_prefix_decode(
             *arrays[:3],

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import jattn_kernels
-from jattn.arguments import array
+from jattn.arguments import array, in_words
 from jattn_kernels import lse_from_base2, lse_to_base2
 
 
@@ -17,7 +17,7 @@ def merge_state(
     """Output and base-2 lse over all keys from those of two disjoint parts; -inf marks an empty part.
 
     Raises:
-        ValueError: The shapes do not belong together.
+        ValueError: The shapes or dtypes do not belong together.
     """
     v_a, s_a, v_b, s_b = array("v_a", v_a), array("s_a", s_a), array("v_b", v_b), array("s_b", s_b)
     if v_a.shape != v_b.shape or not s_a.shape == s_b.shape == v_a.shape[:-1]:
@@ -25,7 +25,8 @@ def merge_state(
             "`v_a` and `v_b` must have one shape, and `s_a` and `s_b` that without its last axis. "
             f"Got {v_a.shape}, {v_b.shape}, {s_a.shape}, {s_b.shape}."
         )
-    out, lse = jattn_kernels.merge_state(v_a, lse_from_base2(s_a), v_b, lse_from_base2(s_b))
+    with in_words(out_a="v_a", lse_a="s_a", out_b="v_b", lse_b="s_b"):
+        out, lse = jattn_kernels.merge_state(v_a, lse_from_base2(s_a), v_b, lse_from_base2(s_b))
     return out, lse_to_base2(lse)
 
 

@@ -245,7 +245,7 @@ class FlashAttentionMetadata:
 
 
 def copied(rows: Any) -> Any:
-    """Rows that no kernel gets as a view of what they are cut out of: it would refuse one in most places (README)."""
+    """Rows that no kernel gets as a view of what they are cut out of: half of all views it would refuse (README)."""
     return jax.lax.optimization_barrier(rows) if isinstance(rows, jax.Array) else rows
 
 

@@ -313,7 +313,7 @@ def _form(schedule: Any, spec: AttentionSpec) -> Any:
 def _with_own_rows(options: AttentionOptions) -> AttentionOptions:
     """The options with a layer's own row in place of scales of all layers, where a row is an odd multiple of 128 bytes.
 
-    XLA would hand a kernel every second layer's as a view that Mosaic refuses; of a sum it makes none.
+    XLA would hand a kernel every second layer's as a view that Mosaic refuses; a sum is no view.
     """
 
     def own_row(scales: Any) -> Any:

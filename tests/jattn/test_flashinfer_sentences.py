@@ -219,6 +219,7 @@ def test_append_says_what_it_cannot_use(arguments, sentence):
     [
         (lambda: merge_state(Q, Q[..., 0], Q[:1], Q[..., 0]), "`v_a` and `v_b` must have one shape"),
         (lambda: merge_state(None, Q[..., 0], Q, Q[..., 0]), "`v_a` must be an array"),
+        (lambda: merge_state(Q, Q[..., 0], Q.astype("bfloat16"), Q[..., 0]), "`v_a` and `v_b` must have one dtype"),
         (lambda: merge_states(Q, Q), r"`v` must be an array \[T, parts, N, H\]"),
         (lambda: merge_states(Q[None], Q[None]), r"`s` must be an array \[T, parts, N\]"),
         (lambda: merge_states(Q[None], Q), "`s` must have the shape of `v` without its last axis"),
