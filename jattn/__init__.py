@@ -3,13 +3,13 @@
 from importlib import import_module
 
 _LAZY = {
-    "LLM": "jattn.serving.llm",
+    "LLM": "jattn.serving.frontend.llm",
     "SamplingParams": "jattn.serving.request",
     "NgramDrafting": "jattn.serving.drafting",
     "DraftModel": "jattn.serving.draft_model",
-    "RequestOutput": "jattn.serving.outputs",
-    "Completion": "jattn.serving.outputs",
-    "Delta": "jattn.serving.outputs",
+    "RequestOutput": "jattn.serving.frontend.outputs",
+    "Completion": "jattn.serving.frontend.outputs",
+    "Delta": "jattn.serving.frontend.outputs",
 }
 
 

@@ -199,7 +199,7 @@ def generate(
         drafter = _drafter(speculative, num_draft_tokens, draft_model, draft_layers)
 
         with Interrupts() as interrupts:
-            from jattn.serving.llm import LLM
+            from jattn.serving.frontend.llm import LLM
 
             llm = LLM(
                 path,
@@ -265,7 +265,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 def _chats(path: Path, prompts: Sequence[str], system: str | None) -> list[str]:
     """What the checkpoint's chat template makes of each prompt; before the weights load, for it may refuse."""
-    from jattn.serving.chat import ChatTemplate
+    from jattn.serving.frontend.chat import ChatTemplate
 
     if not prompts:
         raise ValueError("`--chat` needs a `--prompt` or a `--prompt-file`.")

@@ -22,9 +22,9 @@ def llm(monkeypatch):
         deltas = [Delta(0, "one"), Delta(0, " two", "stop")]  # noqa: RUF012
         generation_config = {}  # noqa: RUF012
 
-    module = types.ModuleType("jattn.serving.llm")
+    module = types.ModuleType("jattn.serving.frontend.llm")
     module.LLM = LLM
-    monkeypatch.setitem(sys.modules, "jattn.serving.llm", module)
+    monkeypatch.setitem(sys.modules, "jattn.serving.frontend.llm", module)
     monkeypatch.setattr(
         jattn.checkpoint, "Checkpoint", lambda _: types.SimpleNamespace(generation_config=LLM.generation_config)
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jattn.serving.chat import ChatTemplate
+from jattn.serving.frontend.chat import ChatTemplate
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "chat.json").read_text(encoding="utf-8"))
 HELLO = [{"role": "user", "content": "Hello"}]

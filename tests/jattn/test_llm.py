@@ -15,8 +15,8 @@ import pytest
 import jattn
 from jattn.checkpoint import Checkpoint
 from jattn.kv_pool import KVGroupSpec
-from jattn.serving import llm as llm_module
-from jattn.serving.chat import ChatTemplate
+from jattn.serving.frontend import llm as llm_module
+from jattn.serving.frontend.chat import ChatTemplate
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jattn.serving.frontend.outputs import Delta, SequenceReader, gather
 from jattn.serving.logprobs import Logprob
-from jattn.serving.outputs import Delta, SequenceReader, gather
 from jattn.serving.request import Request, RequestStatus, SamplingParams
 from tests.jattn.test_stop_strings import ending
 from tests.jattn.test_text import byte_level, saved, unigram_byte_fallback

@@ -17,9 +17,9 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.draft_model import DraftModel
 from jattn.serving.drafting import NgramDrafting
 from jattn.serving.engine import Engine
+from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import SamplingParams
 from jattn.serving.sampler import SamplingState, sample
-from jattn.serving.text import Tokenizer
 from tests.careful import compiled_with_care
 from tests.jattn import one_pass
 from tests.jattn.prompt_lookup import counted, prompt_lookup

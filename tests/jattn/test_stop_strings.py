@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jattn.serving.stop_strings import StopStrings
+from jattn.serving.frontend.stop_strings import StopStrings
 
 # Few letters, so that strings overlap, nest and recur.
 texts = st.text("ab🙂", max_size=24)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from jattn.serving.text import StreamDecoder, Tokenizer
+from jattn.serving.frontend.text import StreamDecoder, Tokenizer
 
 CORPUS = ["def main(argv):\n    return 0\n", "class Café:\n    '''naïve'''\n", "日本語 日本語 日本", "price: 5 €\n"] * 4
 

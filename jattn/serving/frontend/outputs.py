@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from jattn.serving.frontend.stop_strings import StopStrings
+from jattn.serving.frontend.text import StreamDecoder, Tokenizer
 from jattn.serving.logprobs import Logprob
 from jattn.serving.request import FinishReason, Request
-from jattn.serving.stop_strings import StopStrings
-from jattn.serving.text import StreamDecoder, Tokenizer
 
 Logprobs = dict[int, Logprob]
 
