@@ -21,9 +21,9 @@ from jattn.backend import BackendOptions
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.flash_attention import FlashAttentionBackend
 from jattn.kv_pool import KVPool, make_pool
-from jattn.serving.last_sent import LastSent
-from jattn.serving.loop_state import LoopState, empty_rows
-from jattn.serving.steps import Steps
+from jattn.serving.executor.last_sent import LastSent
+from jattn.serving.steps.loop_state import LoopState, empty_rows
+from jattn.serving.steps.plain import Steps
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose

@@ -5,8 +5,8 @@ from importlib import import_module
 _LAZY = {
     "LLM": "jattn.serving.frontend.llm",
     "SamplingParams": "jattn.serving.request",
-    "NgramDrafting": "jattn.serving.drafting",
-    "DraftModel": "jattn.serving.draft_model",
+    "NgramDrafting": "jattn.serving.steps.drafting",
+    "DraftModel": "jattn.serving.steps.draft_model",
     "RequestOutput": "jattn.serving.frontend.outputs",
     "Completion": "jattn.serving.frontend.outputs",
     "Delta": "jattn.serving.frontend.outputs",

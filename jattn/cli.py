@@ -285,10 +285,10 @@ def _drafter(
         return None
     given = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
     if speculative is Speculative.NGRAM:
-        from jattn.serving.drafting import NgramDrafting
+        from jattn.serving.steps.drafting import NgramDrafting
 
         return NgramDrafting(**given)
-    from jattn.serving.draft_model import DraftModel
+    from jattn.serving.steps.draft_model import DraftModel
 
     if draft_model is None and layers is None:
         raise ValueError("`--speculative draft-model` needs `--draft-model`, `--draft-layers` or both.")

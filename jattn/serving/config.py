@@ -4,7 +4,7 @@ import dataclasses
 
 from jattn.arguments import instance, whole_number
 from jattn.compiled_steps import power_of_two_buckets
-from jattn.serving.drafting import Drafter, check_drafter, check_drafter_fits
+from jattn.serving.steps.drafting import Drafter, check_drafter, check_drafter_fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

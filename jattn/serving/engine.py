@@ -17,20 +17,20 @@ from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.model import CausalLM
 from jattn.page_allocator import PageAllocator
-from jattn.serving.batches import decode_batch, prefill_batch, prompt_places
-from jattn.serving.checks import check_decode, check_prefill
 from jattn.serving.config import EngineConfig
-from jattn.serving.draft_model import DraftModel, TargetAndDraft
-from jattn.serving.last_sent import LastSent
-from jattn.serving.logit_rules import empty_history
-from jattn.serving.logprobs import Logprob, TokenLogprobs
-from jattn.serving.loop_state import LoopState, TokenRecord, empty_rows
-from jattn.serving.mixing import may_mix, mixed_rows
-from jattn.serving.pool_memory import fitting_pool
+from jattn.serving.executor.batches import decode_batch, prefill_batch, prompt_places
+from jattn.serving.executor.checks import check_decode, check_prefill
+from jattn.serving.executor.last_sent import LastSent
+from jattn.serving.executor.mixing import may_mix, mixed_rows
+from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
-from jattn.serving.steps import NO_TOKEN, UNUSED, VARIANTS, StepOutput, Steps, Variant
-from jattn.serving.verification import SpeculativeSteps
+from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
+from jattn.serving.steps.logit_rules import empty_history
+from jattn.serving.steps.logprobs import Logprob, TokenLogprobs
+from jattn.serving.steps.loop_state import LoopState, TokenRecord, empty_rows
+from jattn.serving.steps.plain import NO_TOKEN, UNUSED, VARIANTS, StepOutput, Steps, Variant
+from jattn.serving.steps.verification import SpeculativeSteps
 
 
 @dataclasses.dataclass(frozen=True)

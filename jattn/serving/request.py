@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jattn.arguments import whole_number
-from jattn.serving.logprobs import Logprob
+from jattn.serving.steps.logprobs import Logprob
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -7,7 +7,7 @@ from flax import nnx
 from jattn.kv_pool import KVGroupSpec
 from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
-from jattn.serving.steps import StepOutput
+from jattn.serving.steps.plain import StepOutput
 
 
 class Sizes(nnx.Module):

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from jattn import cli
-from jattn.serving.draft_model import DraftModel
-from jattn.serving.drafting import NgramDrafting
 from jattn.serving.request import DraftCounts, SamplingParams
+from jattn.serving.steps.draft_model import DraftModel
+from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.fake_llm import Delta, Stats, generate, run
 
 

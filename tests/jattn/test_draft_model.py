@@ -7,9 +7,9 @@ import pytest
 
 from jattn.checkpoint import Checkpoint
 from jattn.serving import engine as engine_module
-from jattn.serving.draft_model import DraftModel, TargetAndDraft
-from jattn.serving.drafting import Drafter, NgramDrafting
 from jattn.serving.engine import Engine
+from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
+from jattn.serving.steps.drafting import Drafter, NgramDrafting
 from tests.jattn.tiny import CONFIG, tiny_model
 
 

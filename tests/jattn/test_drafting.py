@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jattn.serving.config import EngineConfig
-from jattn.serving.draft_model import DraftModel
-from jattn.serving.drafting import NO_DRAFT, NgramDrafting, check_drafter
-from jattn.serving.verification import accepted
+from jattn.serving.steps.draft_model import DraftModel
+from jattn.serving.steps.drafting import NO_DRAFT, NgramDrafting, check_drafter
+from jattn.serving.steps.verification import accepted
 from tests.jattn.prompt_lookup import prompt_lookup
 
 

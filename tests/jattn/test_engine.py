@@ -13,10 +13,10 @@ import pytest
 from jattn.checkpoint import Checkpoint
 from jattn.model import model_class
 from jattn.serving import engine as engine_module
-from jattn.serving import pool_memory
 from jattn.serving import scheduler as scheduler_module
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
+from jattn.serving.executor import pool_memory
 from jattn.serving.request import SamplingParams
 from tests.jattn import one_pass, tiny
 

@@ -11,7 +11,7 @@ import pytest
 from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from jattn.serving.sampler import SamplingState, sample
+from jattn.serving.steps.sampler import SamplingState, sample
 from tests.jattn import one_pass
 from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jattn.serving.last_sent import LastSent
+from jattn.serving.executor.last_sent import LastSent
 
 PLAN = np.arange(6, dtype=np.int32).reshape(2, 3)
 

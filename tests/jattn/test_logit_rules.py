@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.logit_rules import TokenHistory, apply_rules, empty_history, empty_rules
-from jattn.serving.sampler import SamplingState, drawn_logits
+from jattn.serving.steps.logit_rules import TokenHistory, apply_rules, empty_history, empty_rules
+from jattn.serving.steps.sampler import SamplingState, drawn_logits
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "sampling.npz")
 CASES = sorted({name.split("/")[0] for name in GOLDEN.files})

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.logprobs import prompt_logprobs, token_logprobs
+from jattn.serving.steps.logprobs import prompt_logprobs, token_logprobs
 
 # A sum of V terms in float32, and one logarithm and two subtractions of numbers below 2**5.
 TOLERANCE = 40 * 2**-23 * 2**5

@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 from jattn.backend import AttentionLayer, BackendOptions
-from jattn.serving import mixing
 from jattn.serving.config import EngineConfig
-from jattn.serving.drafting import NgramDrafting
 from jattn.serving.engine import Engine
-from jattn.serving.mixing import mixed_rows
+from jattn.serving.executor import mixing
+from jattn.serving.executor.mixing import mixed_rows
 from jattn.serving.request import SamplingParams
+from jattn.serving.steps.drafting import NgramDrafting
 from jattn_kernels.call import AttentionCall, Device
 from tests.jattn.listening import compilations
 from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_model

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.serving.frontend.outputs import Delta, SequenceReader, gather
-from jattn.serving.logprobs import Logprob
 from jattn.serving.request import Request, RequestStatus, SamplingParams
+from jattn.serving.steps.logprobs import Logprob
 from tests.jattn.test_stop_strings import ending
 from tests.jattn.test_text import byte_level, saved, unigram_byte_fallback
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.sampler import SamplingState, sample
+from jattn.serving.steps.sampler import SamplingState, sample
 
 jitted = jax.jit(sample, static_argnames="greedy_only")
 

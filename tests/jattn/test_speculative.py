@@ -14,12 +14,12 @@ from jattn.checkpoint import Checkpoint
 from jattn.model import model_class
 from jattn.serving import engine as engine_module
 from jattn.serving.config import EngineConfig
-from jattn.serving.draft_model import DraftModel
-from jattn.serving.drafting import NgramDrafting
 from jattn.serving.engine import Engine
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import SamplingParams
-from jattn.serving.sampler import SamplingState, sample
+from jattn.serving.steps.draft_model import DraftModel
+from jattn.serving.steps.drafting import NgramDrafting
+from jattn.serving.steps.sampler import SamplingState, sample
 from tests.careful import compiled_with_care
 from tests.jattn import one_pass
 from tests.jattn.prompt_lookup import counted, prompt_lookup

@@ -9,9 +9,9 @@ import pytest
 from flax import nnx
 
 from jattn.serving import engine as engine_module
-from jattn.serving.drafting import NgramDrafting
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
+from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.tiny import CONFIG, VOCAB, run, sampled, tiny_model
 
 # Rewards what was seen, so that greedy text repeats itself and drafted runs are accepted.

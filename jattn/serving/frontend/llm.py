@@ -20,13 +20,13 @@ from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.config import EngineConfig
-from jattn.serving.draft_model import DraftModel
-from jattn.serving.drafting import Drafter, check_drafter
 from jattn.serving.engine import Engine
 from jattn.serving.frontend.chat import ChatTemplate
 from jattn.serving.frontend.outputs import Delta, RequestOutput, SequenceReader, gather
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
+from jattn.serving.steps.draft_model import DraftModel
+from jattn.serving.steps.drafting import Drafter, check_drafter
 
 Prompt = str | Sequence[SupportsIndex] | np.ndarray
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from jattn.serving.frontend.stop_strings import StopStrings
 from jattn.serving.frontend.text import StreamDecoder, Tokenizer
-from jattn.serving.logprobs import Logprob
 from jattn.serving.request import FinishReason, Request
+from jattn.serving.steps.logprobs import Logprob
 
 Logprobs = dict[int, Logprob]
 

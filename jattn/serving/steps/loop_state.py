@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jattn.serving.logit_rules import LogitRules, TokenHistory, empty_rules
-from jattn.serving.sampler import SamplingState
+from jattn.serving.steps.logit_rules import LogitRules, TokenHistory, empty_rules
+from jattn.serving.steps.sampler import SamplingState
 
 
 @typing.no_type_check

@@ -3,8 +3,8 @@
 import numpy as np
 
 from jattn.serving.config import EngineConfig
-from jattn.serving.loop_state import LoopState
-from jattn.serving.steps import PrefillBatch
+from jattn.serving.steps.loop_state import LoopState
+from jattn.serving.steps.plain import PrefillBatch
 from jattn_kernels.validate import validate
 
 

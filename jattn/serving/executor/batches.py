@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 
 from jattn.serving.config import EngineConfig
-from jattn.serving.loop_state import LoopState, empty_rows
 from jattn.serving.request import Request
 from jattn.serving.scheduler import Chunk
-from jattn.serving.steps import PrefillBatch, Variant
+from jattn.serving.steps.loop_state import LoopState, empty_rows
+from jattn.serving.steps.plain import PrefillBatch, Variant
 
 
 def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> np.ndarray:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jattn.kv_pool import KVPool
-from jattn.serving.drafting import Drafter
-from jattn.serving.logprobs import token_logprobs
-from jattn.serving.loop_state import LoopState
-from jattn.serving.passes import verify_pass
-from jattn.serving.steps import NO_TOKEN, UNUSED, StepOutput, Steps, Variant, choose
+from jattn.serving.steps.drafting import Drafter
+from jattn.serving.steps.logprobs import token_logprobs
+from jattn.serving.steps.loop_state import LoopState
+from jattn.serving.steps.passes import verify_pass
+from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Variant, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
-from jattn.serving.logit_rules import apply_rules
-from jattn.serving.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
-from jattn.serving.loop_state import LoopState
-from jattn.serving.passes import decode_pass, owners, ragged_pass
-from jattn.serving.sampler import sample
+from jattn.serving.steps.logit_rules import apply_rules
+from jattn.serving.steps.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+from jattn.serving.steps.loop_state import LoopState
+from jattn.serving.steps.passes import decode_pass, owners, ragged_pass
+from jattn.serving.steps.sampler import sample
 
 # What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
 Variant = Literal["greedy", "plain", "full"]

@@ -16,9 +16,9 @@ from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.model import CausalLM, model_class
-from jattn.serving.loop_state import LoopState
-from jattn.serving.passes import decode_pass
-from jattn.serving.sampler import sample
+from jattn.serving.steps.loop_state import LoopState
+from jattn.serving.steps.passes import decode_pass
+from jattn.serving.steps.sampler import sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

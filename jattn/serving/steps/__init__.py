@@ -1,0 +1,1 @@
+"""What runs on the device between two reads: pure functions of arrays, and the state they share."""
