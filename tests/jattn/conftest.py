@@ -7,7 +7,7 @@ import jaxtyping
 import pytest
 
 import jattn.checkpoint
-from tests.jattn.fake_llm import Delta, FakeLLM
+from tests.jattn.harness.fake_llm import Delta, FakeLLM
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.request import Request, SamplingParams
 from jattn.serving.scheduler import Chunk
 from jattn.serving.steps.loop_state import empty_rows
-from tests.jattn.tiny import run, sampled, tiny_engine
+from tests.jattn.harness.tiny import run, sampled, tiny_engine
 
 CONFIG = EngineConfig(num_pages=8, page_size=4, max_num_seqs=3, max_context_len=16, prefill_tokens=16, prefill_seqs=2)
 

@@ -14,7 +14,7 @@ from jattn import cli
 from jattn.serving.request import DraftCounts, SamplingParams
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
-from tests.jattn.fake_llm import Delta, Stats, generate, run
+from tests.jattn.harness.fake_llm import Delta, Stats, generate, run
 
 
 def test_version_is_the_packages():

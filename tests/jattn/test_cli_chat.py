@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.jattn.fake_llm import Delta, generate, run
+from tests.jattn.harness.fake_llm import Delta, generate, run
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
 from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.steps.drafting import Drafter, NgramDrafting
-from tests.jattn.tiny import CONFIG, tiny_model
+from tests.jattn.harness.tiny import CONFIG, tiny_model
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NO_DRAFT, NgramDrafting, check_drafter
 from jattn.serving.steps.verification import accepted
-from tests.jattn.prompt_lookup import prompt_lookup
+from tests.jattn.harness.prompt_lookup import prompt_lookup
 
 
 @pytest.mark.parametrize(

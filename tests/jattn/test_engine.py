@@ -18,7 +18,7 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.executor import pool_memory
 from jattn.serving.request import SamplingParams
-from tests.jattn import one_pass, tiny
+from tests.jattn.harness import one_pass, tiny
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SMALL = EngineConfig(

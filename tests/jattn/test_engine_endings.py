@@ -11,7 +11,7 @@ from flax import nnx
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import RequestStatus
-from tests.jattn.tiny import CONFIG, run, sampled, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import CONFIG, run, sampled, tiny_engine, tiny_model
 
 LONG_PROMPT = list(range(100, 140))  # 10 of the pool's 16 pages
 

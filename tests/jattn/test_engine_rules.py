@@ -12,8 +12,8 @@ from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.sampler import SamplingState, sample
-from tests.jattn import one_pass
-from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
+from tests.jattn.harness import one_pass
+from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
 
 CONTEXT = CONFIG.max_context_len
 

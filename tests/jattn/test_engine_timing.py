@@ -6,7 +6,7 @@ import pytest
 
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import SamplingParams
-from tests.jattn.simulated import SimulatedDevice
+from tests.jattn.harness.simulated_device import SimulatedDevice
 
 LONG = 2**15
 BUDGET = 512

@@ -14,8 +14,8 @@ from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig, F
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVGroupSpec, make_pool
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput
-from tests.jattn.listening import compilations
-from tests.jattn.requests_of_tokens import MAX_CONTEXT, NOWHERE, NUM_REQUESTS, random_requests
+from tests.jattn.harness.compile_log import compilations
+from tests.jattn.harness.sglang_requests import MAX_CONTEXT, NOWHERE, NUM_REQUESTS, random_requests
 
 NUM_DRAFT, STEPS, BATCHES = 3, 3, 30
 LAYER = AttentionLayer(

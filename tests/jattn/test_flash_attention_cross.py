@@ -11,7 +11,7 @@ from jattn.backend import AttentionLayer, forward
 from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardMode
 from jattn_kernels.spec import AttentionSpec
-from tests.jattn.requests_of_tokens import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
+from tests.jattn.harness.sglang_requests import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
 
 N, K, H = 4, 2, 16
 SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=K, head_dim=H, sm_scale=0.25)

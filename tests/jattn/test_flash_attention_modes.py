@@ -12,7 +12,7 @@ from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
 from jattn_kernels.spec import AttentionSpec
-from tests.jattn.requests_of_tokens import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
+from tests.jattn.harness.sglang_requests import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
 
 N, K, H, HV, NUM_DRAFT, CHUNK = 4, 2, 16, 8, 3, 64
 LAYER_OF = AttentionLayer(

@@ -13,7 +13,7 @@ from jattn.flash_attention import CudaGraphState
 from jattn.flashinfer import FlashInferAttnBackend, KVBuffers, WrapperDispatch, should_use_tensor_core
 from jattn.forward_batch import ForwardMode
 from jattn.spec_info import EagleVerifyInput
-from tests.jattn.requests_of_flashinfer import (
+from tests.jattn.harness.pymllm_requests import (
     CONTEXT,
     CROSS,
     LAYER,

@@ -20,9 +20,9 @@ from jattn.flashinfer import (
     segment_packbits,
 )
 from jattn_kernels import reference
-from tests.jattn.flashinfer_calls import SPEC, assert_base2_close, facts, numbers, page_lists, scales
-from tests.jattn.listening import compilations
-from tests.kernels.case import Case
+from tests.jattn.harness.compile_log import compilations
+from tests.jattn.harness.flashinfer_calls import SPEC, assert_base2_close, facts, numbers, page_lists, scales
+from tests.kernels.harness.case import Case
 
 FP8 = "float8_e4m3fn"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jattn.forward_batch import ForwardBatch, ForwardMode
-from tests.jattn.listening import compilations
-from tests.jattn.requests_of_flashinfer import (
+from tests.jattn.harness.compile_log import compilations
+from tests.jattn.harness.pymllm_requests import (
     LAYER,
     NOWHERE,
     REQUESTS,

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from jattn import cli
-from tests.jattn.fake_llm import Delta, generate
+from tests.jattn.harness.fake_llm import Delta, generate
 
 
 @pytest.mark.parametrize("where", ["init_error", "stream_error"])

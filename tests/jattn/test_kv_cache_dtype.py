@@ -12,7 +12,7 @@ from jattn.dtype_names import DTYPE_NAMES
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
 
 FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 

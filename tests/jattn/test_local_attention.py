@@ -17,7 +17,7 @@ from jattn.local_attention import (
 )
 from jattn_kernels import AttentionSpec, attention, paged_decode, paged_extend
 from jattn_kernels.call import Device
-from tests.kernels.extend_calls import interpreted_in_few_blocks
+from tests.kernels.harness.extend_calls import interpreted_in_few_blocks
 
 padded = jax.jit(pad_local_attention_virtual_batches, static_argnums=(0, 4, 5))
 

@@ -16,8 +16,8 @@ from jattn.serving.executor.mixing import mixed_rows
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn_kernels.call import AttentionCall, Device
-from tests.jattn.listening import compilations
-from tests.jattn.tiny import CONFIG, VOCAB, run, tiny_model
+from tests.jattn.harness.compile_log import compilations
+from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_model
 
 MIXED = dataclasses.replace(CONFIG, mixed_steps=True, prefill_seqs=2)
 

@@ -21,9 +21,9 @@ from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn.serving.steps.sampler import SamplingState, sample
 from tests.careful import compiled_with_care
-from tests.jattn import one_pass
-from tests.jattn.prompt_lookup import counted, prompt_lookup
-from tests.jattn.tiny import run
+from tests.jattn.harness import one_pass
+from tests.jattn.harness.prompt_lookup import counted, prompt_lookup
+from tests.jattn.harness.tiny import run
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 PLAIN = EngineConfig(

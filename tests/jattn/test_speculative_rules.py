@@ -12,7 +12,7 @@ from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
-from tests.jattn.tiny import CONFIG, VOCAB, run, sampled, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, run, sampled, tiny_model
 
 # Rewards what was seen, so that greedy text repeats itself and drafted runs are accepted.
 REPEATING = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=-0.5)

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.jattn.listening import compilations
-from tests.jattn.surface_batches import Case, make_batch
-from tests.jattn.surfaces import SURFACES, surfaces_of
+from tests.jattn.harness.common_batches import Case, make_batch
+from tests.jattn.harness.compile_log import compilations
+from tests.jattn.harness.every_surface import SURFACES, surfaces_of
 
 # Float32 sums of up to 160 terms in another order, of numbers of size about 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

@@ -15,7 +15,7 @@ from jattn_kernels.mosaic.sm90.decode_queries import in_parts
 from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
 from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
 from jattn_kernels.schedule import DecodeSchedule
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.interpreter import interpreted
 
 _SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 

@@ -6,8 +6,8 @@ from jattn_kernels import AttentionSpec
 from jattn_kernels.mosaic.sm90 import extend
 from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from tests.kernels.cases import assert_close, build
-from tests.kernels.extend_calls import (
+from tests.kernels.harness.case_table import assert_close, build
+from tests.kernels.harness.extend_calls import (
     DTYPES,
     FP8_WIDTHS,
     INTERPRETED,

@@ -12,9 +12,9 @@ from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import IMPLEMENTATIONS
 from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
-from tests.kernels.cases import CASES, assert_close, build
-from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
-from tests.kernels.kernel_cases import KERNEL_SIZED, case_of, spec_of
+from tests.kernels.harness.case_table import CASES, assert_close, build
+from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
+from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import jattn_kernels
 from jattn_kernels import attention
 from jattn_kernels.call import Device
-from tests.kernels.cases import assert_close, build
-from tests.kernels.kernel_cases import case_of, spec_of
+from tests.kernels.harness.case_table import assert_close, build
+from tests.kernels.harness.kernel_sized_cases import case_of, spec_of
 
 _OF_LAYERS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 

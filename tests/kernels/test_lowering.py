@@ -8,8 +8,8 @@ import pytest
 import jattn_kernels
 from jattn_kernels import attention
 from jattn_kernels.call import Device
-from tests.kernels.cases import build
-from tests.kernels.kernel_cases import KERNEL_SIZED
+from tests.kernels.harness.case_table import build
+from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from jattn_kernels.call import Device
 from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, choose_tiles
 from jattn_kernels.schedule import DecodeSchedule
-from tests.kernels.cases import CASES, assert_close, build
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.case_table import CASES, assert_close, build
+from tests.kernels.harness.interpreter import interpreted
 
 SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 

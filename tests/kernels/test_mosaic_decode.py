@@ -12,8 +12,8 @@ from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import AttentionOptions, Device
 from jattn_kernels.mosaic.sm90 import paged
 from jattn_kernels.schedule import DecodeSchedule
-from tests.kernels.cases import Case, assert_close, build
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.case_table import Case, assert_close, build
+from tests.kernels.harness.interpreter import interpreted
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
 from jattn_kernels.mosaic.sm90.extend_tile import TileRows, Unit
-from tests.kernels.cases import assert_close, build
-from tests.kernels.chunked_prompt import chunked_prompt, prompt_behind
-from tests.kernels.extend_calls import (
+from tests.kernels.harness.case_table import assert_close, build
+from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
+from tests.kernels.harness.extend_calls import (
     DTYPES,
     FEATURES,
     FP8_WIDTHS,

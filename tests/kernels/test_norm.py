@@ -7,7 +7,7 @@ import pytest
 
 from jattn_kernels import rms_norm
 from jattn_kernels.call import Device
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.interpreter import interpreted
 
 EPS = 1e-5
 

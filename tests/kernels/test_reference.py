@@ -11,9 +11,9 @@ from hypothesis import given, settings
 
 from jattn_kernels import reference
 from jattn_kernels.spec import AttentionSpec
-from tests.kernels.brute_force import BruteForce
-from tests.kernels.case import UNUSED_PAGES, tree_path
-from tests.kernels.cases import CASES, Case, Inputs, assert_close, build, oracle, random_cases
+from tests.kernels.harness.brute_force import BruteForce
+from tests.kernels.harness.case import UNUSED_PAGES, tree_path
+from tests.kernels.harness.case_table import CASES, Case, Inputs, assert_close, build, oracle, random_cases
 
 # float64 sums in two orders.
 ATOL = 1e-11

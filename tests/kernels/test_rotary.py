@@ -9,7 +9,7 @@ from jattn_kernels import AttentionSpec, rotary, rotate_and_write
 from jattn_kernels.call import Device
 from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.interpreter import interpreted
 
 LAYERS, PAGES, PAGE_SIZE = 2, 4, 8
 SLOTS = (3, 31, -1, 32, 9)  # the third and fourth are nowhere

@@ -11,8 +11,8 @@ import pytest
 from jattn_kernels import AttentionSpec, attention, shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.call import Device, default_device
 from jattn_kernels.mosaic.sm90 import paged
-from tests.kernels.cases import Case, Inputs, assert_close, build
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.case_table import Case, Inputs, assert_close, build
+from tests.kernels.harness.interpreter import interpreted
 
 PAGE_SIZE = 8
 SUFFIXES = (3, 9, 2, 8)

@@ -12,7 +12,7 @@ import jattn_kernels
 from jattn_kernels import AttentionSpec, mla_decode, paged_decode, paged_extend, ragged_extend, rope
 from jattn_kernels.reference.scores import rotate
 from jattn_kernels.xla import fetch, tiles
-from tests.kernels.cases import CASES, assert_close, build, random_cases
+from tests.kernels.harness.case_table import CASES, assert_close, build, random_cases
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
 

@@ -18,7 +18,7 @@ from jattn.model import model_class
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from tests.models.goldens import assert_shares_are_golden, dense_logits
+from tests.models.harness.goldens import assert_shares_are_golden, dense_logits
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
 CONFIG = {

@@ -14,8 +14,8 @@ from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
 from jattn_models.bart import BartConfig, BartForConditionalGeneration
-from tests.models.goldens import assert_golden
-from tests.models.over_vllm import OVER_VLLM, in_one_array
+from tests.models.harness.goldens import assert_golden
+from tests.models.harness.vllm_backends import OVER_VLLM, in_one_array
 
 FOLDER = pathlib.Path(__file__).parent / "golden_cross" / "bart"
 PROMPT_LENS = (1, 8, 21)

@@ -15,7 +15,7 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn_models.layer_pattern import Segment
-from tests.models.goldens import (
+from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
     OTHER_CASES,

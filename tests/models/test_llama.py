@@ -15,7 +15,7 @@ from jattn.kv_pool import make_pool
 from jattn.model import model_class
 from jattn.parallel import Parallel
 from jattn_models.llama import LlamaForCausalLM
-from tests.models.goldens import (
+from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
     DenseBackend,

@@ -1,6 +1,6 @@
-"""Writes golden/sampling.npz: logits before and after transformers' logits processors, in float32 on CPU.
+"""Writes tests/jattn/golden/sampling.npz: logits before and after transformers' logits processors, in float32 on CPU.
 
-Needs torch and transformers, which the tests do not: `python tests/jattn/make_sampling_golden.py`.
+Needs torch and transformers, which the tests do not: `python tests/jattn/harness/make_sampling_golden.py`.
 """
 
 import pathlib
@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-FILE = pathlib.Path(__file__).parent / "golden" / "sampling.npz"
+FILE = pathlib.Path(__file__).parents[1] / "golden" / "sampling.npz"
 BATCH, VOCAB, PROMPT, OUTPUT = 3, 100, 12, 5
 
 NEUTRAL = {

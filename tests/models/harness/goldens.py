@@ -1,4 +1,4 @@
-"""The checkpoints in golden/ and what transformers computes with them; see make_golden.py."""
+"""The checkpoints in tests/models/golden/ and what transformers computes with them; see make_golden.py."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.model import model_class
 from jattn.parallel import Parallel
-from tests.models.paged import PagedRun
+from tests.models.harness.paged_run import PagedRun
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 PROMPT_LENS = (1, 8, 21)
 DECODE_STEPS = 32
 CAPACITY = max(PROMPT_LENS) + DECODE_STEPS

@@ -9,7 +9,7 @@ import numpy as np
 
 from jattn_kernels import reference
 from jattn_kernels.reference.scores import alibi, rotate
-from tests.kernels.case import Case, Inputs
+from tests.kernels.harness.case import Case, Inputs
 
 # A sum of fp8 products is cut off after every 32 of them, each time by up to so much of the sizes of the two rows; four
 # times at least, since queries come in parts, which are added up.

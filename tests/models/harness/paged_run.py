@@ -10,7 +10,7 @@ from flax import nnx
 from jattn.backend import BackendOptions, backend_class
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
-from tests.models.over_vllm import OVER_VLLM, in_one_array
+from tests.models.harness.vllm_backends import OVER_VLLM, in_one_array
 
 PADDED_ROWS = 2
 PADDED_TOKENS = 3

@@ -1,6 +1,6 @@
-"""Writes golden/chat.json: chat templates, conversations, and the texts that transformers makes of them.
+"""Writes tests/jattn/golden/chat.json: chat templates, conversations, and the texts that transformers makes of them.
 
-Needs transformers, which the tests do not: `python tests/jattn/make_chat_golden.py`.
+Needs transformers, which the tests do not: `python tests/jattn/harness/make_chat_golden.py`.
 """
 
 import json
@@ -8,7 +8,7 @@ import pathlib
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-FILE = pathlib.Path(__file__).parent / "golden" / "chat.json"
+FILE = pathlib.Path(__file__).parents[1] / "golden" / "chat.json"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 TURNS = [

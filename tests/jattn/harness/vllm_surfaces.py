@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.vllm import v0, v1, v1_flash_attention
-from tests.jattn.surface import Surface
-from tests.jattn.surface_batches import CONTEXT, LONGEST_ENCODER, ROWS, SCALE, Batch, Case, H, K, N, padded
+from tests.jattn.harness.common_batches import CONTEXT, LONGEST_ENCODER, ROWS, SCALE, Batch, Case, H, K, N, padded
+from tests.jattn.harness.surface_base import Surface
 
 
 class _OverCombinedCache(Surface):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from jattn_kernels.call import Operation
 from jattn_kernels.spec import AttentionSpec
-from tests.kernels.case import Case, Inputs, build
-from tests.kernels.closeness import assert_close, oracle, tolerances
+from tests.kernels.harness.case import Case, Inputs, build
+from tests.kernels.harness.tolerance import assert_close, oracle, tolerances
 
 __all__ = ["CASES", "Case", "Inputs", "assert_close", "build", "oracle", "random_cases", "tolerances"]
 

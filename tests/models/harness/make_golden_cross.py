@@ -1,6 +1,6 @@
-"""Writes golden_cross/: a tiny random BART and its logits as transformers computes them, in float32 on CPU.
+"""Writes tests/models/golden_cross/: a tiny random BART and its logits by transformers, in float32 on CPU.
 
-Needs torch and transformers, which the tests do not: `python tests/models/make_golden_cross.py`.
+Needs torch and transformers, which the tests do not: `python tests/models/harness/make_golden_cross.py`.
 """
 
 import pathlib
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-FOLDER = pathlib.Path(__file__).parent / "golden_cross" / "bart"
+FOLDER = pathlib.Path(__file__).parents[1] / "golden_cross" / "bart"
 ENCODER_LENS = (17, 1, 6)
 DECODER_LENS = (1 + 32, 8 + 32, 21 + 32)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn_kernels.spec import AttentionSpec
-from tests.kernels.case import Case, Inputs, build
-from tests.kernels.closeness import assert_close
+from tests.kernels.harness.case import Case, Inputs, build
+from tests.kernels.harness.tolerance import assert_close
 
 SPEC = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=16)
 

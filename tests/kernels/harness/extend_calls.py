@@ -14,8 +14,8 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend
 from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
 from jattn_kernels.mosaic.sm90.extend_schedule import choose_tiles
-from tests.kernels.cases import CASES
-from tests.kernels.interpreter import interpreted
+from tests.kernels.harness.case_table import CASES
+from tests.kernels.harness.interpreter import interpreted
 
 PAGED, RAGGED = (
     {case.name.removeprefix(f"{operation}_"): case for case in CASES if case.operation == operation}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.jattn.surface_batches import LAYER, LAYERS, Batch, Case, padded
+from tests.jattn.harness.common_batches import LAYER, LAYERS, Batch, Case, padded
 
 
 class Surface:

@@ -1,7 +1,7 @@
-"""Writes golden/: tiny random checkpoints and their logits as transformers computes them, in float32 on CPU.
+"""Writes tests/models/golden/: tiny random checkpoints and their logits by transformers, in float32 on CPU.
 
-Needs torch and transformers, which the tests do not: `python tests/models/make_golden.py`, and names of cases if not
-all are wanted.
+Needs torch and transformers, which the tests do not: `python tests/models/harness/make_golden.py`, and names of
+cases if not all are wanted.
 """
 
 import pathlib
@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-FOLDER = pathlib.Path(__file__).parent / "golden"
+FOLDER = pathlib.Path(__file__).parents[1] / "golden"
 PROMPT_LENS = (1, 8, 21)
 DECODE_STEPS = 32
 GREEDY_STEPS = 12

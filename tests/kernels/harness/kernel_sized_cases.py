@@ -1,10 +1,10 @@
-"""Cases of the sizes that GPU kernels are made for, beside the table of `cases`: on Hopper none may be refused."""
+"""Cases of the sizes that GPU kernels are made for, beside the table of `case_table`: on Hopper none may be refused."""
 
 import itertools
 from typing import Any
 
 from jattn_kernels import AttentionSpec
-from tests.kernels.cases import Case
+from tests.kernels.harness.case_table import Case
 
 # Off, on and just past a tile's end, empty, and long enough to be split.
 _LENS = (130, 1, 64, 0, 257, 1500)

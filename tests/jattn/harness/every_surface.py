@@ -15,8 +15,7 @@ from jattn.forward_batch import ForwardBatch, ReqToTokenPool
 from jattn.kv_pool import KVGroup, KVPool
 from jattn.spec_info import EagleDraftInput
 from jattn.vllm import v1_flash_attention
-from tests.jattn.surface import Surface, among_layers
-from tests.jattn.surface_batches import (
+from tests.jattn.harness.common_batches import (
     CONTEXT,
     DRAFT_STEP,
     DRAFT_STEPS,
@@ -35,7 +34,8 @@ from tests.jattn.surface_batches import (
     N,
     padded,
 )
-from tests.jattn.surfaces_of_vllm import VllmV0, VllmV1
+from tests.jattn.harness.surface_base import Surface, among_layers
+from tests.jattn.harness.vllm_surfaces import VllmV0, VllmV1
 
 
 def layer_of(case: Case) -> AttentionLayer:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from jattn_kernels.spec import AttentionSpec
-from tests.kernels.case import Case, Inputs
+from tests.kernels.harness.case import Case, Inputs
 
 
 def sees(spec: AttentionSpec, query: int, key: int, mask_bit: bool | None) -> bool:
