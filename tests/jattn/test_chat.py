@@ -143,3 +143,47 @@ def test_variable_that_the_template_does_not_know_is_refused(tmp_path, option):
 def test_template_of_an_unknown_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"or name one of the checkpoint's: default\. Got 'nosuch'"):
         render(tmp_path, "x", chat_template="nosuch")
+
+
+TEXT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+# Both branches, as in the templates of Llama 4 and Gemma 3; parts alone; by other names, from the second message on.
+BRANCHES = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}<{{ part['text'] | trim }}>{% endfor %}{% endif %}{% endfor %}"
+)
+PARTS = "{% for message in messages %}{% for part in message.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+RENAMED = (
+    "{% set turns = messages[0:] %}{% for turn in turns %}{% set content = turn.content | list %}"
+    "{% for part in content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+)
+LETTERS = "{% for message in messages %}{% for key in message.keys() %}{% endfor %}{{ message.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        (TEXT, [{"type": "text", "text": "hi"}], "hi"),
+        (TEXT, [{"type": "text", "text": "a"}, {"text": "b"}, "c"], "a\nb\nc"),
+        (TEXT, [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "no"}], "a\nno"),
+        (LETTERS, ("a", "b"), "a\nb"),
+        (TEXT, [], ""),
+        (TEXT, "hi", "hi"),
+        (TEXT, None, "None"),
+        (BRANCHES, [{"type": "text", "text": " a "}, "b"], "<a><b>"),
+        (BRANCHES, "hi", "hi"),
+        (PARTS, [{"type": "output_text", "text": "a"}], "<a>"),
+        (PARTS, "hi", "<hi>"),
+        (RENAMED, ["a", "b"], "<a><b>"),
+    ],
+)
+def test_content_has_the_form_that_the_template_expects(tmp_path, template, content, expected):
+    assert render(tmp_path, template, [{"role": "user", "content": content}]) == expected
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, {"type": "text", "text": 1}, 5]
+)
+@pytest.mark.parametrize("template", [TEXT, PARTS])
+def test_part_that_is_no_text_is_refused(tmp_path, template, part):
+    with pytest.raises(ValueError, match=r"^Each part of a `content` must be a text: .* Got "):
+        render(tmp_path, template, [{"role": "user", "content": [part]}])

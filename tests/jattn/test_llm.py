@@ -45,7 +45,8 @@ def test_generate_and_stream_give_the_same_text(llm):
 def test_one_prompt_may_stand_alone_as_text_or_tokens(llm):
     (text,) = llm.generate("import os", GREEDY)
     (tokens,) = llm.generate(llm.tokenizer.encode("import os"), GREEDY)
-    assert text == tokens
+    (mapping,) = llm.generate({"prompt": "import os"}, GREEDY)
+    assert text == tokens == mapping
 
 
 @pytest.mark.parametrize(
@@ -267,12 +268,6 @@ def test_sampling_params_must_match_the_prompts(llm):
 def test_sampling_params_that_are_none_are_refused(llm, params):
     with pytest.raises(ValueError, match="`sampling_params` must be `SamplingParams`, or several"):
         llm._requests("a", params)  # the public face is typed, and types are checked in tests
-
-
-@pytest.mark.parametrize("prompts", [5, None])
-def test_prompts_that_are_none_are_refused(llm, prompts):
-    with pytest.raises(ValueError, match="`prompts` must be texts or token ids"):
-        llm._requests(prompts, None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Chat templates: a conversation as the text that a checkpoint was trained to continue."""
 
+import contextlib
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jattn.checkpoint import read_json
+from jattn.serving.frontend.content_parts import with_fitting_content
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class _UnknownVariable(ValueError):
-    """The caller's mistake, not the template's."""
 
 
 class ChatTemplate:
@@ -53,7 +51,8 @@ class ChatTemplate:
         """The text of a conversation. It has its own begin-of-text token, if the template writes one.
 
         Args:
-            messages: A list of mappings. Each has a `role`, mostly "system", "user" or "assistant", and a `content`.
+            messages: A list of mappings. Each has a `role`, mostly "system", "user" or "assistant", and a `content`: a
+                text, or a list of text parts. A template gets the form it was written for.
             add_generation_prompt: Whether the text ends with what opens the assistant's answer.
             tools: JSON schemas of functions that the model may call.
             chat_template: A template's name, or a template itself; None takes the one called "tool_use" if there are
@@ -66,27 +65,22 @@ class ChatTemplate:
         _check_messages(messages)
         template = self._choose(chat_template, bool(tools))
         variables = {**(chat_template_kwargs or {}), **variables}
-        try:
+        with _sentences_for_errors():
             environment = _environment()
-            known = jinja2.meta.find_undeclared_variables(environment.parse(template)) | set(self._special_tokens)
-            if unknown := sorted(variables.keys() - known):
-                raise _UnknownVariable(f"The chat template has no variable `{unknown[0]}`. It has {sorted(known)}.")
-            given = {
-                "documents": None,
-                **self._special_tokens,
-                **variables,
-                "messages": messages,
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-            return environment.from_string(template).render(given)
-        except _UnknownVariable:
-            raise
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"The chat template must be a jinja template: line {error.lineno}: {error}.") from error
-        except Exception as error:  # a template can do whatever an expression can
-            reason = str(error).rstrip(".") or type(error).__name__
-            raise ValueError(f"The chat template cannot render these messages: {reason}.") from error
+            parsed, program = environment.parse(template), environment.from_string(template)
+        known = jinja2.meta.find_undeclared_variables(parsed) | set(self._special_tokens)
+        if unknown := sorted(variables.keys() - known):
+            raise ValueError(f"The chat template has no variable `{unknown[0]}`. It has {sorted(known)}.")
+        given = {
+            "documents": None,
+            **self._special_tokens,
+            **variables,
+            "messages": with_fitting_content(messages, parsed),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        with _sentences_for_errors():
+            return program.render(given)
 
     def _choose(self, chat_template: str | None, has_tools: bool) -> str:
         if chat_template is not None:
@@ -136,6 +130,17 @@ class ChatTemplate:
 
     def _json(self, name: str) -> dict[str, Any]:
         return read_json(self._folder / name) if (self._folder / name).is_file() else {}
+
+
+@contextlib.contextmanager
+def _sentences_for_errors() -> Iterator[None]:
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"The chat template must be a jinja template: line {error.lineno}: {error}.") from error
+    except Exception as error:  # a template can do whatever an expression can
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise ValueError(f"The chat template cannot render these messages: {reason}.") from error
 
 
 def _token_text(token: Any) -> str | None:

@@ -1,16 +1,14 @@
 """LLM: text in, text out, over one engine."""
 
 import dataclasses
-import numbers
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn.arguments import whole_number
 from jattn.backend import backend_class
@@ -23,12 +21,11 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.frontend.chat import ChatTemplate
 from jattn.serving.frontend.outputs import Delta, RequestOutput, SequenceReader, gather
+from jattn.serving.frontend.prompts import Prompt, listed
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import Drafter, check_drafter
-
-Prompt = str | Sequence[SupportsIndex] | np.ndarray
 
 _STOP_IDS = 8  # that a request may add to the checkpoint's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
@@ -215,7 +212,7 @@ class LLM:
         Leaving the iterator early ends the requests and frees their pages.
 
         Args:
-            prompts: Texts or token ids; one alone will do.
+            prompts: Texts or token ids, bare or as vLLM's mappings of them; one alone will do.
             sampling_params: One for all or one for each; None is `SamplingParams()`.
 
         Raises:
@@ -225,13 +222,7 @@ class LLM:
 
     def _requests(self, prompts, sampling_params) -> list[list[Request]]:
         """A request for each sequence of each prompt."""
-        if isinstance(prompts, str | bytes | bytearray):
-            prompts = [prompts]
-        elif not isinstance(prompts, Iterable):
-            raise ValueError(f"`prompts` must be texts or token ids, one or several. Got {prompts!r}.")
-        prompts = list(prompts)
-        if prompts and isinstance(prompts[0], numbers.Number):
-            prompts = [prompts]
+        prompts = listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         is_several = isinstance(sampling_params, Sequence)
