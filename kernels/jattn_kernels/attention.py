@@ -248,7 +248,7 @@ def make_schedule(
         operation = "paged_decode" if cu_q_lens is None else "paged_extend"
     if operation not in get_args(Operation):
         raise ValueError(f"`operation` must be one of {', '.join(get_args(Operation))}. Got operation={operation!r}.")
-    shapes.check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, max_seq_len, spec)
+    shapes.check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, page_size, max_seq_len, spec)
     dtype = jnp.dtype(dtype)
     call = AttentionCall(
         operation=operation,

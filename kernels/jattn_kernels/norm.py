@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import default_device
 from jattn_kernels.mosaic.sm90 import rms_norm as sm90
+from jattn_kernels.shapes import check_are_arrays, check_float, check_layer_index
 
 _HOPPER = (9, 0)
 
@@ -57,12 +58,17 @@ def rms_norm(
         ValueError: A shape is wrong, or `implementation` is unknown.
         NotImplementedError: There is no kernel for this size, dtype or device.
     """
+    check_are_arrays(x=x, scale=scale)
+    check_float("x", x)
+    check_float("scale", scale)
     stacked = scale.ndim == 2
     if stacked != (layer_index is not None) or scale.ndim not in (1, 2) or scale.shape[-1] != x.shape[-1]:
         raise ValueError(
             "`scale` must be [D] for rows of D numbers, or [L, D] and `layer_index` given. "
             f"Got x.shape={x.shape}, scale.shape={scale.shape}, layer_index={None if layer_index is None else 'given'}."
         )
+    if layer_index is not None:
+        check_layer_index(layer_index, scale.shape[0])
     if implementation not in (None, "mosaic", "xla"):
         raise ValueError(f"`implementation` must be mosaic, xla or None. Got {implementation!r}.")
     if implementation != "xla":

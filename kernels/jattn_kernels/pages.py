@@ -5,8 +5,8 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.mla_shapes import check_latent_rows
 from jattn_kernels.scales import head_scales
-from jattn_kernels.shapes import PageGeometry, check_int32, check_page_rows, paged_geometry
-from jattn_kernels.spec import CombinedPool, PageLayout
+from jattn_kernels.shapes import PageGeometry, check_are_arrays, check_int32, check_page_rows, paged_geometry
+from jattn_kernels.spec import CombinedPool, PageLayout, is_whole
 
 
 def write_pages(
@@ -49,6 +49,8 @@ def write_pages(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    k_pages, k, v, slots = (jnp.asarray(array) for array in (k_pages, k, v, slots))
+    v_pages = None if v_pages is None else jnp.asarray(v_pages)
 
     def written(pages, rows, scale, kv_index):
         index = _row_index(facts, slots, layout, combined_pool, layer_index, kv_index)
@@ -86,6 +88,7 @@ def write_latent_pages(
         ValueError: A shape or dtype is wrong.
     """
     facts = check_latent_rows(latent_pages, c_kv, k_pe, slots, layer_index=layer_index, kv_scale=kv_scale)
+    latent_pages, c_kv, k_pe, slots = (jnp.asarray(array) for array in (latent_pages, c_kv, k_pe, slots))
     index = _row_index(facts, slots, "NHD", None, layer_index, 0)
     scale = None if kv_scale is None else head_scales(kv_scale, 1, layer_index)
     rows = _stored(jnp.concatenate([c_kv, k_pe], axis=-1)[:, None], scale, latent_pages.dtype)[:, 0]
@@ -137,13 +140,19 @@ def copy_pages(
     All copies read what was there before. A `dst` that is negative or out of range is copied nowhere.
 
     Args:
-        axis: The axis of pages: 0, or 1 under a leading layer (or K and V) axis.
+        axis: The axis of pages: 0, or one more for each axis before it, of layers and of K and V.
 
     Raises:
-        ValueError: `src` and `dst` are not int32 of one length.
+        ValueError: `src` and `dst` are not int32 of one length, or `pages` has no such axis.
     """
+    check_are_arrays(pages=pages, src=src)
     check_int32("src", src, (src.size,))
     check_int32("dst", dst, src.shape)
+    if not is_whole(axis) or not 0 <= axis < pages.ndim:
+        raise ValueError(
+            f"`axis` must be one of `pages`, counted from 0. Got axis={axis!r}, pages.shape={pages.shape}."
+        )
+    pages = jnp.asarray(pages)
     before = (slice(None),) * axis
     dst = jnp.where(dst < 0, pages.shape[axis], dst)
     return pages.at[(*before, dst)].set(pages.at[(*before, src)].get(mode="clip"), mode="drop")

@@ -3,6 +3,7 @@
 from typing import NamedTuple, get_args
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout, is_whole
@@ -35,6 +36,7 @@ def page_geometry(name: str, pages, *, layout: str, combined_pool: str | None, l
             f"`combined_pool` must be None or one of {', '.join(get_args(CombinedPool))}. "
             f"Got combined_pool={combined_pool!r}."
         )
+    check_are_arrays(**{name: pages})
     axes = ["P", "page_size", "K", "H"] if layout == "NHD" else ["P", "K", "page_size", "H"]
     if combined_pool is not None:
         axes.insert(1 if combined_pool == "pages_first" else 0, "2")
@@ -175,7 +177,7 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
     )
 
 
-def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, max_seq_len, spec: AttentionSpec) -> None:
+def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, page_size, max_seq_len, spec: AttentionSpec) -> None:
     """Checks what a work list is made of.
 
     Raises:
@@ -188,7 +190,10 @@ def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, max_seq_len, spec: Att
     check_int32("seq_lens", seq_lens, seq_lens.shape)
     if cu_q_lens is not None:
         check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
-    for name, size in (("num_tokens", num_tokens), ("max_seq_len", 1 if max_seq_len is None else max_seq_len)):
+    sizes = {"num_tokens": num_tokens}
+    sizes |= {} if page_size is None else {"page_size": page_size}
+    sizes |= {} if max_seq_len is None else {"max_seq_len": max_seq_len}
+    for name, size in sizes.items():
         if not is_whole(size) or size < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={size!r}.")
 
@@ -320,8 +325,9 @@ def check_layer_index(layer_index, num_layers: int) -> None:
         raise ValueError(f"`layer_index` must be an int or an int32 scalar. Got layer_index={layer_index!r}.")
     if not isinstance(layer_index, int):
         check_int32("layer_index", layer_index, ())
-    elif not 0 <= layer_index < num_layers:
-        raise ValueError(f"`layer_index` must be in 0 .. {num_layers - 1}. Got layer_index={layer_index}.")
+    # JAX would wrap -1 to the last layer and clamp what lies past it.
+    if not isinstance(layer_index, Tracer) and not 0 <= int(layer_index) < num_layers:
+        raise ValueError(f"`layer_index` must be in 0 .. {num_layers - 1}. Got layer_index={int(layer_index)}.")
 
 
 def check_dtypes(q_name: str, q, kv_name: str, kv) -> None:
@@ -410,6 +416,7 @@ def check_page_rows(
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    check_are_arrays(k=k, v=v)
     facts = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
     for name, rows, geometry in zip(("k", "v"), (k, v), facts, strict=True):
         if rows.ndim != 3 or rows.shape[1:] != (geometry.num_kv_heads, geometry.head_dim):

@@ -158,8 +158,8 @@ def shared_prefix_schedule(
 
 
 def _prefix_spec(spec: AttentionSpec) -> AttentionSpec:
-    """The rules of the prefix pass: no key of the prefix is after a query, so that nothing is left to be causal."""
-    return dataclasses.replace(spec, causal=False)
+    """The rules of the prefix pass: no key of the prefix is after a query, so that no rule about later keys is left."""
+    return dataclasses.replace(spec, causal=False, window_right=None)
 
 
 def _needs_positions(spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> bool:

@@ -3,7 +3,16 @@
 import numpy as np
 
 
-def validate(page_table, seq_lens, num_pages: int, page_size: int, *, cu_q_lens=None, num_tokens: int | None = None):
+def validate(
+    page_table,
+    seq_lens,
+    num_pages: int,
+    page_size: int,
+    *,
+    cu_q_lens=None,
+    num_tokens: int | None = None,
+    custom_mask=None,
+):
     """Checks the values of page tables, lengths and offsets; copies them to the host, so not for use inside jit.
 
     Args:
@@ -12,13 +21,14 @@ def validate(page_table, seq_lens, num_pages: int, page_size: int, *, cu_q_lens=
         num_pages: Pages in the pool.
         page_size: Tokens a page.
         cu_q_lens: [B + 1], if the queries are ragged.
-        num_tokens: Rows of the ragged queries.
+        num_tokens: Rows of the ragged queries; without `cu_q_lens` the query tokens a sequence.
+        custom_mask: [M], per sequence [q_len, seq_len]. What it lacks would be read as hidden.
 
     Raises:
-        ValueError: A length is negative or longer than its table, a page is not in the pool, or `cu_q_lens` does not
-            rise from 0 to at most `num_tokens`.
+        ValueError: An array is not of integers, a length is negative or longer than its table, a page is not in the
+            pool, `cu_q_lens` does not rise from 0 to at most `num_tokens`, or `custom_mask` is too short.
     """
-    page_table, seq_lens = np.asarray(page_table), np.asarray(seq_lens)
+    page_table, seq_lens = _integers("page_table", page_table), _integers("seq_lens", seq_lens)
     if page_table.ndim != 2 or seq_lens.shape != page_table.shape[:1]:
         raise ValueError(
             "`page_table` must be [B, max_pages] and `seq_lens` [B]. "
@@ -40,8 +50,28 @@ def validate(page_table, seq_lens, num_pages: int, page_size: int, *, cu_q_lens=
             f"`page_table` must hold pages in 0 .. {num_pages - 1}. "
             f"Got page_table[{row}, {column}]={page_table[row, column]}."
         )
+    q_lens = 1 if num_tokens is None else num_tokens
     if cu_q_lens is not None:
-        _validate_offsets(np.asarray(cu_q_lens), len(seq_lens), num_tokens)
+        cu_q_lens = _integers("cu_q_lens", cu_q_lens)
+        _validate_offsets(cu_q_lens, len(seq_lens), num_tokens)
+        q_lens = np.diff(cu_q_lens)
+    if custom_mask is not None:
+        _validate_mask(np.asarray(custom_mask), int(np.sum(seq_lens.astype(np.int64) * q_lens)))
+
+
+def _integers(name: str, array) -> np.ndarray:
+    array = np.asarray(array)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"`{name}` must be integers. Got {name}.dtype={array.dtype}.")
+    return array
+
+
+def _validate_mask(mask: np.ndarray, least: int) -> None:
+    if mask.dtype != np.bool_ or mask.ndim != 1 or mask.size < least:
+        raise ValueError(
+            f"`custom_mask` must be bool [M] with M at least {least}, a value for each query and key of each sequence. "
+            f"Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
+        )
 
 
 def _validate_offsets(cu_q_lens: np.ndarray, num_seqs: int, num_tokens: int | None) -> None:

@@ -1,5 +1,7 @@
 """The norm against NumPy, its kernel under the interpreter, lowered for CUDA, and on a GPU."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,11 +94,14 @@ def test_without_hopper_the_kernel_is_refused():
         (jnp.ones((2, 40)), {}, "`layer_index` given"),
         (jnp.ones(40), {"layer_index": 0}, "`scale` must be"),
         (jnp.ones(40), {"implementation": "cuda"}, "`implementation` must be"),
+        *[(jnp.ones((2, 40)), {"layer_index": layer}, "`layer_index` must be in 0 .. 1") for layer in (-1, 5)],
+        (jnp.ones((2, 40)), {"layer_index": jnp.int32(5)}, "`layer_index` must be in 0 .. 1"),
+        ([1.0] * 40, {}, "`scale` must be an array"),
     ],
 )
 def test_bad_arguments_get_a_sentence(scale, given, match):
     with pytest.raises(ValueError, match=match):
-        rms_norm(jnp.ones((2, 40)), scale, eps=EPS, **given)
+        inspect.unwrap(rms_norm)(jnp.ones((2, 40)), scale, eps=EPS, **given)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Writing and copying pages: against a NumPy loop, with slots that lead nowhere, and in place."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -224,3 +225,31 @@ def test_copy_pages_is_in_place_when_donated(axis):
         memory = compiled_memory(functools.partial(copy_pages, axis=axis), pages, indices, indices, donate=(0,))
         temporary.append(memory.temp_size_in_bytes)
     assert temporary[0] == temporary[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        *[({"axis": axis}, "`axis` must be one of `pages`, counted from 0") for axis in (-1, 4, 7, True, 1.0)],
+        ({"pages": [[1.0]]}, "`pages` must be an array"),
+        ({"src": [0]}, "`src` must be an array"),
+        ({"dst": jnp.zeros(2, jnp.int32)}, r"`dst` must be int32 \[1\]"),
+    ],
+)
+def test_copy_pages_says_what_is_wrong(change, sentence):
+    index = jnp.zeros(1, jnp.int32)
+    given = {"pages": jnp.zeros((PAGES, PAGE_SIZE, HEADS, WIDTH)), "src": index, "dst": index}
+    with pytest.raises(ValueError, match=sentence):
+        inspect.unwrap(copy_pages)(**(given | change))
+
+
+def test_pages_of_numpy_are_taken():
+    pages = np.zeros((PAGES, PAGE_SIZE, HEADS, WIDTH), np.float32)
+    slots, index = np.array([3], np.int32), np.array([1], np.int32)
+    row = np.ones((1, HEADS, WIDTH), np.float32)
+    k_pages, v_pages = inspect.unwrap(write_pages)(pages, pages, row, row, slots)
+    assert (k_pages[0, 3] == 1).all()
+    assert (v_pages[0, 3] == 1).all()
+    latent = inspect.unwrap(write_latent_pages)(pages[:, :, 0], row[:, 0, :1], row[:, 0, 1:], slots)
+    assert (latent[0, 3] == 1).all()
+    assert (inspect.unwrap(copy_pages)(pages + 2, index, index) == 2).all()

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec, shapes
@@ -148,7 +149,10 @@ def test_check_paged_decode_says_what_is_wrong(change, sentence):
         (shapes.check_paged_decode, DECODE),
         (shapes.check_paged_extend, EXTEND),
         (shapes.check_ragged_extend, RAGGED),
-        (shapes.check_schedule_sizes, dict.fromkeys(("seq_lens", "cu_q_lens", "num_tokens", "max_seq_len"))),
+        (
+            shapes.check_schedule_sizes,
+            dict.fromkeys(("seq_lens", "cu_q_lens", "num_tokens", "page_size", "max_seq_len")),
+        ),
     ],
 )
 def test_checks_reject_what_is_no_spec(function, arguments):
@@ -173,11 +177,12 @@ def test_check_paged_decode_takes_scales_of_each_layer_exactly_if_pages_have_lay
         check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=0, v_scale=zeros(3, 2)))
 
 
+@pytest.mark.parametrize("kind", [int, np.int32, jnp.int32])
 @pytest.mark.parametrize("layer_index", [-1, 2])
-def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index):
+def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index, kind):
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
     with pytest.raises(ValueError, match=rf"`layer_index` must be in 0 \.\. 1\. Got layer_index={layer_index}"):
-        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
+        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=kind(layer_index)))
 
 
 @pytest.mark.parametrize(

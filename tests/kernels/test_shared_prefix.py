@@ -87,6 +87,7 @@ TREE = {"q_len": 4, "suffixes": (4, 9, 6), "tree": (-1, 0, 0, 1), "padded": 0}
         (21, {"spec": spec_of(logits_soft_cap=2.0, sm_scale=1.0), "sinks": True}),
         (21, {"spec": spec_of(rope_theta=1e4), "alibi": True}),
         (21, {"spec": spec_of(causal=False, window_left=9, window_right=1)}),
+        (8, {"spec": spec_of(causal=False, window_right=0), "q_len": 1, "suffixes": (3, 3, 3, 3)}),
         (16, {**TREE, "spec": spec_of(window_left=6)}),
         (16, {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "kv_scale": "heads", "q_scale": "scalar"}),
         (16, {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2", "sinks": True}),
