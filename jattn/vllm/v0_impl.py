@@ -53,7 +53,10 @@ HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
-    """What attention reads of the layer that calls it: factors of fp8 queries, keys and values; None is 1."""
+    """What attention reads of the layer that calls it: factors of fp8 queries, keys and values; None is 1.
+
+    Queries of 16 or 32 bits are taken as they are, undivided, and `_q_scale` is not applied to them.
+    """
 
     _q_scale: Float[Array, ""] | None = None
     _k_scale: Float[Array, "..."] | None = None
@@ -309,7 +312,7 @@ class FlashAttentionImpl:
         """Attention over the cache; one token a row if `query_start_loc` is None."""
         with in_words(**WORDS):
             scales = scale_arrays(q_scale=layer._q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
-            facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes(), **scales}
+            facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes(), **_for_queries(query, scales)}
             if query_start_loc is None:
                 out = paged_decode(query[:, None], kv_cache, None, block_tables, seq_lens, **facts)
                 assert isinstance(out, jax.Array)
@@ -334,7 +337,7 @@ class FlashAttentionImpl:
         spec = self.spec(self._chunk_size(metadata), paged=False)
         with in_words(**WORDS):
             facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes()}
-            scale = scale_arrays(q_scale=layer._q_scale)
+            scale = _for_queries(query, scale_arrays(q_scale=layer._q_scale))
             out = ragged_extend(query, key, value, query_start_loc, key_start_loc, **facts, **scale)
         assert isinstance(out, jax.Array)
         return out
@@ -360,6 +363,11 @@ class FlashAttentionImpl:
         tokens = metadata.num_encoder_tokens if encoder else tokens
         if query.shape[0] != tokens:
             raise ValueError(f"`query` must have the metadata's {tokens} tokens. Got query.shape={query.shape}.")
+
+
+def _for_queries(query: Array, scales: dict[str, Any]) -> dict[str, Any]:
+    """The scales that count: queries not in fp8 come undivided, and vLLM's `_q_scale` is what it divides those by."""
+    return scales if query.dtype.itemsize == 1 else scales | {"q_scale": None}
 
 
 def refuse_output_scale(output_scale: Array | None) -> None:

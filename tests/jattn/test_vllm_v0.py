@@ -162,6 +162,30 @@ def test_fp8_rows_are_scaled_into_a_cache_of_that_dtype(name, dtype):
         impl.save(layer, k, v, make_cache(), slots)
 
 
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("q_dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+def test_q_scale_is_of_queries_in_fp8_alone(paged, q_dtype):
+    """vLLM divides by it while it quantises queries, so what comes in 16 bits is the query itself."""
+    fp8 = jnp.float8_e4m3fn
+    metadata = make_unpadded(config_of(num_prefills=None, num_prefill_tokens=None))
+    cache = random(5, *v0.FlashAttentionBackend.get_kv_cache_shape(BLOCKS, 16, 2, 32)).astype(fp8)
+    kv_dtype = q_dtype if not paged else jnp.bfloat16
+    (q, *kv), scale = q_k_v(25), 0.25
+    q, k, v = (2 * q).astype(q_dtype), *(x.astype(kv_dtype) for x in kv)
+    impl = make_impl(kv_cache_dtype="fp8")
+    layer = v0.AttentionLayer(jnp.float32(scale), jnp.float32(1), jnp.float32(1))
+    out, cache = impl.forward(layer, q, None if paged else k, None if paged else v, cache if paged else None, metadata)
+    exact_q = np.asarray(q, np.float64) * (scale if q_dtype == fp8 else 1)
+    if paged:
+        exact = oracle(exact_q, np.asarray(cache).astype(np.float64), metadata)
+    else:
+        spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, sm_scale=0.25)
+        starts = np.array([0, 5, 25])
+        exact = reference.ragged_extend(exact_q, *(np.asarray(x, np.float64) for x in (k, v)), starts, starts, spec=spec)
+    rounding = float(jnp.finfo(out.dtype).eps)
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=rounding, atol=4 * 2.0**-8)
+
+
 def test_shared_cache_is_read_and_not_written():
     metadata = make_batch(7, config_of())
     q, k, v = q_k_v(tokens_of(metadata))
