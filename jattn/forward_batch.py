@@ -127,6 +127,11 @@ class ForwardBatch:
         return self.seq_lens - self.extend_seq_lens
 
 
+def with_columns(page_table: Int[Array, "B max_pages"], width: int) -> Int[Array, "B width"]:
+    """A page table of at least `width` columns; those that it lacks are page 0, which belongs to nobody."""
+    return jnp.pad(page_table, ((0, 0), (0, max(0, width - page_table.shape[1]))))
+
+
 def checked_batch(forward_batch: ForwardBatch) -> ForwardBatch:
     """A batch as a user gave it, its lengths and places as arrays of int32.
 

@@ -14,7 +14,9 @@ from jattn.flash_attention.building import (
     Drafting,
     Places,
     build,
+    num_drafted,
     places_of_requests,
+    places_of_tables,
     slots_of_tokens,
     tokens_a_sequence,
 )
@@ -213,6 +215,7 @@ class FlashAttentionBackend:
                 f"`num_tokens` must be {expected} for `bs` rows in {forward_mode.name}. "
                 f"Got bs={bs}, num_tokens={num_tokens}."
             )
+        seq_lens = jnp.zeros_like(integers("seq_lens", seq_lens, "rows"))  # none lacks room for what is drafted
         return self.init_forward_metadata_replay_cuda_graph(
             bs, req_pool_indices, seq_lens, None, encoder_lens, forward_mode, spec_info, None, req_to_token=req_to_token
         )
@@ -253,10 +256,10 @@ class FlashAttentionBackend:
         if forward_mode.is_idle():
             seq_lens = jnp.zeros_like(seq_lens)
         encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
-        places = places_of_requests(req_to_token, _rows(req_pool_indices, bs, 0), encoder_lens, self.config)
+        added = num_drafted(forward_mode, spec_info, self._drafting, self.config)
+        places = places_of_requests(req_to_token, _rows(req_pool_indices, bs, 0), encoder_lens, added, self.config)
         if out_cache_loc is None:
-            (table,) = places.page_tables
-            slots = slots_of_tokens(table, seq_lens, forward_mode, spec_info, self._drafting, self.config)
+            slots = slots_of_tokens(places, seq_lens, forward_mode, spec_info, self._drafting, self.config)
         else:
             out_cache_loc = integers("out_cache_loc", out_cache_loc, "tokens")
             by_row = self._of_this_step(out_cache_loc, given * q_len).reshape(given, q_len)[:bs].astype(jnp.int32)
@@ -301,8 +304,9 @@ class FlashAttentionBackend:
         return slots.reshape(num_tokens, steps)[:, self.speculative_step_id]
 
     def _places(self, forward_batch: ForwardBatch) -> Places:
+        added = num_drafted(forward_batch.forward_mode, forward_batch.spec_info, self._drafting, self.config)
         if forward_batch.page_tables:
-            return Places(page_tables=forward_batch.page_tables, encoder_page_table=forward_batch.encoder_page_table)
+            return places_of_tables(forward_batch, added, self.config)
         if forward_batch.req_to_token_pool is None or forward_batch.req_pool_indices is None:
             raise ValueError(
                 "`forward_batch` must have `page_tables`, or `req_pool_indices` and `req_to_token_pool`. Got neither."
@@ -311,6 +315,7 @@ class FlashAttentionBackend:
             forward_batch.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.encoder_lens,
+            added,
             self.config,
         )
 

@@ -3,13 +3,14 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from jattn.arguments import integers
-from jattn.flash_attention.config import FlashAttentionConfig
+from jattn.flash_attention.config import FlashAttentionConfig, cdiv
 from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.flash_attention.reading import kind_of, work_list
-from jattn.forward_batch import ForwardMode
+from jattn.forward_batch import ForwardBatch, ForwardMode, with_columns
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput, tree_of
 
@@ -43,19 +44,28 @@ class Drafting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where a batch's keys are: pages of the sequences and, in an encoder-decoder model, of the encoders."""
+    """Where a batch's keys are: pages of the sequences and, in an encoder-decoder model, of the encoders.
+
+    Attributes:
+        room: Tokens that a row has pages for; what lies beyond, up to the tables' width, is in page 0.
+    """
 
     page_tables: tuple[Int[Array, "B max_pages"], ...]
     encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
+    room: Int[Array, " B"] | int
 
 
 def places_of_requests(
     req_to_token: Int[Array, "R slots"],
     req_pool_indices: Int[Array, " B"],
     encoder_lens: Int[Array, " B"] | None,
+    num_drafted: int,
     config: FlashAttentionConfig,
 ) -> Places:
     """Pages of requests whose token slots are known; one group.
+
+    Args:
+        num_drafted: Keys that may follow those of the longest sequence; without columns of theirs they are in page 0.
 
     Raises:
         ValueError: `req_to_token` is narrower than the longest sequence.
@@ -67,14 +77,49 @@ def places_of_requests(
             f"`req_to_token` must have at least `max_context_len`={config.max_context_len} columns. "
             f"Got req_to_token.shape={req_to_token.shape}."
         )
-    rows = req_to_token[req_pool_indices]
-    columns = jnp.arange(config.max_pages, dtype=jnp.int32)[None] * config.page_size
-    own = rows[:, : config.max_context_len : config.page_size] // config.page_size
+    rows, most = req_to_token[req_pool_indices], config.max_context_len + num_drafted
+    width, held = cdiv(most, config.page_size), cdiv(req_to_token.shape[1], config.page_size) * config.page_size
+    columns = jnp.arange(width, dtype=jnp.int32)[None] * config.page_size
+    own = with_columns(rows[:, : most : config.page_size] // config.page_size, width)
     if encoder_lens is None:
-        return Places(page_tables=(own,))
+        return Places(page_tables=(own,), room=held)
     first = -(-encoder_lens // config.page_size) * config.page_size
     slots = jnp.take_along_axis(rows, columns + first[:, None], axis=1, mode="fill", fill_value=0)
-    return Places(page_tables=(slots // config.page_size,), encoder_page_table=own)
+    encoder = own[:, : config.max_pages]
+    return Places(page_tables=(slots // config.page_size,), encoder_page_table=encoder, room=held - first)
+
+
+def places_of_tables(forward_batch: ForwardBatch, num_drafted: int, config: FlashAttentionConfig) -> Places:
+    """As `places_of_requests`, of a batch that says its pages."""
+    tables, width = forward_batch.page_tables, cdiv(config.max_context_len + num_drafted, config.page_size)
+    return Places(
+        page_tables=tuple(with_columns(table, width) for table in tables) if num_drafted else tables,
+        encoder_page_table=forward_batch.encoder_page_table,
+        room=min(table.shape[1] for table in tables) * config.page_size,
+    )
+
+
+def num_drafted(mode: ForwardMode, spec_info: SpecInput | None, drafting: Drafting, config) -> int:
+    """Keys that a sequence has beyond its `seq_lens`, in drafting and in target verify."""
+    if mode.is_target_verify():
+        assert config.speculative_num_draft_tokens is not None
+        return config.speculative_num_draft_tokens
+    return drafting.num_keys if mode.is_decode() and isinstance(spec_info, EagleDraftInput) else 0
+
+
+def lens_with_room(seq_lens: Int[Array, " B"], room: Int[Array, " B"] | int, num_keys: int) -> Int[Array, " B"]:
+    """The lengths of rows that a drafted tree has room beside; 0, as of padding, for those where it has none.
+
+    Raises:
+        ValueError: There is such a row, and lengths and room are known outside jit.
+    """
+    lacks = seq_lens + num_keys > room
+    if not isinstance(lacks, Tracer) and bool(jnp.any(lacks & (seq_lens > 0))):
+        raise ValueError(
+            f"`req_to_token` must have room for the {num_keys} keys of a drafted tree, topk * speculative_num_steps, "
+            f"behind each sequence's. Got seq_lens={seq_lens.tolist()}, and room for {room} tokens."
+        )
+    return jnp.where(lacks, 0, seq_lens)
 
 
 def tokens_a_sequence(mode: ForwardMode, spec_info: SpecInput | None, drafting: Drafting, config) -> int | None:
@@ -93,7 +138,7 @@ def tokens_a_sequence(mode: ForwardMode, spec_info: SpecInput | None, drafting: 
 
 
 def slots_of_tokens(
-    page_table: Int[Array, "B max_pages"],
+    places: Places,
     seq_lens: Int[Array, " B"],
     mode: ForwardMode,
     spec_info: SpecInput | None,
@@ -102,8 +147,9 @@ def slots_of_tokens(
 ) -> Int[Array, " T"]:
     """The slots of a batch's tokens, `tokens_a_sequence` for each: the next places of its sequences.
 
-    A token beyond its row of the page table is written nowhere.
+    A token that its row has no room for is written nowhere.
     """
+    (page_table,) = places.page_tables
     count = tokens_a_sequence(mode, spec_info, drafting, config)
     assert count is not None
     token = jnp.arange(count, dtype=jnp.int32)[None]
@@ -115,7 +161,8 @@ def slots_of_tokens(
     column = positions // config.page_size
     page = jnp.take_along_axis(page_table, column, axis=1, mode="clip")
     slots = page * config.page_size + positions % config.page_size
-    has_place = (seq_lens[:, None] > 0) & (column < page_table.shape[1])
+    room = jnp.minimum(places.room, page_table.shape[1] * config.page_size)
+    has_place = (seq_lens[:, None] > 0) & (positions < room.reshape(-1, 1))
     return jnp.where(has_place, slots, NOWHERE).reshape(-1)
 
 
@@ -138,7 +185,12 @@ def build(
         cu_q_lens: Read in the modes with ragged queries only.
     """
     batch_size, q_len = seq_lens.shape[0], tokens_a_sequence(mode, spec_info, drafting, config)
-    cache_lens = _cache_lens(mode, seq_lens, spec_info, drafting, config)
+    added = num_drafted(mode, spec_info, drafting, config)
+    if drafting.topk > 1 and added and not mode.is_target_verify():
+        seq_lens = lens_with_room(seq_lens, places.room, added)
+    cache_lens = jnp.where(seq_lens > 0, seq_lens + added, 0)
+    if mode.is_idle():
+        cache_lens = jnp.zeros_like(seq_lens)
     if q_len is not None:
         cu_q_lens = jnp.arange(batch_size + 1, dtype=jnp.int32) * q_len
     assert cu_q_lens is not None
@@ -164,18 +216,6 @@ def build(
     )
     kinds = map(kind_of, config.layers)
     return dataclasses.replace(metadata, schedules=tuple(work_list(kind, mode, metadata, config) for kind in kinds))
-
-
-def _cache_lens(mode, seq_lens, spec_info, drafting: Drafting, config) -> Int[Array, " B"]:
-    if mode.is_idle():
-        return jnp.zeros_like(seq_lens)
-    if mode.is_target_verify():
-        added = config.speculative_num_draft_tokens
-    elif mode.is_decode() and isinstance(spec_info, EagleDraftInput):
-        added = drafting.num_keys
-    else:
-        return seq_lens
-    return jnp.where(seq_lens > 0, seq_lens + added, 0)
 
 
 def _local(cache_lens, cu_q_lens, page_tables, num_tokens: int, q_len: int | None, mask, config: FlashAttentionConfig):
@@ -204,10 +244,10 @@ def _cumulative(lens: Int[Array, " B"]) -> Int[Array, " B+1"]:
 def _tree(mode, seq_lens, spec_info, drafting: Drafting, config):
     """The mask and the positions of a drafted tree; None and None for a chain."""
     if mode.is_target_verify() and isinstance(spec_info, EagleVerifyInput) and spec_info.custom_mask is not None:
-        return tree_of(spec_info, seq_lens.shape[0] * config.speculative_num_draft_tokens)
+        return tree_of(spec_info, seq_lens, config.speculative_num_draft_tokens)
     if mode.is_decode() and isinstance(spec_info, EagleDraftInput) and drafting.topk > 1:
         positions = jnp.repeat(seq_lens + drafting.step, drafting.topk)
-        return _branches_mask(seq_lens, drafting, config.max_context_len), positions
+        return _branches_mask(seq_lens, drafting, config.max_context_len + drafting.num_keys), positions
     return None, None
 
 

@@ -24,7 +24,10 @@ class FlashAttentionConfig:
     """What SGLang's backend reads from its model runner; hashable.
 
     Attributes:
-        max_context_len: Longest sequence, in tokens; bounds the page tables made from `req_to_token`.
+        max_context_len: Longest sequence, in tokens; bounds the page tables made from `req_to_token`. Drafted tokens
+            come on top. The keys of a drafted tree take topk * speculative_num_steps places behind its sequence's:
+            `req_to_token` must have columns for them, a row without is refused, and inside jit, where lengths are not
+            known, is padding. Tokens that are verified beyond the columns there are have no key of their own.
         page_size: Tokens a page.
         layers: One of each kind of layer that the model has, without scales: their work lists are made once a batch. A
             layer of another kind makes its own.

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jattn.arguments import in_words, instance, scale_arrays, whole
+from jattn.arguments import in_words, instance, integers, scale_arrays, whole
 from jattn.backend import WORDS, AttentionLayer, checked_rows
 from jattn.flash_attention import CudaGraphState
 from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
@@ -190,7 +190,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         return self.init_forward_metadata_replay_cuda_graph(
             bs,
             req_pool_indices,
-            seq_lens,
+            jnp.zeros_like(integers("seq_lens", seq_lens, "rows")),  # no mask is too short for them
             None,
             forward_mode,
             None,
@@ -238,7 +238,8 @@ class FlashInferAttnBackend(FlashInferConfig):
             raise ValueError(f"`bs` must be in 1 .. {self.max_bs}. Got bs={bs}.")
         decode = forward_mode.is_decode_or_idle()
         req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
-        table = pages_of_requests(_rows(req_pool_indices, bs, 0), req_to_token, self)
+        drafted = 0 if decode else self.num_draft_tokens or 0
+        table = pages_of_requests(_rows(req_pool_indices, bs, 0), req_to_token, drafted, self)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)
         seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
@@ -256,7 +257,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         bs = seq_lens.shape[0]
         instance("spec_info", spec_info, EagleVerifyInput, type(None))
         drafted = num_tokens // bs
-        mask, positions = (None, None) if spec_info is None else tree_of(spec_info, num_tokens)
+        mask, positions = (None, None) if spec_info is None else tree_of(spec_info, seq_lens, drafted)
         plans = self._plans(
             places,
             jnp.where(seq_lens > 0, seq_lens + drafted, 0),

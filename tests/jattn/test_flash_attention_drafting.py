@@ -1,5 +1,6 @@
 """Drafting step by step, in chains and in trees, and the verification of trees, agree with the oracle."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -37,9 +38,14 @@ def one_step(backend, q, k, v, batch, metadata, pool):
     return forward(backend, q, k, v, PLAIN, batch, metadata, pool)
 
 
-@pytest.mark.parametrize(("topk", "page_size"), [(1, 16), (2, 1), (2, 64)])
-def test_each_step_sees_what_was_there_and_its_own_branch(topk, page_size):
-    requests, rng = random_requests(topk, page_size), np.random.default_rng(topk)
+def up_to_the_end(requests, longest):
+    """The requests, the first of which is `longest` tokens long."""
+    return dataclasses.replace(requests, seq_lens=np.array([longest, *requests.seq_lens[1:]], np.int32))
+
+
+@pytest.mark.parametrize(("topk", "page_size", "longest"), [(1, 16, 100), (2, 1, 100), (2, 64, 100), (2, 16, 191)])
+def test_each_step_sees_what_was_there_and_its_own_branch(topk, page_size, longest):
+    requests, rng = up_to_the_end(random_requests(topk, page_size), longest), np.random.default_rng(topk)
     backend = FlashAttentionMultiStepBackend(make_config(page_size), topk, STEPS)
     rows = Rows(requests, rng, PLAIN, jnp.float32)
     rows.fill([requests.slots(row, 0, length) for row, length in enumerate(requests.seq_lens)])
@@ -70,6 +76,17 @@ def test_each_step_sees_what_was_there_and_its_own_branch(topk, page_size):
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
 
+def test_row_without_room_for_its_tree_is_refused_or_padding_where_lengths_are_not_known():
+    requests = up_to_the_end(random_requests(0, 16), MAX_CONTEXT - 2 * STEPS + 1)
+    requests = dataclasses.replace(requests, req_to_token=requests.req_to_token[:, :MAX_CONTEXT])
+    backend = FlashAttentionMultiStepBackend(make_config(16), 2, STEPS).attn_backends[0]
+    batch = requests.batch(ForwardMode.DECODE, [], 8, np.arange(5) * 2, spec_info=EagleDraftInput())
+    with pytest.raises(ValueError, match="`req_to_token` must have room for the 6 keys of a drafted tree"):
+        backend.init_forward_metadata(batch)
+    lens = jax.jit(backend.init_forward_metadata)(batch).cache_seqlens_int32
+    assert lens.tolist() == [0, *np.where(requests.seq_lens[1:] > 0, requests.seq_lens[1:] + 6, 0)]
+
+
 PARENTS = np.array([-1, 0, 0, 1, 2])
 DEPTHS = np.array([0, 1, 1, 2, 2])
 
@@ -83,9 +100,9 @@ def tree_mask(seq_lens):
     return [np.concatenate([np.ones((NUM_DRAFT, n), bool), ancestors], axis=1) for n in seq_lens if n]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_verified_tree_sees_its_ancestors(page_size):
-    requests, rng = random_requests(9, page_size), np.random.default_rng(9)
+@pytest.mark.parametrize(("page_size", "longest"), [(1, 100), (16, 100), (16, 190)])
+def test_verified_tree_sees_its_ancestors(page_size, longest):
+    requests, rng = up_to_the_end(random_requests(9, page_size), longest), np.random.default_rng(9)
     backend, rows = FlashAttentionBackend(make_config(page_size)), Rows(requests, rng, PLAIN, jnp.float32)
     lens = requests.seq_lens.tolist()
     rows.fill([requests.slots(row, 0, length) for row, length in enumerate(lens)])
@@ -112,6 +129,34 @@ def test_verified_tree_sees_its_ancestors(page_size):
             options = {"custom_mask": next(masks).reshape(-1), "q_positions": positions[at]}
             expected[at] = oracle(q[at], *seen, SPEC, **options)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_tokens_verified_past_the_context_read_nobodys_page():
+    requests, rng = up_to_the_end(random_requests(9, 16), 190), np.random.default_rng(9)
+    requests = dataclasses.replace(requests, req_to_token=requests.req_to_token[:, :MAX_CONTEXT])
+    backend, rows = FlashAttentionBackend(make_config(16)), Rows(requests, rng, PLAIN, jnp.float32)
+    rows.fill([requests.slots(row, 0, length) for row, length in enumerate(requests.seq_lens)])
+    rows.pool = jax.tree.map(lambda pages: pages.at[:, 0].set(0), rows.pool)  # as the allocator keeps it
+    slots = [np.pad(requests.slots(0, 190, 195), (0, 3), constant_values=NOWHERE)] + [np.full(NUM_DRAFT, NOWHERE)] * 3
+    starts = np.arange(5) * NUM_DRAFT
+    batch = requests.batch(ForwardMode.TARGET_VERIFY, slots, 4 * NUM_DRAFT, starts, spec_info=EagleVerifyInput())
+    k, v = rows.made(np.asarray(batch.out_cache_loc[0]))
+    q = normal(rng, 4 * NUM_DRAFT, N, H)
+    out, _ = one_step(backend, q, k, v, batch, jax.jit(backend.init_forward_metadata)(batch), rows.pool)
+    stored = (np.pad(x, ((0, 3), (0, 0), (0, 0))) for x in rows.stored(requests.slots(0, 0, 192)))
+    np.testing.assert_allclose(out[:NUM_DRAFT], oracle(q[:NUM_DRAFT], *stored, SPEC), rtol=2e-5, atol=2e-5)
+
+
+def test_mask_that_is_too_short_for_its_rows_is_refused():
+    requests = random_requests(9, 16)
+    bits = NUM_DRAFT * sum(n + NUM_DRAFT for n in requests.seq_lens.tolist() if n)
+    for size, fits in ((bits, True), (bits - 1, False)):
+        spec_info = EagleVerifyInput(custom_mask=jnp.zeros(size, bool))
+        starts = np.arange(5) * NUM_DRAFT
+        batch = requests.batch(ForwardMode.TARGET_VERIFY, [], 4 * NUM_DRAFT, starts, spec_info=spec_info)
+        refused = contextlib.nullcontext() if fits else pytest.raises(ValueError, match="`custom_mask` of `spec_info`")
+        with refused:
+            FlashAttentionBackend(make_config(16)).init_forward_metadata(batch)
 
 
 @pytest.mark.parametrize(

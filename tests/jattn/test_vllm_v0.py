@@ -181,7 +181,9 @@ def test_q_scale_is_of_queries_in_fp8_alone(paged, q_dtype):
     else:
         spec = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=32, sm_scale=0.25)
         starts = np.array([0, 5, 25])
-        exact = reference.ragged_extend(exact_q, *(np.asarray(x, np.float64) for x in (k, v)), starts, starts, spec=spec)
+        exact = reference.ragged_extend(
+            exact_q, *(np.asarray(x, np.float64) for x in (k, v)), starts, starts, spec=spec
+        )
     rounding = float(jnp.finfo(out.dtype).eps)
     np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=rounding, atol=4 * 2.0**-8)
 
