@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jattn.arguments import whole_number
 from jattn.safetensors_file import SafetensorsFile
 
 _SINGLE = "model.safetensors"
@@ -32,6 +33,7 @@ class Checkpoint:
         config: config.json.
         architecture: The first of the configuration's architectures.
         generation_config: generation_config.json; empty if absent.
+        max_context_len: Tokens of the longest text that is to be served; None for as long as the model was made for.
     """
 
     def __init__(self, path: str | Path):
@@ -46,6 +48,7 @@ class Checkpoint:
         self.architecture = self._architecture()
         generation_config = self.path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
+        self.max_context_len: int | None = None
         self._files, self._listing = self._open_weights()
 
     @property
@@ -70,6 +73,20 @@ class Checkpoint:
                 f"Tensor {name!r} of {self._files[name].path} must have shape {list(shape)}. Got {list(tensor.shape)}."
             )
         return tensor
+
+    def for_context(self, max_context_len: int | None) -> "Checkpoint":
+        """The checkpoint as it is to be served: what a model computes may depend on it (LongRoPE).
+
+        Raises:
+            ValueError: It is no whole number of at least 1.
+        """
+        served = copy.copy(self)
+        if max_context_len is not None:
+            max_context_len = whole_number(
+                max_context_len, "`max_context_len` must be a whole number of at least 1.", 1
+            )
+        served.max_context_len = max_context_len
+        return served
 
     def cut_down(self, num_layers: int) -> "Checkpoint":
         """The checkpoint with its first layers alone, as a draft model for itself.

@@ -115,6 +115,8 @@ class Decoder(nnx.Module):
                 f"Got {parallel}."
             )
         config = cls.config_class.from_dict(checkpoint.config)
+        if checkpoint.max_context_len is not None:
+            config = config.for_context(checkpoint.max_context_len)
         abstract = nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
         graph, state = nnx.split(abstract)
         sources = tensor_names.of_model(config, cls.layer_tensors)

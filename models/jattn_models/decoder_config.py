@@ -78,6 +78,11 @@ class DecoderConfig:
         """The rotary embeddings by the names that kinds of layers call them."""
         return {"global": self.rope} if self.local_rope is None else {"global": self.rope, "local": self.local_rope}
 
+    def for_context(self, max_context_len: int) -> "DecoderConfig":
+        """The configuration where texts of so many tokens at most are served."""
+        local_rope = None if self.local_rope is None else self.local_rope.for_context(max_context_len)
+        return dataclasses.replace(self, rope=self.rope.for_context(max_context_len), local_rope=local_rope)
+
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "DecoderConfig":
         """The configuration as Hugging Face writes it; absent fields have the defaults that it gives them.

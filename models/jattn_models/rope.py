@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jattn.rotary import Angles
 from jattn_models.config_fields import positive, refuse, with_defaults
-from jattn_models.rope_scaling import SCALINGS, Scaling
+from jattn_models.rope_scaling import SCALINGS, LongRopeScaling, Scaling
 
 _READ_BY_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
@@ -44,6 +44,12 @@ class Rope:
         rotary_dim = _rotary_dim(given, head_dim, partial)
         scaling = _scaling(fields)
         return cls(rotary_dim, theta, scaling and scaling.from_config(config, fields, rotary_dim // 2))
+
+    def for_context(self, max_context_len: int) -> "Rope":
+        """The embedding of a model that serves texts of so many tokens at most."""
+        if not isinstance(self.scaling, LongRopeScaling):
+            return self
+        return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, context_len=max_context_len))
 
     def frequencies(self) -> np.ndarray:
         """Radians a token of each pair of dimensions, float32 [rotary_dim / 2]."""

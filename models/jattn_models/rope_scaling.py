@@ -81,14 +81,20 @@ class LongRopeScaling:
 
     There is one list of factors for texts within the original context and one for longer texts. transformers changes
     lists, and recomputes every key, when a text outgrows the original context; keys in pages stay as they were written.
-    So the model's context decides, as in vLLM: where it is longer than the original one, all texts take the long list.
+    So the longest text that is served decides, as in vLLM: where it is longer than the original context, all texts take
+    the long list.
 
     Attributes:
-        factors: By which each frequency is divided.
-        amplitude: On cosines and sines.
+        short_factors, long_factors: By which each frequency is divided.
+        original_context_len: Tokens.
+        context_len: The longest text that is served, in tokens.
+        amplitude: On cosines and sines; that of the model's own context, whatever is served of it.
     """
 
-    factors: tuple[float, ...]
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_context_len: int
+    context_len: int
     amplitude: float
     read: ClassVar = (
         "short_factor",
@@ -109,7 +115,12 @@ class LongRopeScaling:
         factor = positive({"factor": context_len / original, **fields}, "factor", float)
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
         amplitude = positive({"attention_factor": amplitude, **fields}, "attention_factor", float)
-        return cls(long if context_len > original else short, amplitude)
+        return cls(short, long, original, context_len, amplitude)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Those of the list that serves."""
+        return self.long_factors if self.context_len > self.original_context_len else self.short_factors
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         return frequencies / np.array(self.factors)

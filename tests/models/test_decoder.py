@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.checkpoint import Checkpoint
 from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.kv_pool import make_pool
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn_models.layer_pattern import Segment
+from jattn_models.phi3 import Phi3ForCausalLM
 from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
@@ -162,3 +164,17 @@ def test_local_rope_frequencies_match_transformers():
         config = load("gemma3").config
         np.testing.assert_allclose(config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)
         np.testing.assert_allclose(config.local_rope.frequencies(), arrays["local_frequencies"], rtol=1e-6)
+
+
+@pytest.mark.usefixtures("compiled_with_care")
+@pytest.mark.parametrize(("max_context_len", "kind"), [(16, "short"), (17, "long")])
+def test_longrope_goes_by_the_longest_text_that_is_served(max_context_len, kind):
+    checkpoint = Checkpoint(GOLDEN / "phi3_longrope").for_context(max_context_len)
+    model = Phi3ForCausalLM.from_checkpoint(checkpoint, dtype=jnp.float32)
+    tokens, long = golden("phi3_longrope", "tokens")[2], golden("phi3_longrope")[2]
+    with np.load(GOLDEN / "phi3_longrope" / "golden.npz") as arrays:
+        expected = arrays["short_logits"] if kind == "short" else long[:16]
+        frequencies = arrays["short_frequencies" if kind == "short" else "frequencies"]
+    np.testing.assert_allclose(model.config.rope.frequencies(), frequencies, rtol=1e-6)
+    assert_golden(dense_logits(model, tokens[:16]), expected)
+    assert model.context_len == 96

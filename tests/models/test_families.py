@@ -204,6 +204,15 @@ def test_longrope_goes_by_the_models_context(fields, factors, amplitude):
     np.testing.assert_allclose(rope.frequencies(), plain / np.float32(factors), rtol=1e-6)
 
 
+@pytest.mark.parametrize(("max_context_len", "name"), [(1024, "short_factor"), (1025, "long_factor")])
+def test_longrope_of_a_shorter_served_context_keeps_the_models_amplitude(max_context_len, name):
+    whole = Phi3Config.from_dict(SMALLEST | LONG)
+    served = whole.for_context(max_context_len)
+    assert served.rope.scaling.factors == tuple(LONGROPE[name])
+    assert served.rope.amplitude == whole.rope.amplitude != 1.0
+    assert served.context_len == whole.context_len == 8192
+
+
 @pytest.mark.parametrize(
     ("config_class", "fields", "message"),
     [

@@ -111,7 +111,7 @@ class LLM:
     ):
         check_drafter(speculative)
         use_persistent_cache()
-        checkpoint = Checkpoint(path)
+        checkpoint = Checkpoint(path).for_context(max_context_len)
         self.tokenizer = Tokenizer(checkpoint.path)
         self.chat_template = ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)

@@ -62,7 +62,9 @@ class DraftModel:
         Raises:
             FileNotFoundError, ValueError: The checkpoint cannot be used, or has fewer layers; the message says why.
         """
-        checkpoint = served if self.checkpoint is None else Checkpoint(self.checkpoint)
+        checkpoint = served
+        if self.checkpoint is not None:
+            checkpoint = Checkpoint(self.checkpoint).for_context(served.max_context_len)
         if self.num_layers is not None:
             checkpoint = checkpoint.cut_down(self.num_layers)
         return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)

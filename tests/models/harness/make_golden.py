@@ -169,10 +169,14 @@ def golden(model: PreTrainedModel, twin: PreTrainedModel | None = None) -> dict[
                 arrays[f"greedy_{number}"] = greedy(model, tokens).numpy().astype(np.int32)
     rotary = model.model.rotary_emb  # after long texts, on which they may depend
     if hasattr(rotary, "inv_freq"):
-        arrays["frequencies"] = rotary.inv_freq.numpy()
+        arrays["frequencies"] = rotary.inv_freq.numpy().copy()
     else:
         arrays["frequencies"] = rotary.full_attention_inv_freq.numpy()
         arrays["local_frequencies"] = rotary.sliding_attention_inv_freq.numpy()
+    if short := getattr(model.config, "original_max_position_embeddings", None):
+        with torch.no_grad():
+            arrays["short_logits"] = model(tokens[:, :short]).logits[0].numpy()
+        arrays["short_frequencies"] = rotary.inv_freq.numpy()
     return arrays
 
 
