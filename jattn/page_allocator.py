@@ -37,11 +37,6 @@ class PageAllocator:
         """Pages that nobody owns."""
         return len(self._free)
 
-    def ref_count(self, page: int) -> int:
-        """Owners of `page`; 0 means that it is free."""
-        self._check_range(page)
-        return self._ref_counts[page]
-
     def allocate(self, n: int) -> list[int]:
         """Takes `n` pages, each with one owner.
 

@@ -16,19 +16,19 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.model import CausalLM
-from jattn.page_allocator import PageAllocator
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.batches import decode_batch, prefill_batch, prompt_places
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.mixing import may_mix, mixed_rows
 from jattn.serving.executor.pool_memory import fitting_pool
+from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
 from jattn.serving.scheduler import Chunk, Scheduler
 from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.steps.logit_rules import empty_history
 from jattn.serving.steps.logprobs import Logprob, TokenLogprobs
-from jattn.serving.steps.loop_state import LoopState, TokenRecord, empty_rows
+from jattn.serving.steps.loop_state import NOT_KNOWN, LoopState, TokenRecord, empty_rows
 from jattn.serving.steps.plain import NO_TOKEN, UNUSED, VARIANTS, StepOutput, Steps, Variant
 from jattn.serving.steps.verification import SpeculativeSteps
 
@@ -103,10 +103,9 @@ class Engine:
         pool_dtype = stored_dtype(config.kv_cache_dtype, dtype)
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config, pool_dtype)
         self._pool = self._make_pool()
-        self.allocator = PageAllocator(config.num_pages)
+        self.kv_cache = KVCacheManager(config.num_pages, config.page_size)
         self.scheduler = Scheduler(
-            self.allocator,
-            page_size=config.page_size,
+            self.kv_cache,
             max_num_seqs=config.max_num_seqs,
             prefill_tokens=config.prefill_tokens,
             prefill_seqs=config.prefill_seqs,
@@ -249,8 +248,7 @@ class Engine:
         self._pool = self._make_pool()
         self._state = self._empty_state()
         self._on_device = LastSent()  # what was sent may be what failed
-        self.allocator = PageAllocator(self.config.num_pages)
-        for request in self.scheduler.restart(self.allocator):
+        for request in self.scheduler.restart():
             self._finish_if_complete(request)
 
     def _empty_state(self) -> LoopState:
@@ -263,7 +261,7 @@ class Engine:
             with_limits=config.speculative is not None,
         )
         if state.tokens:
-            ids = jnp.zeros((config.max_num_seqs, config.max_context_len), jnp.int32)
+            ids = jnp.full((config.max_num_seqs, config.max_context_len), NOT_KNOWN, jnp.int32)
             state = dataclasses.replace(state, tokens=TokenRecord(limits=state.tokens.limits, ids=ids))
         if not config.full_sampling:
             return state

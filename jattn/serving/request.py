@@ -239,6 +239,7 @@ class Request:
         finish_reason: Why it ended; None before.
         row: Its row of the device's loop state while it has one.
         pages: Its pages of the pool, in order.
+        num_cached: Its first tokens whose keys were in the pool when it was admitted.
         num_computed: Tokens whose keys are in the pool once all launches so far have run; at least.
         num_unsure: Drafted tokens of launches not read yet: so many more keys there may be.
         num_preemptions: How often it lost its pages to earlier requests.
@@ -257,6 +258,7 @@ class Request:
     finish_reason: FinishReason | None = None
     row: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
+    num_cached: int = 0
     num_computed: int = 0
     num_unsure: int = 0
     num_preemptions: int = 0

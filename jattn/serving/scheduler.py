@@ -8,7 +8,7 @@ that the launches under way may give, until the host has read how many tokens th
 import dataclasses
 from collections import deque
 
-from jattn.page_allocator import PageAllocator
+from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.request import FinishReason, Request, RequestStatus
 
 
@@ -18,12 +18,15 @@ class Chunk:
 
     Attributes:
         start, stop: Positions, the second one excluded.
+        is_first: Whether it is the request's first since it was admitted, so that its row starts anew; `start` need not
+            be 0.
         is_last: Whether it ends the prefill, so that its last token yields a new one.
     """
 
     request: Request
     start: int
     stop: int
+    is_first: bool
     is_last: bool
 
 
@@ -36,8 +39,7 @@ class Scheduler:
     those behind it.
 
     Args:
-        allocator: The pool's pages; the scheduler alone takes and returns them.
-        page_size: Tokens a page.
+        kv_cache: Room in the pool; the scheduler alone asks for it and gives it back.
         max_num_seqs: Requests that hold a row at the same time.
         prefill_tokens, prefill_seqs: Bounds of one prefill launch.
         max_chunk_tokens: Bound of one request's part of it; None is `prefill_tokens`.
@@ -47,17 +49,15 @@ class Scheduler:
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        kv_cache: KVCacheManager,
         *,
-        page_size: int,
         max_num_seqs: int,
         prefill_tokens: int,
         prefill_seqs: int,
         max_chunk_tokens: int | None = None,
         num_draft_tokens: int = 0,
     ):
-        self._allocator = allocator
-        self._page_size = page_size
+        self._kv_cache = kv_cache
         self._prefill_tokens = prefill_tokens
         self._prefill_seqs = prefill_seqs
         self._max_chunk_tokens = max_chunk_tokens or prefill_tokens
@@ -72,9 +72,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._waiting or self._admitted)
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
-
     def check(self, request: Request) -> None:
         """Says whether the request could be served.
 
@@ -82,12 +79,12 @@ class Scheduler:
             ValueError: The pool could not hold the request even if it were alone.
         """
         most = request.limit + self._num_draft_tokens
-        needed = self.pages_for(most)
-        if needed > self._allocator.num_pages:
+        needed = self._kv_cache.pages_for(most)
+        if needed > self._kv_cache.num_pages:
             drafted = f", {self._num_draft_tokens} of them drafted," if self._num_draft_tokens else ""
             raise ValueError(
-                f"The request may grow to {most} tokens{drafted} and needs {needed} pages of {self._page_size}; "
-                f"the pool has {self._allocator.num_pages}. Lower `max_tokens` or make the pool larger."
+                f"The request may grow to {most} tokens{drafted} and needs {needed} pages of {self._kv_cache.page_size}"
+                f"; the pool has {self._kv_cache.num_pages}. Lower `max_tokens` or make the pool larger."
             )
 
     def add(self, request: Request) -> None:
@@ -103,7 +100,8 @@ class Scheduler:
 
     def must_preempt(self) -> bool:
         """Whether the next decode launch needs more pages than are free."""
-        return sum(self._lacking_pages(request) for request in self._decodable()) > self._allocator.num_free
+        lacking = sum(self._kv_cache.lacking(request, self._longest(request)) for request in self._decodable())
+        return lacking > self._kv_cache.num_free
 
     def plan_decode(self) -> list[Request]:
         """The requests of the next decode launch, each with pages for its next tokens.
@@ -114,11 +112,8 @@ class Scheduler:
         self.peak_pages = 0
         planned = []
         for request in self._decodable():
-            while request.status is RequestStatus.RUNNING and (lacking := self._lacking_pages(request)):
-                if lacking <= self._allocator.num_free:
-                    request.pages += self._allocator.allocate(lacking)
-                else:
-                    self._preempt(self._admitted[-1])
+            while request.status is RequestStatus.RUNNING and not self._kv_cache.grow(request, self._longest(request)):
+                self._preempt(self._admitted[-1])
             if request.status is RequestStatus.RUNNING:
                 planned.append(request)
         for request in planned:
@@ -151,7 +146,7 @@ class Scheduler:
             request.num_computed = stop
             if stop == total:
                 request.status = RequestStatus.RUNNING
-            chunks.append(Chunk(request, start, stop, stop == total))
+            chunks.append(Chunk(request, start, stop, is_first=start == request.num_cached, is_last=stop == total))
         self._note_peak()
         return chunks
 
@@ -166,20 +161,17 @@ class Scheduler:
         elif request in self._waiting:
             self._waiting.remove(request)
 
-    def restart(self, allocator: PageAllocator) -> list[Request]:
+    def restart(self) -> list[Request]:
         """Lets all requests wait again, whatever a call that was cut short has left behind.
-
-        Args:
-            allocator: A fresh one.
 
         Returns:
             The requests.
         """
         requests = [r for r in dict.fromkeys([*self._admitted, *self._waiting]) if not r.finished]
         for request in requests:
-            request.status, request.row, request.pages = RequestStatus.WAITING, None, []
+            request.status, request.row = RequestStatus.WAITING, None
             request.num_computed = request.num_unsure = 0
-        self._allocator = allocator
+        self._kv_cache.reset(requests)
         self._free_rows = list(reversed(range(self._max_num_seqs)))
         self._waiting = deque(requests)  # before `_admitted` is emptied: this call may be cut short too
         self._admitted = []
@@ -188,18 +180,19 @@ class Scheduler:
     def _decodable(self) -> list[Request]:
         return [r for r in self._admitted if r.status is RequestStatus.RUNNING and not r.at_limit]
 
-    def _lacking_pages(self, request: Request) -> int:
-        longest = min(request.num_computed + request.num_unsure + 1, request.limit)
-        return max(0, self.pages_for(longest + self._num_draft_tokens) - len(request.pages))
+    def _longest(self, request: Request) -> int:
+        """Tokens that may have keys once the next decode has run, drafted ones included."""
+        return min(request.num_computed + request.num_unsure + 1, request.limit) + self._num_draft_tokens
 
     def _admit(self) -> None:
         while self._waiting and self._free_rows:
             request = self._waiting[0]
             # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
-            needed = self.pages_for(min(request.num_tokens + 1, request.limit) + self._num_draft_tokens)
-            if needed > self._allocator.num_free:
+            room = min(request.num_tokens + 1, request.limit) + self._num_draft_tokens
+            num_cached = self._kv_cache.allocate(request, room)
+            if num_cached is None:
                 return
-            request.pages = self._allocator.allocate(needed)
+            request.num_cached = request.num_computed = num_cached
             request.row = self._free_rows.pop()
             request.status = RequestStatus.PREFILL
             self._admitted.append(request)  # before it leaves the queue: `restart` must find it in one of them
@@ -215,10 +208,9 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.row is not None
         self._admitted.remove(request)
-        self._allocator.free(request.pages)
-        request.pages = []
+        self._kv_cache.free(request)
         self._free_rows.append(request.row)
         request.row = None
 
     def _note_peak(self) -> None:
-        self.peak_pages = max(self.peak_pages, self._allocator.num_pages - self._allocator.num_free)
+        self.peak_pages = max(self.peak_pages, self._kv_cache.num_pages - self._kv_cache.num_free)

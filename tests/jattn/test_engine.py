@@ -49,7 +49,7 @@ def run(engine, requests):
         engine.add(request)
     while engine.has_work:
         engine.step()
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.kv_cache.num_free == engine.kv_cache.num_pages
     return [request.generated for request in requests]
 
 
@@ -294,7 +294,7 @@ def test_abort_at_any_stage_frees_its_pages(model, engine):
             engine.step()
         for request in requests:
             engine.abort(request)
-        assert engine.allocator.num_free == engine.allocator.num_pages
+        assert engine.kv_cache.num_free == engine.kv_cache.num_pages
     (alone,) = run(engine, [engine.make_request(prompts[0], GREEDY)])
     assert len(alone) == GREEDY.max_tokens
 

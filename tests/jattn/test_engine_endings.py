@@ -58,12 +58,12 @@ def test_abort_frees_pages_at_once_and_harms_no_neighbour(engine, stage):
     engine.step()
     while not STAGES[stage](victim):
         engine.step()
-    pages, free, tokens = set(victim.pages), engine.allocator.num_free, list(victim.generated)
+    pages, free, tokens = set(victim.pages), engine.kv_cache.num_free, list(victim.generated)
     assert any(victim in launch.requests for launch in engine._in_flight) == (stage == "running")
 
     engine.abort(victim)
     assert (victim.pages, victim.row, victim.finish_reason) == ([], None, "abort")
-    assert engine.allocator.num_free == free + len(pages)
+    assert engine.kv_cache.num_free == free + len(pages)
     events = engine.step()
     assert victim not in [event.request for event in events]
     assert set(heir.pages) & pages or not pages  # the heir writes where launches of the victim still may
@@ -100,7 +100,7 @@ def served(engine, requests, victim=None):
                 keys, values = (np.asarray(pool[:, pages]).reshape(2, -1, 2, 8) for pool in (group.k, group.v))
                 length = len(request.prompt) + 7
                 cached[request] = (keys[:, :length].tobytes(), values[:, :length].tobytes())
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.kv_cache.num_free == engine.kv_cache.num_pages
     return [(request.generated, *cached[request]) for request in requests], events
 
 
@@ -156,6 +156,7 @@ def test_engine_waits_for_its_launches_before_it_goes(monkeypatch):
     engine.step()
     outputs = [launch.output for launch in engine._in_flight]
     assert outputs
+    gc.collect()  # other engines go first
     waited = []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     del engine

@@ -81,7 +81,7 @@ def test_threads_may_share_it(llm):
     for thread in threads:
         thread.join(timeout=60)
     assert results == expected
-    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.engine.kv_cache.num_free == llm.engine.kv_cache.num_pages
 
 
 def test_generate_works_after_an_interrupted_one(llm, monkeypatch):
@@ -96,7 +96,7 @@ def test_generate_works_after_an_interrupted_one(llm, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     monkeypatch.undo()
-    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.engine.kv_cache.num_free == llm.engine.kv_cache.num_pages
     assert llm.generate(PROMPTS, GREEDY) == expected
 
 
@@ -198,7 +198,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
     stream = llm.stream(PROMPTS, GREEDY)
     next(stream)
     stream.close()
-    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.engine.kv_cache.num_free == llm.engine.kv_cache.num_pages
 
 
 def test_stats_count_the_run(llm):
@@ -317,7 +317,7 @@ def test_stop_string_ends_a_text_before_it(llm, seed):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
     assert len(stopped.token_ids) < len(free.token_ids)
-    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.engine.kv_cache.num_free == llm.engine.kv_cache.num_pages
     (whole,) = llm.generate(PROMPTS[0], dataclasses.replace(params, stop=stop, include_stop_str_in_output=True))
     assert whole.text == stopped.text + stop
 

@@ -59,8 +59,6 @@ class AllocatorMachine(RuleBasedStateMachine):
     def free_and_owned_are_all(self):
         counts = self.counts
         assert self.allocator.num_free + len(counts) == self.allocator.num_pages == 11
-        for page in range(1, 12):
-            assert self.allocator.ref_count(page) == counts[page]
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
@@ -97,15 +95,16 @@ def test_allocator_share_refusal_changes_nothing():
     (page,) = allocator.allocate(1)
     with pytest.raises(ValueError, match="allocated before they are shared"):
         allocator.share([page, 3 - page])
-    assert allocator.ref_count(page) == 1
+    allocator.free([page])
+    assert allocator.num_free == 2
 
 
 @pytest.mark.parametrize("page", [-1, 0, 4])
 def test_allocator_refuses_a_page_out_of_range(page):
     allocator = PageAllocator(4)
-    for call in (allocator.ref_count, lambda p: allocator.free([p]), lambda p: allocator.share([p])):
+    for call in (allocator.free, allocator.share):
         with pytest.raises(ValueError, match=r"must lie in 1\.\.3"):
-            call(page)
+            call([page])
 
 
 @pytest.mark.parametrize("num_pages", [-1, 0, 1])

@@ -5,7 +5,7 @@ from collections import Counter, deque
 
 import pytest
 
-from jattn.page_allocator import PageAllocator
+from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.request import Request, RequestStatus, SamplingParams
 from jattn.serving.scheduler import Scheduler
 
@@ -19,17 +19,16 @@ def make_scheduler(
     max_chunk_tokens=None,
     num_draft_tokens=0,
 ):
-    allocator = PageAllocator(num_pages)
+    kv_cache = KVCacheManager(num_pages, page_size)
     scheduler = Scheduler(
-        allocator,
-        page_size=page_size,
+        kv_cache,
         max_num_seqs=max_num_seqs,
         prefill_tokens=prefill_tokens,
         prefill_seqs=prefill_seqs,
         max_chunk_tokens=max_chunk_tokens,
         num_draft_tokens=num_draft_tokens,
     )
-    return scheduler, allocator
+    return scheduler, kv_cache
 
 
 def make_request(number, prompt_len, max_tokens):
@@ -49,8 +48,8 @@ def test_prefill_is_cut_to_the_token_budget():
     spans = []
     while request.status is not RequestStatus.RUNNING:
         (chunk,) = scheduler.plan_prefill()
-        spans.append((chunk.start, chunk.stop, chunk.is_last))
-    assert spans == [(0, 8, False), (8, 16, False), (16, 18, True)]
+        spans.append((chunk.start, chunk.stop, chunk.is_first, chunk.is_last))
+    assert spans == [(0, 8, True, False), (8, 16, False, False), (16, 18, False, True)]
 
 
 def test_prefill_packs_requests_in_order_of_arrival():
@@ -63,12 +62,12 @@ def test_prefill_packs_requests_in_order_of_arrival():
 
 
 def test_admission_waits_for_pages_and_keeps_the_order():
-    scheduler, allocator = make_scheduler(num_pages=5, prefill_tokens=64)
+    scheduler, kv_cache = make_scheduler(num_pages=5, prefill_tokens=64)
     for i, prompt_len in enumerate((7, 9, 2)):
         scheduler.add(make_request(i, prompt_len=prompt_len, max_tokens=1))
     chunks = scheduler.plan_prefill()
     assert [chunk.request.number for chunk in chunks] == [0]  # 1 needs three pages, and 2 must not overtake it
-    assert allocator.num_free == 2
+    assert kv_cache.num_free == 2
 
 
 def test_check_refuses_what_the_pool_can_never_hold():
@@ -88,7 +87,7 @@ def test_check_counts_the_drafted_tokens_past_the_limit():
 
 
 def test_pages_are_reserved_for_all_that_launches_under_way_may_write():
-    scheduler, _ = make_scheduler(num_pages=30, prefill_tokens=64, num_draft_tokens=3)
+    scheduler, kv_cache = make_scheduler(num_pages=30, prefill_tokens=64, num_draft_tokens=3)
     request = make_request(0, prompt_len=6, max_tokens=40)
     scheduler.add(request)
     scheduler.plan_prefill()
@@ -103,18 +102,18 @@ def test_pages_are_reserved_for_all_that_launches_under_way_may_write():
     assert len(request.pages) == 5  # where all accepted, it would be 6
     for _ in range(100):
         scheduler.plan_decode()
-    assert len(request.pages) == scheduler.pages_for(request.limit + 3)
+    assert len(request.pages) == kv_cache.pages_for(request.limit + 3)
 
 
 def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens():
-    scheduler, allocator = make_scheduler(num_pages=5, prefill_tokens=64)
+    scheduler, kv_cache = make_scheduler(num_pages=5, prefill_tokens=64)
     old, new = (make_request(i, prompt_len=7, max_tokens=8) for i in range(2))
     scheduler.add(old)
     scheduler.add(new)
     scheduler.plan_prefill()
     for request in (old, new):
         request.generated.append(100)
-    assert allocator.num_free == 0
+    assert kv_cache.num_free == 0
     assert scheduler.plan_decode() == [old, new]  # fills both second pages
     for request in (old, new):
         request.generated.append(101)
@@ -127,7 +126,7 @@ def test_preemption_takes_the_latest_arrival_and_keeps_its_tokens():
 
 
 def test_finish_at_every_stage_frees_pages_and_row():
-    scheduler, allocator = make_scheduler(max_num_seqs=1)
+    scheduler, kv_cache = make_scheduler(max_num_seqs=1)
     waiting, prefilling, running = (make_request(i, prompt_len=12, max_tokens=4) for i in (2, 1, 0))
     scheduler.add(running)
     scheduler.plan_prefill()
@@ -139,24 +138,23 @@ def test_finish_at_every_stage_frees_pages_and_row():
     scheduler.add(waiting)
     scheduler.finish(waiting, "abort")
     scheduler.finish(prefilling, "abort")
-    assert allocator.num_free == allocator.num_pages
+    assert kv_cache.num_free == kv_cache.num_pages
     assert not scheduler.has_work
 
 
 def test_restart_lets_every_request_wait_again_in_order():
-    scheduler, _ = make_scheduler(max_num_seqs=2)
+    scheduler, kv_cache = make_scheduler(max_num_seqs=2)
     requests = [make_request(i, prompt_len=3, max_tokens=2) for i in range(4)]
     for request in requests:
         scheduler.add(request)
     scheduler.plan_prefill()
     scheduler.plan_decode()
     scheduler.finish(requests[1], "stop")
-    allocator = PageAllocator(9)
     left = [requests[0], requests[2], requests[3]]
-    assert scheduler.restart(allocator) == left
+    assert scheduler.restart() == left
     assert all((r.status, r.row, r.pages, r.num_computed) == (RequestStatus.WAITING, None, [], 0) for r in left)
     assert [chunk.request for chunk in scheduler.plan_prefill()] == left[:2]
-    assert allocator.num_free < allocator.num_pages
+    assert kv_cache.num_free < kv_cache.num_pages
 
 
 @pytest.mark.parametrize("status", list(RequestStatus)[1:])
@@ -190,7 +188,7 @@ class Traffic:
         self.rng = rng = random.Random(seed)
         self.num_rows, self.page_size = rng.randint(1, 5), rng.choice([1, 2, 4])
         self.prefill_tokens = rng.randint(1, 12)
-        self.scheduler, self.allocator = make_scheduler(
+        self.scheduler, self.kv_cache = make_scheduler(
             num_pages=rng.randint(4, 20),
             page_size=self.page_size,
             max_num_seqs=self.num_rows,
@@ -220,9 +218,9 @@ class Traffic:
         self.finish(request, "abort")
 
     def finish(self, request, reason):
-        owned, free = len(request.pages), self.allocator.num_free
+        owned, free = len(request.pages), self.kv_cache.num_free
         self.scheduler.finish(request, reason)
-        assert self.allocator.num_free == free + owned
+        assert self.kv_cache.num_free == free + owned
         assert (request.pages, request.row, request.finish_reason) == ([], None, reason)
 
     def step(self):
@@ -260,8 +258,8 @@ class Traffic:
         self.live = [request for request in self.live if not request.finished]
         owned = [page for request in self.live for page in request.pages]
         assert sorted(set(owned)) == sorted(owned)
-        assert all(self.allocator.ref_count(page) == 1 for page in owned)
-        assert len(owned) + self.allocator.num_free == self.allocator.num_pages
+        assert len(set(owned)) == len(owned)
+        assert len(owned) + self.kv_cache.num_free == self.kv_cache.num_pages
         rows = [request.row for request in self.live if request.row is not None]
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(range(self.num_rows))
@@ -292,7 +290,7 @@ def test_random_traffic_of_10000_steps_keeps_the_invariants(num_draft_tokens):
             traffic.check()
             steps += 1
             assert steps < 1000, f"stuck: {seed=}"
-        assert traffic.allocator.num_free == traffic.allocator.num_pages
+        assert traffic.kv_cache.num_free == traffic.kv_cache.num_pages
         assert all(request.finished for request in traffic.requests)
         aborted += traffic.aborted
     assert min(aborted[stage] for stage in ("WAITING", "PREFILL", "RUNNING", "PREEMPTED")) > 10

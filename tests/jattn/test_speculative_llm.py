@@ -30,7 +30,7 @@ def llm():
 
 def test_default_pool_lets_all_requests_grow_to_the_context_at_once(llm):
     """128 tokens and 4 drafted ones take 9 pages of 16."""
-    assert llm.engine.allocator.num_pages >= 4 * 9
+    assert llm.engine.kv_cache.num_pages >= 4 * 9
 
 
 def test_stop_string_amid_a_run_ends_the_text_before_it(llm):
@@ -41,7 +41,7 @@ def test_stop_string_amid_a_run_ends_the_text_before_it(llm):
         (output,) = llm.generate(PROMPT, dataclasses.replace(GREEDY, stop=stop))
         assert output.text == free.text[: free.text.index(stop)]
         assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
-    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.engine.kv_cache.num_free == llm.engine.kv_cache.num_pages
 
 
 def test_stats_are_of_the_calls_own_requests(llm):
@@ -67,5 +67,5 @@ def test_stream_left_amid_a_run_frees_its_pages(llm):
     for _ in range(9):
         next(stream)
     stream.close()
-    assert llm.engine.allocator.num_free == llm.engine.allocator.num_pages
+    assert llm.engine.kv_cache.num_free == llm.engine.kv_cache.num_pages
     assert llm.generate("import os", GREEDY)[0].finish_reason == "length"

@@ -36,6 +36,7 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, varian
         input_ids=_host_array(bucket, 0, np.int32),
         cu_q_lens=_host_array(size + 1, 0, np.int32),
         rows=_host_array(size, config.max_num_seqs, np.int32),
+        is_first=_host_array(size, False, np.bool_),
         is_last=_host_array(size, False, np.bool_),
         values=empty_rows(
             size,
@@ -54,7 +55,7 @@ def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, varian
         batch.input_ids[begin:end] = chunk.request.tokens[chunk.start : chunk.stop]
         batch.cu_q_lens[i + 1 :] = end
         batch.rows[i] = chunk.request.row
-        batch.is_last[i] = chunk.is_last
+        batch.is_first[i], batch.is_last[i] = chunk.is_first, chunk.is_last
         batch.values.seq_lens[i] = chunk.stop
         _fill_row(batch.values, i, chunk.request)
         if is_full:

@@ -152,7 +152,7 @@ class LLM:
             dtype=weights_dtype,
             progress=progress,
         )
-        self._latest = _Latest(RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.allocator.num_pages))
+        self._latest = _Latest(RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.kv_cache.num_pages))
         self._running: list[RunStats] = []
         self._lock = threading.RLock()  # re-entered where the garbage collector closes a stream amid a step
 
@@ -244,7 +244,7 @@ class LLM:
         stats = self._latest.stats = RunStats(
             requests=len(requests),
             prompt_tokens=sum(len(of_prompt[0].prompt) for of_prompt in requests),
-            num_pages=self.engine.allocator.num_pages,
+            num_pages=self.engine.kv_cache.num_pages,
         )
         readers = [
             SequenceReader(request, self.tokenizer, index=index, output_index=output_index)

@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int
 from jattn.serving.steps.logit_rules import LogitRules, TokenHistory, empty_rules
 from jattn.serving.steps.sampler import SamplingState
 
+NOT_KNOWN = -1  # in a token's place on record
+
 
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
@@ -21,7 +23,8 @@ class TokenRecord:
 
     Attributes:
         limits: Tokens that the row may have at most, prompt included.
-        ids: The row's tokens so far, by position; past them those of a former request. None in what the host sends.
+        ids: The row's tokens so far, by position; NOT_KNOWN where there is none yet, and for those that no prefill
+            computed. None in what the host sends.
     """
 
     limits: Int[Array, " R"]
@@ -79,6 +82,14 @@ class LoopState:
             return self
         in_force = self.rules.in_force.at[rows].set(False, mode="drop")
         return dataclasses.replace(self, rules=dataclasses.replace(self.rules, in_force=in_force))
+
+    def without_tokens(self, rows: Int[Array, " B"]) -> "LoopState":
+        """The state with no token of the named rows on record, if there is a record."""
+        if self.tokens is None:
+            return self
+        assert self.tokens.ids is not None
+        ids = self.tokens.ids.at[rows].set(NOT_KNOWN, mode="drop")
+        return dataclasses.replace(self, tokens=dataclasses.replace(self.tokens, ids=ids))
 
     def with_tokens(
         self, rows: Int[Array, "..."], positions: Int[Array, "..."], token_ids: Int[Array, "..."]

@@ -37,6 +37,8 @@ class PrefillBatch:
         input_ids: Tokens; 0 past the last.
         cu_q_lens: Where each sequence's tokens begin; padded sequences have none.
         rows: The loop state's row of each sequence; out of range where padded.
+        is_first: Whether the part is its request's first, so that what the row's former request left is forgotten. The
+            tokens before it, if any, are in the pool and on no record.
         is_last: Whether the sequence's prompt ends here, so that a token is sampled.
         values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
             `finished` are the launch's to fill.
@@ -47,6 +49,7 @@ class PrefillBatch:
     input_ids: Int[Array, " T"]
     cu_q_lens: Int[Array, " B+1"]
     rows: Int[Array, " B"]
+    is_first: Bool[Array, " B"]
     is_last: Bool[Array, " B"]
     values: LoopState
     next_ids: Int[Array, " T"] | None = None
@@ -179,17 +182,17 @@ class Steps:
         """Log-probabilities of prompts, if asked for, and the state that has the parts of prompts on record."""
         owner, is_real = owners(batch.cu_q_lens, batch.input_ids.shape[0])
         row_of_token = jnp.where(is_real, batch.rows[owner], state.finished.shape[0])
-        state = state.with_tokens(row_of_token, positions, batch.input_ids)
+        fresh = jnp.where(batch.is_first, batch.rows, state.finished.shape[0])
+        state = state.without_tokens(fresh).with_tokens(row_of_token, positions, batch.input_ids)
         if variant != "full":
             return None, state.without_rules(batch.rows)
         assert state.history
         assert batch.values.rules
         assert batch.next_ids is not None
         assert batch.wants_logprobs is not None
-        is_first = batch.values.seq_lens == jnp.diff(batch.cu_q_lens)
         in_prompt = positions < batch.values.rules.prompt_len[owner]
         history = state.history.with_parts(
-            batch.rows, is_first, owner, batch.input_ids, is_real & in_prompt, is_real & ~in_prompt
+            batch.rows, batch.is_first, owner, batch.input_ids, is_real & in_prompt, is_real & ~in_prompt
         )
         prompt = prompt_logprobs(
             functools.partial(self._logits, weights),

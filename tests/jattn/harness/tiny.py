@@ -54,5 +54,5 @@ def run(engine, requests=()):
         engine.add(request)
     while engine.has_work:
         engine.step()
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    assert engine.kv_cache.num_free == engine.kv_cache.num_pages
     return [request.generated for request in requests]
