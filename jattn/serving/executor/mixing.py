@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from jattn.backend import AttentionLayer, BackendOptions
-from jattn.flash_attention.config import spec_of
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import Request
+from jattn.surfaces.sglang.config import spec_of
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 

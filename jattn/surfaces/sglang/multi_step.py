@@ -5,11 +5,11 @@ import dataclasses
 from jaxtyping import Array, Int
 
 from jattn.arguments import check_whole, instance
-from jattn.flash_attention.backend import FlashAttentionBackend
-from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
-from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.spec_info import EagleDraftInput
+from jattn.surfaces.sglang.backend import FlashAttentionBackend
+from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig
+from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 
 
 @dataclasses.dataclass(frozen=True)

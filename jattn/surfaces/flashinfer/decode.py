@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.arguments import array, in_words, scale_arrays
-from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout
-from jattn.flashinfer.page_lists import checked_page_lists
-from jattn.flashinfer.plan import PagedPlan
-from jattn.flashinfer.planning import paged_bounds, plan_of_lists
-from jattn.flashinfer.wrapper import AttentionResult, PagedWrapper
+from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout
+from jattn.surfaces.flashinfer.page_lists import checked_page_lists
+from jattn.surfaces.flashinfer.plan import PagedPlan
+from jattn.surfaces.flashinfer.planning import paged_bounds, plan_of_lists
+from jattn.surfaces.flashinfer.wrapper import AttentionResult, PagedWrapper
 from jattn_kernels import lse_to_base2, ragged_extend
 
 

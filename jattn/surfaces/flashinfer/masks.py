@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jattn.flashinfer.page_lists import checked_indptr, host_array, padded
+from jattn.surfaces.flashinfer.page_lists import checked_indptr, host_array, padded
 
 
 def mask_on_host(

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jattn.flashinfer.page_lists import Bounds, PageLists, padded, page_rows, room
-from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
+from jattn.surfaces.flashinfer.page_lists import Bounds, PageLists, padded, page_rows, room
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 
 
 def paged_bounds(**buffers: Any) -> Bounds:

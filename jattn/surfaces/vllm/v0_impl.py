@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, check_fields, check_whole, in_words, instance, number, scale_arrays, whole_number
 from jattn.kv_cache_dtype import cache_dtype
-from jattn.vllm.v0_metadata import (
+from jattn.surfaces.vllm.v0_metadata import (
     AttentionType,
     FlashAttentionMetadata,
     _get_causal_option,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.arguments import check_whole, host_integers, instance, whole
-from jattn.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata
+from jattn.surfaces.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from typing import Any
 from jaxtyping import Array, Bool, Int
 
 from jattn.backend import AttentionLayer
-from jattn.flash_attention.config import FlashAttentionConfig, spec_of
-from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.forward_batch import ForwardMode
+from jattn.surfaces.sglang.config import FlashAttentionConfig, spec_of
+from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 from jattn_kernels import make_schedule
 from jattn_kernels.call import Operation
 from jattn_kernels.spec import AttentionSpec, PageLayout

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import array, in_words
-from jattn.flashinfer.cache import PagedCache, pages_of, words_of_cache
+from jattn.surfaces.flashinfer.cache import PagedCache, pages_of, words_of_cache
 from jattn_kernels import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.spec import AttentionSpec
 

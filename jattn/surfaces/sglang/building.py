@@ -7,12 +7,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from jattn.arguments import integers
-from jattn.flash_attention.config import FlashAttentionConfig, cdiv
-from jattn.flash_attention.metadata import FlashAttentionMetadata
-from jattn.flash_attention.reading import kind_of, work_list
 from jattn.forward_batch import ForwardBatch, ForwardMode, with_columns
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput, tree_of
+from jattn.surfaces.sglang.config import FlashAttentionConfig, cdiv
+from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
+from jattn.surfaces.sglang.reading import kind_of, work_list
 
 NOWHERE = jnp.iinfo(jnp.int32).max
 

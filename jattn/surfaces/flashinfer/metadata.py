@@ -10,7 +10,7 @@ import jax
 
 from jattn.arguments import whole
 from jattn.dtype_names import named_dtype
-from jattn.flashinfer.plan import PagedPlan, RaggedPlan
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
 
 
 class WrapperDispatch(enum.Enum):

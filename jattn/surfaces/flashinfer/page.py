@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, in_words, integers, scale_arrays, whole
-from jattn.flashinfer.cache import PagedCache, pages_of, words_of_cache
-from jattn.flashinfer.layer_facts import page_layout
+from jattn.surfaces.flashinfer.cache import PagedCache, pages_of, words_of_cache
+from jattn.surfaces.flashinfer.layer_facts import page_layout
 from jattn_kernels import write_pages
 
 

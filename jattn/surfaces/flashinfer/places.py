@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jattn.arguments import integers
-from jattn.flashinfer.config import FlashInferConfig
 from jattn.forward_batch import ForwardBatch, with_columns
+from jattn.surfaces.flashinfer.config import FlashInferConfig
 
 
 class Places(NamedTuple):

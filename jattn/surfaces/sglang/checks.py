@@ -1,9 +1,9 @@
 """What FlashAttentionBackend checks of a layer's call: that metadata, pool and layer belong together."""
 
 from jattn.backend import AttentionLayer
-from jattn.flash_attention.config import FlashAttentionConfig
-from jattn.flash_attention.metadata import FlashAttentionMetadata
 from jattn.kv_pool import KVGroup, KVPool
+from jattn.surfaces.sglang.config import FlashAttentionConfig
+from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 
 
 def check_call(

@@ -9,7 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_whole, in_words, instance, integers, scale_arrays, whole
 from jattn.backend import WORDS, AttentionLayer, BackendOptions, checked_rows
-from jattn.flash_attention.building import (
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
+from jattn.kv_pool import KVGroup, KVPool
+from jattn.rotary import Angles, rotate
+from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
+from jattn.surfaces.sglang.building import (
     NOWHERE,
     Drafting,
     Places,
@@ -20,14 +24,10 @@ from jattn.flash_attention.building import (
     slots_of_tokens,
     tokens_a_sequence,
 )
-from jattn.flash_attention.checks import check_call
-from jattn.flash_attention.config import CudaGraphState, FlashAttentionConfig
-from jattn.flash_attention.metadata import FlashAttentionMetadata
-from jattn.flash_attention.reading import Reading, kind_of, reading
-from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
-from jattn.kv_pool import KVGroup, KVPool
-from jattn.rotary import Angles, rotate
-from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
+from jattn.surfaces.sglang.checks import check_call
+from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig
+from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
+from jattn.surfaces.sglang.reading import Reading, kind_of, reading
 from jattn_kernels import mla_decode, mla_extend, paged_decode, paged_extend
 
 

@@ -6,11 +6,11 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import instance, scale_arrays
-from jattn.flashinfer.cache import PagedCache, pages_of
-from jattn.flashinfer.layer_facts import page_layout
-from jattn.flashinfer.page_lists import Bounds
-from jattn.flashinfer.plan import PagedPlan
-from jattn.flashinfer.planning import check_same_kind, current_plan
+from jattn.surfaces.flashinfer.cache import PagedCache, pages_of
+from jattn.surfaces.flashinfer.layer_facts import page_layout
+from jattn.surfaces.flashinfer.page_lists import Bounds
+from jattn.surfaces.flashinfer.plan import PagedPlan
+from jattn.surfaces.flashinfer.planning import check_same_kind, current_plan
 from jattn_kernels import lse_to_base2
 
 AttentionResult = Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]

@@ -10,14 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import in_words, instance, integers, scale_arrays, whole
 from jattn.backend import WORDS, AttentionLayer, checked_rows
-from jattn.flash_attention import CudaGraphState
-from jattn.flashinfer.config import FlashInferConfig, refuse_chunks
-from jattn.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
-from jattn.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
-from jattn.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput, tree_of
+from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
+from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
+from jattn.surfaces.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
+from jattn.surfaces.sglang import CudaGraphState
 from jattn_kernels import merge_state
 from jattn_kernels.spec import AttentionSpec
 

@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jattn.arguments import array, in_words, scale_arrays
-from jattn.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
-from jattn.flashinfer.masks import mask_on_host
-from jattn.flashinfer.page_lists import Bounds, checked_indptr, checked_page_lists, padded
-from jattn.flashinfer.plan import PagedPlan, RaggedPlan
-from jattn.flashinfer.planning import buffer_size, current_plan, paged_bounds, plan_of_lists
-from jattn.flashinfer.wrapper import AttentionResult, PagedWrapper, Wrapper
+from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
+from jattn.surfaces.flashinfer.masks import mask_on_host
+from jattn.surfaces.flashinfer.page_lists import Bounds, checked_indptr, checked_page_lists, padded
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
+from jattn.surfaces.flashinfer.planning import buffer_size, current_plan, paged_bounds, plan_of_lists
+from jattn.surfaces.flashinfer.wrapper import AttentionResult, PagedWrapper, Wrapper
 from jattn_kernels import lse_to_base2
 
 

@@ -1,0 +1,38 @@
+"""FlashInfer's wrappers, and pymllm's FlashInfer backend, over jattn's kernels."""
+
+from jattn.surfaces.flashinfer.backend import FlashInferAttnBackend
+from jattn.surfaces.flashinfer.cascade import merge_state, merge_states
+from jattn.surfaces.flashinfer.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    single_decode_with_kv_cache,
+)
+from jattn.surfaces.flashinfer.kv_buffers import KVBuffers
+from jattn.surfaces.flashinfer.masks import packbits, segment_packbits
+from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch, should_use_tensor_core
+from jattn.surfaces.flashinfer.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
+from jattn.surfaces.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "DecodeMetadata",
+    "FlashInferAttnBackend",
+    "KVBuffers",
+    "PagedPlan",
+    "PrefillMetadata",
+    "RaggedPlan",
+    "WrapperDispatch",
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_states",
+    "packbits",
+    "segment_packbits",
+    "should_use_tensor_core",
+    "single_decode_with_kv_cache",
+]
