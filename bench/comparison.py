@@ -1,11 +1,8 @@
 """The record of an H200 beside the peers' figures, row by row."""
 
 from pathlib import Path
-from typing import Any
 
-from bench.gpu_record import RECORD, ROOT, read_rows
-
-Row = dict[str, Any]
+from bench.record_files import RECORD, ROOT, Row, read_rows
 
 PEERS = ROOT / "bench" / "results" / "peers"
 FLASHINFER = PEERS / "flashinfer-0.7.2-h200.jsonl"

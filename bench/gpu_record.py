@@ -17,10 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# The check runs this file alone, on any Python: whatever is not of the standard library is imported where it is used.
+if not __package__:  # run as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench.record_files import RECORD, ROOT, Row, read_rows
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "bench" / "results" / "h200"
+# The check needs no installed package: whatever is not of the standard library is imported where it is used.
 PARTS = (
     "tests",
     "decode",
@@ -47,7 +48,6 @@ DEVICE_FILES = (
     "dispatch.py",
 )
 
-Row = dict[str, Any]
 Job = tuple[str, Callable[[], Any]]  # a name, and what measures it
 
 
@@ -62,13 +62,6 @@ def kernels_sha(root: Path = ROOT) -> str:
         for part in (path.encode(), file.read_bytes()):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
-
-
-def read_rows(file: Path) -> list[Row]:
-    """The objects of a file, one a line; none if there is no file."""
-    if not file.is_file():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def check(record: Path = RECORD, root: Path = ROOT) -> str | None:

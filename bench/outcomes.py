@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu_record import Row, read_rows
+from bench.record_files import Row, read_rows
 
 
 def read_outcomes(file: Path) -> dict[str, Row]:

@@ -1,12 +1,11 @@
 """Pictures of the record: jattn beside a peer under the hardware's limit, as SVG for light and dark pages."""
 
 import dataclasses
-from typing import Any
 from xml.sax.saxutils import escape
 
+from bench.record_files import Row
 from bench.workloads import MATMUL_TFLOPS, READ_GBPS
 
-Row = dict[str, Any]
 Pair = tuple[Row, Row]  # ours and the peer's, of the same work
 
 _WIDTH, _HEIGHT = 860, 340

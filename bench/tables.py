@@ -4,12 +4,12 @@ import textwrap
 from collections.abc import Iterable
 from itertools import starmap
 from pathlib import Path
-from typing import Any
 
 from bench import plots
 from bench.accuracy import SAMPLED_TOKENS
 from bench.comparison import dense_equivalents, pairs
-from bench.gpu_record import PARTS, RECORD, ROOT, read_rows
+from bench.gpu_record import PARTS
+from bench.record_files import RECORD, ROOT, Row, read_rows
 from jattn_kernels.features import feature_markdown
 
 SPEED, FEATURES = "bench", "features"
@@ -21,7 +21,6 @@ PICTURES = {  # by case: file, text, and what draws it
 _DENSE = {"jax-attention_mgpu": "`attention_mgpu`", "jax-cudnn": "cuDNN"}  # columns, by implementation
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
-Row = dict[str, Any]
 Cells = tuple[str, ...]
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from bench import gpu_record
 from bench.attention import Measured
-from bench.gpu_record import OF_OTHERS, PARTS, ROOT, Recorder, check, kernels_sha, main, read_rows
+from bench.gpu_record import OF_OTHERS, PARTS, Recorder, check, kernels_sha, main
+from bench.record_files import ROOT, read_rows
 
 
 @pytest.fixture

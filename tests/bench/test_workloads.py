@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bench.comparison import FLASHINFER, TORCH_STEP
-from bench.gpu_record import read_rows
 from bench.named_workloads import ACCURACY, DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATURES, STEPS
+from bench.record_files import read_rows
 from bench.workloads import AttentionWorkload, random_normal, random_page_table
 
 TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
