@@ -1,12 +1,11 @@
 """The record of an H200: runs the GPU tests and the tables, or says whether the device code is still what it was.
 
 python -m bench.gpu_record [--only PART ...] [--quick] [--out DIR]    on an H200
-python bench/gpu_record.py --check                                    anywhere, at once
+python bench/gpu_record.py --check                                    anywhere; at once, unless files have changed
 """
 
 import argparse
 import functools
-import hashlib
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import record_key
 from bench.record_files import RECORD, ROOT, Row, read_rows
 
 # The check needs no installed package: whatever is not of the standard library is imported where it is used.
@@ -35,38 +35,15 @@ PARTS = (
 OF_OTHERS = ("prefill_dense",)  # parts in which no kernel of ours runs: changes of the code leave them as they are
 _COMPILING_THREADS = 8
 _NOTHING_LEFT = 5  # pytest's exit code where no test was to be run
-DEVICE_FOLDERS = ("mosaic", "triton", "xla")
-DEVICE_FILES = (
-    "schedule.py",
-    "merge.py",
-    "pages.py",
-    "norm.py",
-    "rope.py",
-    "scales.py",
-    "shared_prefix.py",
-    "spec.py",
-    "dispatch.py",
-)
 
 Job = tuple[str, Callable[[], Any]]  # a name, and what measures it
 
 
-def kernels_sha(root: Path = ROOT) -> str:
-    """sha256 over path and content of every file that reaches the GPU."""
-    package = root / "kernels" / "jattn_kernels"
-    found = [package / name for name in DEVICE_FILES if (package / name).is_file()]
-    for folder in DEVICE_FOLDERS:
-        found += [file for file in (package / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
-    digest = hashlib.sha256()
-    for path, file in sorted((file.relative_to(root).as_posix(), file) for file in found):
-        for part in (path.encode(), file.read_bytes()):
-            digest.update(len(part).to_bytes(8, "big") + part)
-    return digest.hexdigest()
-
-
 def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
     """What is wrong with the record, in a sentence; None if it is of the code as it is."""
-    current = kernels_sha(root)
+    key = record_key.RecordKey.read(record)
+    if key is None:
+        return f"The H200 record has no {record_key.FILE}: run `python -m bench.gpu_record` on an H200."
     for part in PARTS:
         if part in OF_OTHERS:
             continue
@@ -74,12 +51,13 @@ def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
         rows = read_rows(file)
         if not rows:
             return f"The H200 record has no {file.name}: run `python -m bench.gpu_record` on an H200."
-        if any(row.get("kernels_sha") != current for row in rows):
+        others = [str(row.get("kernels_sha")) for row in rows if row.get("kernels_sha") != key.kernels_sha]
+        if others:
             return (
-                f"The device code has changed since {file.name} was recorded: run `python -m bench.gpu_record` on an "
-                f"H200. Got kernels_sha {current[:12]}, recorded {str(rows[0].get('kernels_sha'))[:12]}."
+                f"The rows of {file.name} are of other device code than the rest: run `python -m bench.gpu_record` on "
+                f"an H200. Got kernels_sha {others[0][:12]}, not {key.kernels_sha[:12]}."
             )
-    return None
+    return record_key.difference(key, root)
 
 
 def device_kind() -> str:
@@ -279,9 +257,9 @@ def main(arguments: list[str] | None = None) -> int:
     if "H200" not in kind:
         print(f"The record is of an NVIDIA H200, and JAX's default device here is {kind!r}.", file=sys.stderr)
         return 2
-    import jax
-
-    recorder = Recorder(options.out, {"jax": jax.__version__, "device": kind, "kernels_sha": kernels_sha()})
+    key = record_key.current_key(RECORD, ROOT)
+    key.write(options.out)
+    recorder = Recorder(options.out, {"jax": key.jax, "device": kind, "kernels_sha": key.kernels_sha})
     implementations = tuple(options.implementation or ("mosaic", "xla"))
     for part in options.only or PARTS:
         if part == "tests":

@@ -1,6 +1,7 @@
 """The record knows the device code that it is of, keeps what it measured, and is refused off an H200."""
 
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,63 +10,39 @@ import pytest
 
 from bench import gpu_record
 from bench.attention import Measured
-from bench.gpu_record import OF_OTHERS, PARTS, Recorder, check, kernels_sha, main
+from bench.gpu_record import OF_OTHERS, PARTS, Recorder, check, main
 from bench.record_files import ROOT, read_rows
+from bench.record_key import RecordKey, sources_sha
 
 
 @pytest.fixture
 def code(tmp_path):
-    """A root with device code, and files beside it that never reach a GPU."""
+    """A root with device code."""
     package = tmp_path / "kernels" / "jattn_kernels"
-    for name in ("mosaic/sm90/decode.py", "xla/core.py", "schedule.py", "spec.py", "call.py", "reference.py"):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(name)
+    package.mkdir(parents=True)
+    (package / "call.py").write_text("call")
     return tmp_path
-
-
-def package(code):
-    return code / "kernels" / "jattn_kernels"
 
 
 @pytest.fixture
 def record(tmp_path, code):
+    """A complete one of that code."""
     folder = tmp_path / "record"
     for part in PARTS:
-        Recorder(folder, {"kernels_sha": kernels_sha(code)}).write(part, [{"case": part}])
+        Recorder(folder, {"kernels_sha": "abc"}).write(part, [{"case": part}])
+    RecordKey(kernels_sha="abc", sources_sha=sources_sha(code), jax="0", cases={"case": "1"}).write(folder)
     return folder
-
-
-@pytest.mark.parametrize("file", ["mosaic/sm90/decode.py", "xla/core.py", "schedule.py", "spec.py"])
-def test_sha_follows_content_and_path(code, file):
-    before = kernels_sha(code)
-    path = package(code) / file
-    path.write_text("changed")
-    changed = kernels_sha(code)
-    assert changed != before
-    path.rename(path.with_stem("renamed")) if path.parent != package(code) else path.unlink()
-    assert kernels_sha(code) not in (before, changed)
-
-
-def test_sha_follows_new_files_but_not_others(code):
-    before = kernels_sha(code)
-    for name in ("call.py", "reference.py", "xla/__pycache__/core.pyc"):
-        (package(code) / name).parent.mkdir(exist_ok=True)
-        (package(code) / name).write_text("changed")
-    assert kernels_sha(code) == before
-    (package(code) / "triton").mkdir()
-    (package(code) / "triton" / "decode.py").write_text("new")
-    assert kernels_sha(code) != before
-
-
-def test_sha_covers_every_device_file_of_ours():
-    folder = ROOT / "kernels" / "jattn_kernels"
-    assert all((folder / name).is_file() for name in gpu_record.DEVICE_FILES)
 
 
 def test_check_passes_until_the_code_changes(code, record):
     assert check(record, code) is None
-    (package(code) / "xla" / "core.py").write_text("changed")
-    assert check(record, code).startswith("The device code has changed since tests.jsonl was recorded")
+    (code / "kernels" / "jattn_kernels" / "call.py").write_text("changed")
+    assert "only JAX 0 can tell" in check(record, code)
+
+
+def test_check_needs_the_key(code, record):
+    (record / "lowered.json").unlink()
+    assert "has no lowered.json" in check(record, code)
 
 
 @pytest.mark.parametrize("part", sorted({*PARTS} - {*OF_OTHERS}))
@@ -83,16 +60,18 @@ def test_check_leaves_out_what_is_not_of_the_code(code, record, part):
 def test_check_reads_every_row(code, record):
     with (record / "decode.jsonl").open("a") as file:
         file.write(json.dumps({"kernels_sha": "0" * 64}) + "\n")
-    assert "since decode.jsonl was recorded" in check(record, code)
+    assert "The rows of decode.jsonl are of other device code" in check(record, code)
 
 
-def test_check_runs_as_a_file_on_the_standard_library_alone():
+def test_check_runs_as_a_file_on_the_standard_library_alone(code, record):
+    (code / "bench" / "results").mkdir(parents=True)
+    for name in ("__init__.py", "gpu_record.py", "record_files.py", "record_key.py"):
+        shutil.copy(ROOT / "bench" / name, code / "bench")
+    record.rename(code / "bench" / "results" / "h200")
     command = [sys.executable, "-S", "-E", "bench/gpu_record.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    problem = check()
-    assert done.stderr == ""
-    assert done.returncode == (1 if problem else 0)
-    assert done.stdout.splitlines()[0] == (problem or "The H200 record is of the device code as it is.")
+    done = subprocess.run(command, cwd=code, capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.stdout == "The H200 record is of the device code as it is.\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--only", "decode"]])
@@ -163,15 +142,18 @@ def test_attention_record_runs_every_workload_once_for_the_first_implementation(
 
 
 def test_accuracy_is_recorded_without_kernels(tmp_path, monkeypatch):
-    from bench import accuracy, named_workloads
+    from bench import accuracy, named_workloads, record_key
 
+    key = record_key.RecordKey(kernels_sha="abc", sources_sha="0", jax="0", cases={})
+    monkeypatch.setattr(record_key, "current_key", lambda record, root: key)
     monkeypatch.setattr(gpu_record, "device_kind", lambda: "NVIDIA H200")
     monkeypatch.setattr(accuracy, "measured", lambda workload, name: Measured({"of": workload.name, "impl": name}, []))
     (tmp_path / "accuracy-kernels.jsonl").write_text("{}\n")
     assert main(["--only", "accuracy", "--out", str(tmp_path)]) == 0
     rows = read_rows(tmp_path / "accuracy.jsonl")
     assert [row["of"] for row in rows] == [workload.name for workload in named_workloads.ACCURACY]
-    assert {row["impl"] for row in rows} == {"mosaic"}
+    assert {(row["impl"], row["kernels_sha"]) for row in rows} == {("mosaic", "abc")}
+    assert record_key.RecordKey.read(tmp_path) == key
     assert not (tmp_path / "accuracy-kernels.jsonl").exists()
 
 

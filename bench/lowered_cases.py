@@ -1,0 +1,139 @@
+"""What of jattn is lowered to tell whether a GPU record is of the code as it is: every case of the kernels' tests."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn_kernels
+from bench.lowered import lowered_hash
+from jattn_kernels import AttentionSpec
+from jattn_kernels.call import Device
+from jattn_kernels.spec import PageLayout
+from tests.kernels.harness.case_table import CASES, Case, build
+from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of
+
+_HOPPER = Device("gpu", (9, 0))
+Hashed = Callable[[], str]
+
+
+def lowered_cases() -> dict[str, Hashed]:
+    """By name, what hashes a case."""
+    calls = [
+        *((f"mosaic/{case.name}", functools.partial(_attention, case, "mosaic")) for case in KERNEL_SIZED),
+        *((f"xla/{case.name}", functools.partial(_attention, case, "xla")) for case in CASES),
+        *_others(),
+    ]
+    return {name: functools.partial(_on_hopper, call) for name, call in calls}
+
+
+def _on_hopper(call: Hashed) -> str:
+    """A hash as dispatch would have it there."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("jattn_kernels")]:
+        if "default_device" in vars(module):
+            vars(module)["default_device"] = lambda: _HOPPER
+    return call()
+
+
+def _attention(case: Case, implementation: str) -> str:
+    args, kwargs = build(case)
+    spec = kwargs.pop("spec")
+    attend = getattr(jattn_kernels, case.operation)
+    try:
+        return lowered_hash(functools.partial(attend, spec=spec, implementation=implementation), *args, **kwargs)
+    except NotImplementedError:
+        return "refused"
+
+
+def _others() -> Iterator[tuple[str, Hashed]]:
+    yield from _schedules()
+    yield from _shared_prefixes()
+    yield from _rotations()
+    norms = [(16, 1024, "bfloat16"), (16, 4096, "bfloat16"), (3, 8192, "float16")]
+    for tokens, columns, dtype in norms:
+        x, scale = _array((tokens, columns), dtype), _array((2, columns), dtype)
+        norm = functools.partial(jattn_kernels.rms_norm, eps=1e-6, offset=1.0)
+        yield f"rms_norm/{columns}", functools.partial(lowered_hash, norm, x, scale, layer_index=_array((), "int32"))
+    outs, lses = _array((2, 8, 8, 128), "float32"), _array((2, 8, 8), "float32")
+    yield "merge_states", functools.partial(lowered_hash, jattn_kernels.merge_states, outs, lses)
+    pages, latent = _array((16, 16, 2, 128), "float8_e4m3fn"), _array((16, 16, 576), "bfloat16")
+    rows, scale, slots = _array((8, 2, 128), "bfloat16"), _array((2,), "float32"), _array((8,), "int32")
+    yield (
+        "write_pages",
+        functools.partial(
+            lowered_hash, jattn_kernels.write_pages, pages, pages, rows, rows, slots, k_scale=scale, v_scale=scale
+        ),
+    )
+    parts = _array((8, 512), "bfloat16"), _array((8, 64), "bfloat16")
+    yield (
+        "write_latent_pages",
+        functools.partial(lowered_hash, jattn_kernels.write_latent_pages, latent, *parts, slots),
+    )
+    yield "copy_pages", functools.partial(lowered_hash, jattn_kernels.copy_pages, pages, slots, slots)
+
+
+def _schedules() -> Iterator[tuple[str, Hashed]]:
+    """Work lists, and calls that are given one."""
+    for case in (
+        case_of("paged_decode", "plain"),
+        case_of("paged_decode", "invariant", spec=spec_of(batch_invariant=True)),
+        case_of("paged_decode", "window", spec=spec_of(window_left=200)),
+        case_of("paged_decode", "many", q_lens=(16,) * 64, kv_lens=(700,) * 64),
+        case_of("paged_extend", "plain"),
+        case_of("paged_extend", "fp8", kv_dtype="float8_e4m3fn"),
+    ):
+        yield f"schedule/{case.name}", functools.partial(_scheduled, case)
+
+
+def _scheduled(case: Case) -> str:
+    args, _ = build(case)
+    q, k_pages = args[:2]
+
+    def attend(*arrays: Any) -> Any:
+        schedule = jattn_kernels.make_schedule(
+            arrays[4],
+            *arrays[5:],
+            spec=case.spec,
+            num_tokens=q.shape[1] if case.is_decode else q.shape[0],
+            dtype=q.dtype,
+            kv_dtype=k_pages.dtype,
+            page_size=case.page_size,
+            max_seq_len=4096,
+        )
+        return getattr(jattn_kernels, case.operation)(*arrays, spec=case.spec, schedule=schedule)
+
+    return lowered_hash(attend, *args)
+
+
+def _shared_prefixes() -> Iterator[tuple[str, Hashed]]:
+    pages = _array((64, 16, 2, 128), "bfloat16")
+    for name, fields in (("plain", {}), ("window", {"window_left": 100})):
+        attend = functools.partial(jattn_kernels.shared_prefix_decode, spec=spec_of(**fields), return_lse=True)
+        ints = (_array(shape, "int32") for shape in ((8,), (), (4, 8), (4,)))
+        q = _array((4, 2, 8, 128), "bfloat16")
+        yield f"shared_prefix/{name}", functools.partial(lowered_hash, attend, q, pages, pages, *ints)
+
+
+def _rotations() -> Iterator[tuple[str, Hashed]]:
+    sizes: tuple[tuple[PageLayout, int, int], ...] = (
+        ("NHD", 128, 8),
+        ("HND", 128, 8),
+        ("NHD", 64, 600),
+        ("NHD", 256, 8),
+    )
+    for layout, head_dim, tokens in sizes:
+        spec = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=head_dim, page_layout=layout)
+        inner = (16, spec.num_kv_heads) if layout == "NHD" else (spec.num_kv_heads, 16)
+        pages, qkv = _array((2, 64, *inner, head_dim), "bfloat16"), _array((tokens, 48, head_dim), "bfloat16")
+        angle = _array((tokens, head_dim // 2), "float32")
+        rotate = functools.partial(jattn_kernels.rotate_and_write, num_kv_heads=spec.num_kv_heads, layout=layout)
+        slots, layer = _array((tokens,), "int32"), _array((), "int32")
+        call = functools.partial(lowered_hash, rotate, qkv, angle, angle, pages, pages, slots, layer_index=layer)
+        yield f"rotate_and_write/{layout}_{head_dim}_{tokens}", call
+
+
+def _array(shape: tuple[int, ...], dtype: str) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

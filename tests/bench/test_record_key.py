@@ -1,0 +1,73 @@
+"""The record's key follows what is lowered, and not names, comments or the order of independent work."""
+
+import dataclasses
+import importlib.metadata
+
+import pytest
+
+from bench.record_key import RecordKey, current_key, difference, sources_sha
+
+
+@pytest.fixture
+def root(tmp_path):
+    for name in ("attention.py", "mosaic/sm90/tiles.py", "reference/masks.py"):
+        file = tmp_path / "kernels" / "jattn_kernels" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(name)
+    return tmp_path
+
+
+def key_of(root, **cases):
+    version = importlib.metadata.version("jax")
+    return RecordKey(kernels_sha="abc", sources_sha=sources_sha(root), jax=version, cases=cases)
+
+
+def edit(root, name):
+    (root / "kernels" / "jattn_kernels" / name).write_text("changed")
+
+
+def never(root):
+    raise AssertionError("nothing is lowered where no file has changed")
+
+
+@pytest.mark.parametrize("name", ["attention.py", "mosaic/sm90/tiles.py", "new.py"])
+def test_sources_follow_every_file_that_may_be_lowered(root, name):
+    before = sources_sha(root)
+    edit(root, name)
+    assert sources_sha(root) != before
+
+
+def test_sources_leave_out_the_oracle(root):
+    before = sources_sha(root)
+    edit(root, "reference/masks.py")
+    assert sources_sha(root) == before
+
+
+def test_difference_lowers_only_where_a_file_has_changed(root):
+    key = key_of(root, decode="1", extend="2")
+    assert difference(key, root, never) is None
+    edit(root, "attention.py")
+    assert difference(key, root, lambda _: {"decode": "1", "extend": "2", "new": "3"}) is None
+    changed = difference(key, root, lambda _: {"decode": "1", "extend": "3"})
+    assert changed is not None
+    assert "1 of 2 cases" in changed
+    assert changed.endswith("such as extend.")
+
+
+def test_a_case_that_is_gone_is_a_difference(root):
+    key = key_of(root, decode="1")
+    edit(root, "attention.py")
+    assert difference(key, root, lambda _: {}) is not None
+
+
+def test_rows_of_an_edit_that_lowers_alike_keep_their_key(root, tmp_path):
+    key_of(root, decode="1").write(tmp_path)
+    edit(root, "attention.py")
+    same = current_key(tmp_path, root, lambda _: {"decode": "1"})
+    assert (same.kernels_sha, same.sources_sha) == ("abc", sources_sha(root))
+    assert current_key(tmp_path, root, lambda _: {"decode": "2"}).kernels_sha != "abc"
+
+
+def test_another_jax_makes_another_key(root, tmp_path):
+    dataclasses.replace(key_of(root, decode="1"), jax="0").write(tmp_path)
+    assert current_key(tmp_path, root, lambda _: {"decode": "1"}).kernels_sha != "abc"
