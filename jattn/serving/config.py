@@ -3,7 +3,7 @@
 import dataclasses
 
 from jattn.arguments import instance, whole_number
-from jattn.compiled_steps import power_of_two_buckets
+from jattn.compiled_steps import power_of_two_buckets, token_buckets
 from jattn.serving.steps.drafting import Drafter, check_drafter, check_drafter_fits
 
 
@@ -107,4 +107,4 @@ class EngineConfig:
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        return power_of_two_buckets(self.prefill_tokens, self.smallest_prefill_bucket)
+        return token_buckets(self.prefill_tokens, self.smallest_prefill_bucket)

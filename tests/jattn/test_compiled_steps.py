@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jattn import compiled_steps
-from jattn.compiled_steps import StepPlan, compile_steps, power_of_two_buckets, smallest_bucket
+from jattn.compiled_steps import StepPlan, compile_steps, power_of_two_buckets, smallest_bucket, token_buckets
 from jattn.norm import rms_norm
 
 
@@ -90,6 +90,18 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
 )
 def test_buckets_double_up_to_the_largest(largest, smallest, buckets):
     assert power_of_two_buckets(largest, smallest) == buckets
+
+
+@pytest.mark.parametrize("largest", [1, 64, 1000, 1024, 1100, 2048, 5000, 8192, 16384])
+def test_token_buckets_bound_padding_and_number(largest):
+    buckets = token_buckets(largest, 64)
+    assert list(buckets) == sorted(set(buckets))
+    assert buckets[0] == min(64, largest)
+    assert buckets[-1] == largest
+    padding = [1 - size / smallest_bucket(buckets, size) for size in range(1025, largest + 1)]
+    assert max(padding, default=0) < 1 / 5
+    assert np.mean(padding or 0) < 0.11
+    assert len(buckets) <= 5 + max(0, np.ceil(4 * np.log2(largest / 1024)))
 
 
 def test_smallest_bucket_holds_the_size_or_says_that_none_does():

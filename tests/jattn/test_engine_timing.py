@@ -1,7 +1,8 @@
-"""How long requests wait for each other, on a device whose launches take as long as they have tokens."""
+"""How long requests wait for each other, and how much of launches is padding, on a device that takes a tick a token."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jattn.serving.config import EngineConfig
@@ -83,3 +84,16 @@ def test_several_long_prompts_share_the_budget_in_order_of_arrival(monkeypatch):
     while not requests[0].generated:
         device.step()
     assert [len(request.generated) for request in requests] == [1, 1, 0]
+
+
+def test_little_of_the_launches_of_a_mix_is_padding(monkeypatch):
+    """Prompts of 500 to 1,000 tokens arrive, a few a launch, so that no launch is full."""
+    sizes = {"max_num_seqs": 64, "prefill_tokens": 8192, "prefill_seqs": 64, "num_pages": 2**16}
+    device = SimulatedDevice(dataclasses.replace(CONFIG, **sizes), monkeypatch)
+    rng = np.random.default_rng(0)
+    for _ in range(25):
+        for length in rng.integers(500, 1000, rng.integers(3, 9)).tolist():
+            device.engine.add(device.engine.make_request([1] * length, SamplingParams(max_tokens=2)))
+        device.step()
+    tokens, padded = np.sum(device.prefills, axis=0)
+    assert 1 - tokens / padded < 1 / 8

@@ -36,13 +36,16 @@ class SimulatedDevice:
         self._num_rows = config.max_num_seqs
         self._ends = [0]
         self.now = 0
+        self.prefills = []  # tokens of each, without and with padding
         monkeypatch.setattr(engine_module, "compile_steps", lambda plans, *, progress: self)
         self.engine = Engine(Sizes(), config)
 
     def __call__(self, key, weights, state, pool, *arguments):
         plan, *prompts = arguments
         num_tokens = int(np.sum(plan[:, 0] < self._num_rows)) + sum(int(batch.cu_q_lens[-1]) for batch in prompts)
-        assert not prompts or num_tokens <= key[1]
+        if prompts:
+            assert num_tokens <= key[1]
+            self.prefills.append((num_tokens, key[1]))
         self._ends.append(max(self.now, self._ends[-1]) + num_tokens)
         return StepOutput(tokens=jnp.ones(self._num_rows if prompts else len(plan), jnp.int32)), state, pool
 
