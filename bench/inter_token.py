@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -57,6 +56,7 @@ class Arrival:
         pages = [-(-tokens // self.page) for tokens in (self.prompt + 1, self.ctx + self.max_tokens)]
         config = EngineConfig(
             num_pages=1 + pages[0] + self.running * pages[1],
+            dtype="bfloat16",
             page_size=self.page,
             max_num_seqs=self.running + 1,
             max_context_len=max(self.prompt + 1, self.ctx + self.max_tokens),
@@ -66,7 +66,7 @@ class Arrival:
             mixed_steps=self.mixed_steps,
             full_sampling=False,
         )
-        return Engine(nnx.merge(model.graph, model.weights), config, dtype=jnp.bfloat16)
+        return Engine(nnx.merge(model.graph, model.weights), config)
 
 
 def measured(model: Model, arrival: Arrival) -> dict[str, Any]:

@@ -50,6 +50,18 @@ class CausalLM(Protocol):
         ...
 
 
+def model_without_weights(checkpoint: Checkpoint, *, dtype: Any) -> CausalLM | None:
+    """What the checkpoint's configuration alone tells of its model: sizes, groups, layers; no weight is read.
+
+    None where the model's class has no classmethod `without_weights`, which takes what `from_checkpoint` does.
+
+    Raises:
+        ValueError, NotImplementedError: As `from_checkpoint` of the configuration.
+    """
+    make = getattr(model_class(checkpoint.architecture), "without_weights", None)
+    return None if make is None else make(checkpoint, dtype=dtype)
+
+
 def model_class(architecture: str) -> type:
     """The class announced for a Hugging Face architecture name (entry points, group `jattn.models`).
 

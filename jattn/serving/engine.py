@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jattn.backend import BackendOptions, backend_class
+from jattn.backend import backend_class
 from jattn.compiled_steps import StepPlan, compile_steps, smallest_bucket
-from jattn.kv_cache_dtype import stored_dtype
 from jattn.model import CausalLM
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.batches import decode_batch, prefill_batch, prompt_places
@@ -24,6 +23,7 @@ from jattn.serving.executor.mixing import may_mix, mixed_rows
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.request import FinishReason, Request, SamplingParams, token_ids
+from jattn.serving.resolved_config import resolved
 from jattn.serving.scheduler import Chunk, Scheduler
 from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.steps.logit_rules import empty_history
@@ -67,11 +67,9 @@ class Engine:
 
     Args:
         model: The model; its weights stay on the device.
-        config: Sizes.
+        config: What was asked for; what it leaves open is filled in.
         draft_model: The one that a `DraftModel` drafts with; else None.
         eos_token_ids: Tokens that end any request that does not ignore them.
-        dtype: What the model computes in; of the keys and values in the pool too, if `kv_cache_dtype` is "auto".
-        progress: Whether to show a bar while the steps compile.
 
     Raises:
         ValueError: A size cannot be served, or the pool does not fit the memory.
@@ -84,24 +82,18 @@ class Engine:
         *,
         draft_model: CausalLM | None = None,
         eos_token_ids: tuple[int, ...] = (),
-        dtype: Any = jnp.float32,
-        progress: bool = False,
     ):
-        if config.max_context_len > model.context_len:
-            raise ValueError(
-                f"`max_context_len` must not exceed the model's {model.context_len}. Got {config.max_context_len}."
-            )
         if (draft_model is not None) != isinstance(config.speculative, DraftModel):
             raise ValueError(
                 "`draft_model` must be given if `speculative` is a DraftModel, and only then. "
                 f"Got draft_model={type(draft_model).__name__}, speculative={config.speculative!r}."
             )
+        config = resolved(config, model, draft_model=draft_model, num_eos_ids=len(eos_token_ids))
         self.config = config
         served = model
         if draft_model is not None:
             served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
-        pool_dtype = stored_dtype(config.kv_cache_dtype, dtype)
-        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config, pool_dtype)
+        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
         self._pool = self._make_pool()
         self.kv_cache = KVCacheManager(config.num_pages, config.page_size)
         self.scheduler = Scheduler(
@@ -114,15 +106,7 @@ class Engine:
         )
         self._eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = model.vocab_size
-        options = BackendOptions(
-            max_context_len=config.most_keys,
-            page_size=config.page_size,
-            max_num_seqs=config.max_num_seqs,
-            dtype=jnp.dtype(dtype).name,
-            kv_cache_dtype=config.kv_cache_dtype,
-            implementation=config.implementation,
-            speculative_num_draft_tokens=1 + config.num_draft_tokens,
-        )
+        options = config.backend_options
         backend = backend_class(config.backend).for_model(served.attention_layers, options)
         self._mixed_rows = mixed_rows(config, served.attention_layers, options)
         graph, self._weights = nnx.split(served)
@@ -130,7 +114,7 @@ class Engine:
         self._max_logprobs = min(config.max_logprobs, model.vocab_size)
         parts = (graph, backend, self._max_logprobs)
         steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
-        self.compiled_steps = compile_steps(self._plans(steps), progress=progress)
+        self.compiled_steps = compile_steps(self._plans(steps), progress=config.progress)
         self._in_flight: deque[_Launch] = deque()
         self._on_device = LastSent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.

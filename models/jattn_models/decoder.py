@@ -114,14 +114,20 @@ class Decoder(nnx.Module):
                 "`from_checkpoint` loads a whole model, for one device; the constructor makes a share of one. "
                 f"Got {parallel}."
             )
-        config = cls.config_class.from_dict(checkpoint.config)
-        if checkpoint.max_context_len is not None:
-            config = config.for_context(checkpoint.max_context_len)
-        abstract = nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
+        abstract = cls.without_weights(checkpoint, dtype=dtype, parallel=parallel)
+        config = abstract.config
         graph, state = nnx.split(abstract)
         sources = tensor_names.of_model(config, cls.layer_tensors)
         unused = ("lm_head.weight",) if config.tied else ()
         return nnx.merge(graph, weights.load(state, sources, checkpoint, unused=unused))
+
+    @classmethod
+    def without_weights(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":
+        """The model as its configuration describes it, with shapes in place of arrays; raises as `from_checkpoint`."""
+        config = cls.config_class.from_dict(checkpoint.config)
+        if checkpoint.max_context_len is not None:
+            config = config.for_context(checkpoint.max_context_len)
+        return nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
 
     @classmethod
     def layer_tensors(cls, config: Any, kind: LayerKind) -> dict[weights.Path, tensor_names.Parts]:

@@ -5,15 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jattn.serving.config import EngineConfig
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.request import Request, SamplingParams
+from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.scheduler import Chunk
 from jattn.serving.steps.loop_state import empty_rows
 from tests.jattn.harness.tiny import run, sampled, tiny_engine
 
-CONFIG = EngineConfig(num_pages=8, page_size=4, max_num_seqs=3, max_context_len=16, prefill_tokens=16, prefill_seqs=2)
+CONFIG = ResolvedConfig(
+    num_pages=8, page_size=4, max_num_seqs=3, max_context_len=16, prefill_tokens=16, prefill_seqs=2, max_stop_ids=8
+)
 
 
 def decode_arguments(new_page=5, **changes):

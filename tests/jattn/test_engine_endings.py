@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import RequestStatus
 from tests.jattn.harness.tiny import CONFIG, run, sampled, tiny_engine, tiny_model
@@ -162,9 +161,3 @@ def test_engine_waits_for_its_launches_before_it_goes(monkeypatch):
     del engine
     gc.collect()
     assert waited == outputs
-
-
-@pytest.mark.parametrize(("name", "value"), [("page_size", True), ("num_pages", 1), ("max_chunk_tokens", 0)])
-def test_engine_config_refuses_sizes_that_are_no_whole_numbers(name, value):
-    with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least"):
-        EngineConfig(**({"num_pages": 9} | {name: value}))

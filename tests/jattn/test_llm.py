@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import threading
-import types
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 import jattn
 from jattn.checkpoint import Checkpoint
-from jattn.kv_pool import KVGroupSpec
 from jattn.serving.frontend import llm as llm_module
 from jattn.serving.frontend.chat import ChatTemplate
 
@@ -113,34 +111,6 @@ def checkpoint_with_eos(folder, **eos_of_files):
     return folder
 
 
-def test_sizes_reach_the_engine(monkeypatch):
-    configs = []
-
-    def record(model, config, **_):
-        configs.append(config)
-        raise InterruptedError
-
-    monkeypatch.setattr(llm_module, "Engine", record)
-    (point,) = entry_points(group="jattn.checkpoints", name="default")
-    with pytest.raises(InterruptedError):
-        jattn.LLM(
-            point.load()(),
-            prefill_tokens=128,
-            max_chunk_tokens=32,
-            full_sampling=False,
-            max_logprobs=5,
-            backend="flashinfer",
-            kv_cache_dtype="fp8_e4m3",
-            debug_checks=True,
-            mixed_steps=True,
-        )
-    (config,) = configs
-    assert (config.prefill_tokens, config.max_chunk_tokens, config.debug_checks) == (128, 32, True)
-    assert config.mixed_steps
-    assert (config.full_sampling, config.max_logprobs) == (False, 5)
-    assert (config.backend, config.kv_cache_dtype) == ("flashinfer", "fp8_e4m3")
-
-
 @pytest.mark.parametrize("eos", [2**40, -1, 1.0, "2", [None], [1, "2"], True])
 def test_eos_that_is_no_token_is_refused(tmp_path, eos):
     folder = checkpoint_with_eos(tmp_path, generation_config=eos)
@@ -158,30 +128,6 @@ def test_stop_ids_of_a_request_add_to_many_eos_of_the_checkpoint(tmp_path):
     llm = jattn.LLM(folder, max_num_seqs=1, max_context_len=32, prefill_tokens=64, full_sampling=False, progress=False)
     params = jattn.SamplingParams(max_tokens=2, stop_token_ids=tuple(range(100, 108)))
     assert len(llm.generate("import", params)) == 1
-
-
-GROUPS = (KVGroupSpec(name="all", num_layers=2, num_kv_heads=4, head_dim=8),)
-PAGE_BYTES = 2 * 16 * 4 * (8 + 8) * 4
-
-
-@pytest.mark.parametrize(
-    ("stats", "most_pages", "pages"),
-    [
-        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
-        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 3, 4),
-        (None, 10**9, 2**30 // PAGE_BYTES),
-    ],
-    ids=["share_of_the_free_memory", "what_requests_can_use", "no_stats"],
-)
-def test_default_pages_fit_the_device(monkeypatch, stats, most_pages, pages):
-    device = types.SimpleNamespace(memory_stats=lambda: stats)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert llm_module._default_pages(GROUPS, 16, np.dtype(np.float32), most_pages) == pages
-
-
-def test_page_size_of_which_no_two_fit_is_refused():
-    with pytest.raises(ValueError, match=r"`page_size` must be so small that 2 pages fit .* Got 100000000"):
-        llm_module._default_pages(GROUPS, 10**8, np.dtype(np.float32), 1024)
 
 
 def test_streams_may_interleave(llm):
@@ -268,21 +214,6 @@ def test_sampling_params_must_match_the_prompts(llm):
 def test_sampling_params_that_are_none_are_refused(llm, params):
     with pytest.raises(ValueError, match="`sampling_params` must be `SamplingParams`, or several"):
         llm._requests("a", params)  # the public face is typed, and types are checked in tests
-
-
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("dtype", "auto, float32, bfloat16, float16"),
-        ("kv_cache_dtype", "auto, a dtype or one of float32, .*, fp8, fp8_e4m3, fp8_e5m2"),
-        ("backend", "flash_attention, flashinfer"),
-    ],
-)
-def test_unknown_name_lists_the_choices_before_the_weights_load(name, choices, monkeypatch):
-    (point,) = entry_points(group="jattn.checkpoints", name="default")
-    monkeypatch.setattr(llm_module, "model_class", None)
-    with pytest.raises(ValueError, match=f"{choices}. Got 'int8'"):
-        jattn.LLM(point.load()(), **{name: "int8"})
 
 
 SAMPLED = jattn.SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)

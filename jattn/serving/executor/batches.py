@@ -4,14 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from jattn.serving.config import EngineConfig
 from jattn.serving.request import Request
+from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.scheduler import Chunk
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import PrefillBatch, Variant
 
 
-def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> np.ndarray:
+def decode_batch(requests: list[Request], bucket: int, config: ResolvedConfig) -> np.ndarray:
     """What a decode launch takes (`LoopState.with_pages`): rows and their last pages, padded to `bucket`.
 
     The last pages include those that this launch's tokens open. Where they go in the row's table only the host knows.
@@ -28,7 +28,7 @@ def decode_batch(requests: list[Request], bucket: int, config: EngineConfig) -> 
     return plan
 
 
-def prefill_batch(chunks: list[Chunk], bucket: int, config: EngineConfig, variant: Variant) -> PrefillBatch:
+def prefill_batch(chunks: list[Chunk], bucket: int, config: ResolvedConfig, variant: Variant) -> PrefillBatch:
     """Parts of prompts, padded to `bucket` tokens."""
     size = config.prefill_seqs
     is_full = variant == "full"

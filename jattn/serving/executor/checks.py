@@ -1,14 +1,14 @@
-"""What `EngineConfig.debug_checks` checks before a launch: kernels take page tables, lengths and slots on trust."""
+"""What `ResolvedConfig.debug_checks` checks before a launch: kernels take page tables, lengths and slots on trust."""
 
 import numpy as np
 
-from jattn.serving.config import EngineConfig
+from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.plain import PrefillBatch
 from jattn_kernels.validate import validate
 
 
-def check_decode(state: LoopState, plan: np.ndarray, config: EngineConfig) -> None:
+def check_decode(state: LoopState, plan: np.ndarray, config: ResolvedConfig) -> None:
     """Checks what a decode launch will use; waits for the launches that make `state`.
 
     Raises:
@@ -19,7 +19,7 @@ def check_decode(state: LoopState, plan: np.ndarray, config: EngineConfig) -> No
     _check(page_table, seq_lens, _starts(q_lens), len(q_lens) * (1 + config.num_draft_tokens), config)
 
 
-def check_prefill(state: LoopState, plan: np.ndarray, batch: PrefillBatch, config: EngineConfig) -> None:
+def check_prefill(state: LoopState, plan: np.ndarray, batch: PrefillBatch, config: ResolvedConfig) -> None:
     """Checks what a prefill launch will use, its decodes included; waits as `check_decode` does.
 
     Raises:
@@ -32,7 +32,9 @@ def check_prefill(state: LoopState, plan: np.ndarray, batch: PrefillBatch, confi
     _check(page_table, seq_lens, cu_q_lens, len(batch.input_ids), config)
 
 
-def _of_decodes(state: LoopState, plan: np.ndarray, config: EngineConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _of_decodes(
+    state: LoopState, plan: np.ndarray, config: ResolvedConfig
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Page tables, keys and tokens of the rows that a plan names; rows that have finished have none."""
     plan = plan[plan[:, 0] < config.max_num_seqs]
     rows, columns, pages = plan[:, 0], plan[:, 1], plan[:, 2:]
@@ -49,7 +51,7 @@ def _starts(q_lens: np.ndarray) -> np.ndarray:
 
 
 def _check(
-    page_table: np.ndarray, seq_lens: np.ndarray, cu_q_lens: np.ndarray, num_tokens: int, config: EngineConfig
+    page_table: np.ndarray, seq_lens: np.ndarray, cu_q_lens: np.ndarray, num_tokens: int, config: ResolvedConfig
 ) -> None:
     page_size = config.page_size
     validate(page_table, seq_lens, config.num_pages, page_size, cu_q_lens=cu_q_lens, num_tokens=num_tokens)

@@ -7,29 +7,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jattn.arguments import whole_number
-from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
-from jattn.kv_cache_dtype import stored_dtype
-from jattn.kv_pool import KVGroupSpec
 from jattn.model import model_class
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
+from jattn.serving.fitting import check_fits
 from jattn.serving.frontend.chat import ChatTemplate
+from jattn.serving.frontend.config_fields import takes_fields_of
 from jattn.serving.frontend.outputs import Delta, RequestOutput, SequenceReader, gather
 from jattn.serving.frontend.prompts import Prompt, listed
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
+from jattn.serving.resolved_config import computing_dtype
 from jattn.serving.steps.draft_model import DraftModel
-from jattn.serving.steps.drafting import Drafter, check_drafter
-
-_STOP_IDS = 8  # that a request may add to the checkpoint's
-_POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
-_POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,92 +56,29 @@ class LLM:
 
     Args:
         path: Hugging Face checkpoint folder.
-        dtype: "float32", "bfloat16", "float16", or "auto": float32 on CPU, bfloat16 elsewhere.
-        page_size: Tokens a page.
-        num_pages: Pages of the pool, the reserved one included; None takes what the requests can use, or what fits.
-        max_num_seqs: Requests served at the same time.
-        max_context_len: Longest request in tokens; the model's own if None.
-        prefill_tokens: Tokens of a launch with prompts at most.
-        max_chunk_tokens: Of them, one prompt's at most; None is all. A lower number lets short prompts pass a long one.
-        mixed_steps: Whether such a launch decodes the running requests too; None does where the GPU's kernels suit it.
-        full_sampling: Whether requests may ask for penalties, `logit_bias`, `min_tokens` and log-probabilities; without
-            it, start-up is a third shorter.
-        max_logprobs: Likeliest tokens whose log-probabilities a request may ask for.
-        backend: Which attention surface, "flash_attention" or "flashinfer".
-        kv_cache_dtype: What the pool stores: "auto", which is `dtype`, "fp8_e4m3" or "fp8_e5m2".
-        implementation: Which attention kernels; None lets dispatch choose.
-        speculative: Who drafts tokens for each decode step to verify, so that it gives several; None is plain decode.
-            The text is the same.
-        debug_checks: Whether to check what each launch will use; slow.
-        progress: Whether to show a bar on standard error while the steps compile.
+        knobs: The fields of `EngineConfig`, by their names.
 
     Raises:
-        FileNotFoundError, ValueError: The checkpoint or a size cannot be used; the message says why.
+        FileNotFoundError, ValueError: The checkpoint or a knob cannot be used; the message says why. What its
+            configuration alone tells is said before a weight is read.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        dtype: str = "auto",
-        page_size: int = 16,
-        num_pages: int | None = None,
-        max_num_seqs: int = 8,
-        max_context_len: int | None = None,
-        prefill_tokens: int = 256,
-        max_chunk_tokens: int | None = None,
-        mixed_steps: bool | None = None,
-        full_sampling: bool = True,
-        max_logprobs: int = 20,
-        backend: str = "flash_attention",
-        kv_cache_dtype: str = "auto",
-        implementation: str | None = None,
-        speculative: Drafter | None = None,
-        debug_checks: bool = False,
-        progress: bool = True,
-    ):
-        check_drafter(speculative)
+    @takes_fields_of(EngineConfig)
+    def __init__(self, path: str | Path, config: EngineConfig):
         use_persistent_cache()
-        checkpoint = Checkpoint(path).for_context(max_context_len)
+        checkpoint = Checkpoint(path).for_context(config.max_context_len)
         self.tokenizer = Tokenizer(checkpoint.path)
         self.chat_template = ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
-        weights_dtype = _dtype(dtype)
-        pool_dtype = stored_dtype(kv_cache_dtype, weights_dtype)
-        backend_class(backend)  # an unknown name is refused before the weights load
-        model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=weights_dtype)
-        draft_model = speculative.load(checkpoint, dtype=weights_dtype) if isinstance(speculative, DraftModel) else None
-        context = model.context_len if max_context_len is None else max_context_len
-        for name, size in (("page_size", page_size), ("max_num_seqs", max_num_seqs), ("max_context_len", context)):
-            whole_number(size, f"`{name}` must be a whole number of at least 1.", 1)
-        if num_pages is None:
-            pages_each = -(-(context + (speculative.num_draft_tokens if speculative else 0)) // page_size)
-            groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
-            num_pages = _default_pages(groups, page_size, pool_dtype, max_num_seqs * pages_each)
+        drafter = config.speculative if isinstance(config.speculative, DraftModel) else None
+        dtype = computing_dtype(config)
+        check_fits(config, checkpoint, num_eos_ids=len(eos_token_ids))
+        model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)
         self.engine = Engine(
             model,
-            EngineConfig(
-                page_size=page_size,
-                num_pages=num_pages,
-                max_num_seqs=max_num_seqs,
-                max_context_len=context,
-                prefill_tokens=prefill_tokens,
-                prefill_seqs=max_num_seqs,
-                max_chunk_tokens=max_chunk_tokens,
-                mixed_steps=mixed_steps,
-                max_stop_ids=len(eos_token_ids) + _STOP_IDS,
-                full_sampling=full_sampling,
-                max_logprobs=max_logprobs,
-                backend=backend,
-                kv_cache_dtype=kv_cache_dtype,
-                implementation=implementation,
-                speculative=speculative,
-                debug_checks=debug_checks,
-            ),
-            draft_model=draft_model,
+            config,
+            draft_model=drafter.load(checkpoint, dtype=dtype) if drafter else None,
             eos_token_ids=eos_token_ids,
-            dtype=weights_dtype,
-            progress=progress,
         )
         self._latest = _Latest(RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.kv_cache.num_pages))
         self._running: list[RunStats] = []
@@ -290,14 +218,6 @@ class LLM:
             stats.peak_pages = max(stats.peak_pages, self.engine.scheduler.peak_pages)
 
 
-def _dtype(name: str):
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"`dtype` must be one of auto, float32, bfloat16, float16. Got {name!r}.")
-    return jnp.dtype(name)
-
-
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     files = {"generation_config.json": checkpoint.generation_config, "config.json": checkpoint.config}
     for name, content in files.items():
@@ -305,20 +225,3 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         if ids is not None:
             return token_ids(ids if isinstance(ids, list) else [ids], f"`eos_token_id` of {checkpoint.path / name}")
     return ()
-
-
-def _default_pages(groups: tuple[KVGroupSpec, ...], page_size: int, dtype, most_pages: int) -> int:
-    """`most_pages` beside the reserved one, or as many as the device holds beside the weights."""
-    if page_size < 1:
-        raise ValueError(f"`page_size` must be at least 1. Got {page_size}.")
-    stats = jax.local_devices()[0].memory_stats() or {}
-    budget = _POOL_BYTES_WITHOUT_STATS
-    if "bytes_limit" in stats:
-        budget = _POOL_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
-    fitting = int(budget) // sum(group.page_bytes(page_size, dtype) for group in groups)
-    if fitting < 2:
-        raise ValueError(
-            f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
-            f"Got {page_size}."
-        )
-    return min(most_pages + 1, fitting)

@@ -53,6 +53,13 @@ class DraftModel:
                 "`num_layers` must be given where `checkpoint` is None: the served model, cut down. Got None."
             )
 
+    def checkpoint_beside(self, served: Checkpoint) -> Checkpoint:
+        """The draft model's checkpoint; raises as `load` does."""
+        checkpoint = served
+        if self.checkpoint is not None:
+            checkpoint = Checkpoint(self.checkpoint).for_context(served.max_context_len)
+        return checkpoint if self.num_layers is None else checkpoint.cut_down(self.num_layers)
+
     def load(self, served: Checkpoint, *, dtype: Any) -> CausalLM:
         """The draft model.
 
@@ -62,11 +69,7 @@ class DraftModel:
         Raises:
             FileNotFoundError, ValueError: The checkpoint cannot be used, or has fewer layers; the message says why.
         """
-        checkpoint = served
-        if self.checkpoint is not None:
-            checkpoint = Checkpoint(self.checkpoint).for_context(served.max_context_len)
-        if self.num_layers is not None:
-            checkpoint = checkpoint.cut_down(self.num_layers)
+        checkpoint = self.checkpoint_beside(served)
         return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)
 
     def propose(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend
 from jattn.kv_pool import KVPool
+from jattn.serving.config import Speculation
 from jattn.serving.steps.loop_state import LoopState
 
 _UNROLLED = 4  # steps of a lookup that are one kernel; more of them only make it longer to compile
@@ -57,7 +58,7 @@ def check_drafter(value: Any) -> None:
         raise ValueError(f"`speculative` must be None (off), an NgramDrafting or a DraftModel. Got {value!r}.")
 
 
-def check_drafter_fits(drafter: Drafter, max_context_len: int) -> None:
+def check_drafter_fits(drafter: Speculation, max_context_len: int) -> None:
     """Says whether a drafter proposes, and looks for, fewer tokens than a request has at most.
 
     Raises:

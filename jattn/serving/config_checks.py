@@ -1,0 +1,44 @@
+"""What can be said of an EngineConfig before anything is known of the model."""
+
+import dataclasses
+import types
+import typing
+from typing import Any
+
+import jax.numpy as jnp
+
+from jattn.arguments import instance, whole_number
+from jattn.backend import backend_class
+from jattn.kv_cache_dtype import cache_dtype, stored_dtype
+from jattn.serving.steps.drafting import check_drafter, check_drafter_fits
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def checked(config: Any) -> dict[str, int]:
+    """The sizes as ints, of whatever integer type they were.
+
+    Raises:
+        ValueError: A value is out of its range.
+    """
+    kinds = {field.name: typing.get_args(field.type)[0] for field in dataclasses.fields(config)}
+    sizes = {}
+    for name, kind in kinds.items():
+        value = getattr(config, name)
+        is_optional = isinstance(kind, types.UnionType)
+        if kind in (int, int | None) and not (is_optional and value is None):
+            least = 2 if name == "num_pages" else 1
+            sizes[name] = whole_number(value, f"`{name}` must be a whole number of at least {least}.", least, 2**31)
+        elif kind in (bool, bool | None):
+            instance(name, value, bool, *[type(None)] * is_optional)
+    if not isinstance(config.dtype, str) or config.dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}. Got {config.dtype!r}.")
+    if config.dtype == "auto":
+        cache_dtype(config.kv_cache_dtype)
+    else:
+        stored_dtype(config.kv_cache_dtype, jnp.dtype(config.dtype))
+    backend_class(config.backend)
+    check_drafter(config.speculative)
+    if config.speculative and "max_context_len" in sizes:
+        check_drafter_fits(config.speculative, sizes["max_context_len"])
+    return sizes

@@ -1,0 +1,135 @@
+"""ResolvedConfig: an EngineConfig once the model and the device have filled in what was left to them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.backend import BackendOptions
+from jattn.compiled_steps import power_of_two_buckets, token_buckets
+from jattn.kv_cache_dtype import stored_dtype
+from jattn.kv_pool import KVGroupSpec
+from jattn.model import CausalLM
+from jattn.serving.config import EngineConfig
+from jattn.serving.steps.drafting import Drafter, check_drafter_fits
+
+_STOP_IDS = 8  # that a request may add to the model's
+_POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
+_POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
+
+
+class ResolvedConfig(EngineConfig):
+    """An engine's sizes, none of them left open, and what follows from them."""
+
+    num_pages: int
+    max_context_len: int
+    prefill_seqs: int
+    max_stop_ids: int
+    speculative: Drafter | None
+
+    @property
+    def pool_dtype(self) -> Any:
+        """What the pool stores."""
+        return stored_dtype(self.kv_cache_dtype, jnp.dtype(self.dtype))
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens that a decode step verifies beside each row's own."""
+        return self.speculative.num_draft_tokens if self.speculative else 0
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of the longest request, those of drafted tokens past its end included."""
+        return self.max_context_len + self.num_draft_tokens
+
+    @property
+    def max_pages(self) -> int:
+        """Width of a page table."""
+        return -(-self.most_keys // self.page_size)
+
+    @property
+    def pages_a_step(self) -> int:
+        """Pages that a decode step may open for a row."""
+        return -(-(1 + self.num_draft_tokens) // self.page_size)
+
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        return power_of_two_buckets(self.max_num_seqs, self.smallest_decode_bucket)
+
+    @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        return token_buckets(self.prefill_tokens, self.smallest_prefill_bucket)
+
+    @property
+    def backend_options(self) -> BackendOptions:
+        return BackendOptions(
+            max_context_len=self.most_keys,
+            page_size=self.page_size,
+            max_num_seqs=self.max_num_seqs,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            implementation=self.implementation,
+            speculative_num_draft_tokens=1 + self.num_draft_tokens,
+        )
+
+
+def computing_dtype(config: EngineConfig) -> Any:
+    """What the model computes in, on the device in use."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def resolved(
+    config: EngineConfig, model: CausalLM, *, draft_model: CausalLM | None = None, num_eos_ids: int = 0
+) -> ResolvedConfig:
+    """The configuration for a model.
+
+    Args:
+        config: What was asked for.
+        model: The model; shapes alone will do.
+        draft_model: The one that a `DraftModel` drafts with.
+        num_eos_ids: How many tokens end any request.
+
+    Raises:
+        ValueError: A size does not go with the model, or the pool not with the memory.
+    """
+    context = model.context_len if config.max_context_len is None else config.max_context_len
+    if context > model.context_len:
+        raise ValueError(f"`max_context_len` must not exceed the model's {model.context_len}. Got {context}.")
+    if config.speculative:
+        check_drafter_fits(config.speculative, context)
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values |= {
+        "dtype": computing_dtype(config).name,
+        "max_context_len": context,
+        "prefill_seqs": config.max_num_seqs if config.prefill_seqs is None else config.prefill_seqs,
+        "max_stop_ids": num_eos_ids + _STOP_IDS if config.max_stop_ids is None else config.max_stop_ids,
+    }
+    found = ResolvedConfig(**values)
+    if config.num_pages is None:
+        groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
+        most = found.max_num_seqs * found.max_pages
+        found = dataclasses.replace(found, num_pages=default_pages(groups, found.page_size, found.pool_dtype, most))
+    return found
+
+
+def default_pages(groups: Sequence[KVGroupSpec], page_size: int, dtype: Any, most_pages: int) -> int:
+    """`most_pages` beside the reserved one, or as many as the device holds beside the weights.
+
+    Raises:
+        ValueError: It holds no two.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    budget = _POOL_BYTES_WITHOUT_STATS
+    if "bytes_limit" in stats:
+        budget = _POOL_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
+    fitting = int(budget) // sum(group.page_bytes(page_size, dtype) for group in groups)
+    if fitting < 2:
+        raise ValueError(
+            f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
+            f"Got {page_size}."
+        )
+    return min(most_pages + 1, fitting)

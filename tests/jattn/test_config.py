@@ -1,0 +1,135 @@
+"""EngineConfig's fields are LLM's knobs, and what config.json allows to check is said before a weight is read."""
+
+import dataclasses
+import inspect
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import jattn
+from jattn.checkpoint import Checkpoint
+from jattn.kv_pool import KVGroupSpec
+from jattn.serving.config import EngineConfig, knobs
+from jattn.serving.frontend import llm as llm_module
+from jattn.serving.resolved_config import default_pages, resolved
+from jattn_models.bundled import checkpoint_path
+from jattn_models.llama import LlamaForCausalLM
+
+
+@pytest.mark.parametrize(("name", "value"), [("page_size", True), ("num_pages", 1), ("max_chunk_tokens", 0)])
+def test_sizes_that_are_no_whole_numbers_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least"):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["full_sampling", "mixed_steps", "debug_checks", "progress"])
+def test_switches_that_are_neither_on_nor_off_are_refused(name):
+    with pytest.raises(ValueError, match=f"`{name}` must be of type bool"):
+        EngineConfig(**{name: 1})
+
+
+def test_every_knob_says_what_it_is():
+    assert all(knob.help.endswith(".") for _, knob in knobs().values())
+
+
+def test_fields_are_the_keywords_of_llm():
+    keywords = list(inspect.signature(jattn.LLM).parameters.values())[1:]
+    expected = [(field.name, field.default) for field in dataclasses.fields(EngineConfig)]
+    assert [(keyword.name, keyword.default) for keyword in keywords] == expected
+    assert "page_size: Tokens in a page" in jattn.LLM.__init__.__doc__
+
+
+def test_every_knob_reaches_the_engine(monkeypatch):
+    given = {"prefill_tokens": 128, "max_chunk_tokens": 32, "full_sampling": False, "kv_cache_dtype": "fp8_e4m3"}
+    configs = []
+
+    def record(model, config, **_):
+        configs.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(llm_module, "Engine", record)
+    with pytest.raises(InterruptedError):
+        jattn.LLM(checkpoint_path(), **given)
+    assert configs == [EngineConfig(**given)]
+
+
+def test_unknown_knob_is_pythons_own_error():
+    with pytest.raises(TypeError, match="max_num_seq"):
+        jattn.LLM(checkpoint_path(), max_num_seq=1)
+
+
+@pytest.mark.parametrize(
+    ("knob", "sentence"),
+    [
+        ({"max_num_seqs": 0}, "`max_num_seqs` must be a whole number"),
+        ({"page_size": 0}, "`page_size` must be a whole number"),
+        ({"page_size": 10**9}, "`page_size` must be so small that 2 pages fit"),
+        ({"num_pages": 10**9}, "`num_pages` must be lower"),
+        ({"max_context_len": 2000}, "`max_context_len` must not exceed the model's 1024. Got 2000"),
+        ({"prefill_tokens": 0}, "`prefill_tokens` must be a whole number"),
+        ({"max_logprobs": -1}, "`max_logprobs` must be a whole number"),
+        ({"dtype": "int8"}, "auto, float32, bfloat16, float16. Got 'int8'"),
+        ({"kv_cache_dtype": "int8"}, "auto, a dtype or one of float32, .* Got 'int8'"),
+        ({"kv_cache_dtype": "float16", "dtype": "float32"}, "`kv_cache_dtype` must be auto"),
+        ({"backend": "int8"}, "flash_attention, flashinfer. Got 'int8'"),
+        ({"implementation": "int8"}, "`implementation` must be None or one of"),
+        ({"speculative": jattn.NgramDrafting(num_draft_tokens=1024)}, "must be below `max_context_len`, 1024"),
+        ({"speculative": jattn.DraftModel(num_layers=8)}, "`num_layers` must be at least 1 and at most"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_served_is_refused_before_a_weight_is_read(monkeypatch, knob, sentence):
+    def read(*_):
+        raise AssertionError("A weight is read.")
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    with pytest.raises(ValueError, match=sentence):
+        jattn.LLM(checkpoint_path(), **knob)
+
+
+def test_models_without_a_description_are_loaded_all_the_same(monkeypatch):
+    class Reached(Exception):
+        pass
+
+    def read(*_, **__):
+        raise Reached
+
+    monkeypatch.setattr(LlamaForCausalLM, "without_weights", None)
+    monkeypatch.setattr(LlamaForCausalLM, "from_checkpoint", read)
+    with pytest.raises(Reached):
+        jattn.LLM(checkpoint_path(), max_context_len=2000)
+
+
+GROUPS = (KVGroupSpec(name="all", num_layers=2, num_kv_heads=4, head_dim=8),)
+PAGE_BYTES = 2 * 16 * 4 * (8 + 8) * 4
+
+
+def test_open_sizes_follow_from_the_model(unchecked):
+    model = types.SimpleNamespace(context_len=100, kv_groups=GROUPS)
+    config = resolved(EngineConfig(max_num_seqs=3, speculative=jattn.NgramDrafting()), model, num_eos_ids=2)
+    assert (config.max_context_len, config.prefill_seqs, config.max_stop_ids) == (100, 3, 10)
+    assert config.num_pages == 3 * 7 + 1  # of 100 tokens and 4 drafted ones
+    given = {"num_pages": 5, "max_context_len": 90, "prefill_seqs": 1, "max_stop_ids": 4, "dtype": "bfloat16"}
+    assert resolved(EngineConfig(**given), model) == resolved(resolved(EngineConfig(**given), model), model)
+
+
+@pytest.mark.parametrize(
+    ("stats", "most_pages", "pages"),
+    [
+        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
+        ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 3, 4),
+        (None, 10**9, 2**30 // PAGE_BYTES),
+    ],
+    ids=["share_of_the_free_memory", "what_requests_can_use", "no_stats"],
+)
+def test_default_pages_fit_the_device(monkeypatch, stats, most_pages, pages):
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert default_pages(GROUPS, 16, np.dtype(np.float32), most_pages) == pages
+
+
+def test_page_size_of_which_no_two_fit_is_refused():
+    with pytest.raises(ValueError, match=r"`page_size` must be so small that 2 pages fit .* Got 100000000"):
+        default_pages(GROUPS, 10**8, np.dtype(np.float32), 1024)
