@@ -28,7 +28,7 @@ def checked(config: Any) -> dict[str, int]:
         is_optional = isinstance(kind, types.UnionType)
         if kind in (int, int | None) and not (is_optional and value is None):
             least = 2 if name == "num_pages" else 1
-            sizes[name] = whole_number(value, f"`{name}` must be a whole number of at least {least}.", least, 2**31)
+            sizes[name] = whole_number(value, f"`{name}` must be a whole number of at least {least}.", least)
         elif kind in (bool, bool | None):
             instance(name, value, bool, *[type(None)] * is_optional)
     if not isinstance(config.dtype, str) or config.dtype not in DTYPES:
