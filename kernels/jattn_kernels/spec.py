@@ -9,6 +9,7 @@ PageLayout = Literal["NHD", "HND"]
 CombinedPool = Literal["pages_first", "kv_first"]
 
 _INT32_MAX = 2**31 - 1
+_FACTORS = (1e-30, 1e30)  # of logits, the least and the most: float32 holds them and what is made of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,12 +80,13 @@ class AttentionSpec:
                 raise ValueError(
                     f"`{name}` must be None (off) or a whole number in {least} .. {_INT32_MAX}. Got {name}={value!r}."
                 )
-        if self.logits_soft_cap is not None and not (0 < self.logits_soft_cap < math.inf):
+        least, most = _FACTORS
+        if self.logits_soft_cap is not None and not (least <= self.logits_soft_cap <= most):
             raise ValueError(
-                f"`logits_soft_cap` must be None (off) or positive and finite. Got {self.logits_soft_cap}."
+                f"`logits_soft_cap` must be None (off) or in {least} .. {most}. Got {self.logits_soft_cap}."
             )
-        if self.sm_scale is not None and not math.isfinite(self.sm_scale):
-            raise ValueError(f"`sm_scale` must be finite. Got {self.sm_scale}.")
+        if self.sm_scale is not None and not abs(self.sm_scale) <= most:
+            raise ValueError(f"`sm_scale` must be finite, at most {most} in size. Got {self.sm_scale}.")
         for name in ("rope_theta", "rope_scale"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):

@@ -48,7 +48,11 @@ def test_optional_sizes_are_whole_numbers_of_32_bits(name, least):
         ({"sm_scale": jnp.float32(0.5)}, r"`sm_scale` must be a number known when tracing\. Got sm_scale=Array"),
         ({"logits_soft_cap": "5"}, r"`logits_soft_cap` must be a number known when tracing\. Got logits_soft_cap='5'"),
         ({"rope_theta": True}, r"`rope_theta` must be a number known when tracing\. Got rope_theta=True"),
-        ({"logits_soft_cap": 0.0}, r"`logits_soft_cap` must be None \(off\) or positive and finite"),
+        *(
+            ({"logits_soft_cap": cap}, r"`logits_soft_cap` must be None \(off\) or in 1e-30 \.\. 1e\+30")
+            for cap in (0.0, 1e-39, 1e39, float("nan"))
+        ),
+        *(({"sm_scale": scale}, "`sm_scale` must be finite, at most") for scale in (1e39, -1e39, float("nan"))),
         ({"sm_scale": float("inf")}, "`sm_scale` must be finite"),
         ({"rope_theta": 0.0}, r"`rope_theta` must be positive and finite\. Got rope_theta=0\.0"),
         ({"rope_theta": 1e4, "rope_scale": float("inf")}, "`rope_scale` must be positive and finite"),
