@@ -53,10 +53,12 @@ class Device:
     Attributes:
         platform: "cpu", "gpu", ...
         compute_capability: (major, minor) of an NVIDIA GPU, else None.
+        num_sms: Streaming multiprocessors of a GPU, if JAX knows.
     """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
+    num_sms: int | None = None
 
 
 def default_device() -> Device:
@@ -68,7 +70,7 @@ def default_device() -> Device:
     if device.platform != "gpu" or capability is None:
         return Device(device.platform)
     major, minor = str(capability).split(".")
-    return Device(device.platform, (int(major), int(minor)))
+    return Device(device.platform, (int(major), int(minor)), getattr(device, "core_count", None))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

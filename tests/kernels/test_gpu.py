@@ -51,7 +51,7 @@ def test_gpu_agrees_with_the_oracle(case, implementation):
 def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracle(monkeypatch, case):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    monkeypatch.setattr(many_rows, "NUM_SMS", 1)
+    monkeypatch.setattr(many_rows, "num_sms", lambda: 1)
     monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
     inputs = build(case)
     batch_size, num_tokens = inputs.args[0].shape[:2]

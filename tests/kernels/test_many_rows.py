@@ -28,7 +28,7 @@ def hopper(monkeypatch):
 @pytest.fixture
 def small_hopper(hopper, monkeypatch):
     """It is the interpreter, and so small that few rows of few sequences are enough for extend's kernel."""
-    monkeypatch.setattr(many_rows, "NUM_SMS", 1)
+    monkeypatch.setattr(many_rows, "num_sms", lambda: 1)
     monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
     monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
     with interpreted():

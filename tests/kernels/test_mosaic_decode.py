@@ -20,7 +20,7 @@ from tests.kernels.harness.interpreter import interpreted
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU; the interpreter is it."""
     monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
-    monkeypatch.setattr(paged, "NUM_SMS", 3)  # few workers: the interpreter is slow
+    monkeypatch.setattr(paged, "num_sms", lambda: 3)  # few workers: the interpreter is slow
     with interpreted():
         yield
 

@@ -180,7 +180,7 @@ def test_schedule_has_a_work_list_for_each_pass(monkeypatch):
 
 def test_shared_prefix_runs_on_the_hopper_kernels(monkeypatch):
     monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
-    monkeypatch.setattr(paged, "NUM_SMS", 3)  # few parts: the interpreter is slow
+    monkeypatch.setattr(paged, "num_sms", lambda: 3)  # few parts: the interpreter is slow
     spec = spec_of(head_dim=64)
     case, inputs = whole(37, q_len=1, suffixes=(3, 20), spec=spec, dtype="bfloat16", sinks=True)
     facts = {"spec": spec, "num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 16}

@@ -15,7 +15,7 @@ PAGE, LEN = 16, 70
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    monkeypatch.setattr(paged, "NUM_SMS", 1)
+    monkeypatch.setattr(paged, "num_sms", lambda: 1)
     with interpreted():
         yield
 

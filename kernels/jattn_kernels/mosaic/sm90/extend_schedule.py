@@ -12,7 +12,7 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
 from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, RowBounds, key_ranges, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow
-from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, SHARED_MEMORY_BYTES, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS, num_sms
 from jattn_kernels.spec import AttentionSpec
 
 _ENOUGH_ROWS = 56  # of 64 in use, rather than more heads in a tile
@@ -44,7 +44,7 @@ class ExtendTiles:
     k_stages: int
     v_stages: int
     ready_stages: int = 0
-    blocks: int = NUM_SMS
+    blocks: int = dataclasses.field(default_factory=num_sms)
 
     def shared_memory_bytes(self, spec: AttentionSpec, formats: ExtendFormats) -> int:
         """Bytes of one block."""

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90 import extend, paged
 from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, heads_per_tile, tokens_per_item
-from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, num_sms
 from jattn_kernels.schedule import DecodeSchedule
 from jattn_kernels.spec import AttentionSpec
 
@@ -46,8 +46,9 @@ def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_i
     rows, heads = num_tokens * spec.group_size, heads_per_tile(spec.group_size)
     units_a_head = spec.group_size // heads * -(-num_tokens // tokens_per_item(heads))
     units = batch_size * spec.num_kv_heads * units_a_head
-    rounds = -(-units // NUM_SMS)
-    return rows >= _MANY_ROWS and units_a_head <= -(-rows // WGMMA_ROWS) and units >= _LEAST_BUSY * NUM_SMS * rounds
+    sms = num_sms()
+    rounds = -(-units // sms)
+    return rows >= _MANY_ROWS and units_a_head <= -(-rows // WGMMA_ROWS) and units >= _LEAST_BUSY * sms * rounds
 
 
 def decode_schedule(

@@ -17,7 +17,7 @@ from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, i
 from jattn_kernels.mosaic.sm90.mask_words import mask_words
 from jattn_kernels.mosaic.sm90.readied import turn_of
 from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
-from jattn_kernels.mosaic.sm90.tiles import NUM_SMS, TILED_ROWS
+from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, num_sms
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
@@ -188,7 +188,7 @@ def _schedule(
     end = jnp.max(jnp.where(sees, bounds.end, 0), axis=1)
     first = jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1)
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
-    workers = max(1, NUM_SMS * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
+    workers = max(1, num_sms() * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
     facts = {"block_kv": sizes.block_kv, "workers": workers, "rules": spec.rules}
     if sizes.tiles_a_part is None:
         return split_evenly(first, end, **facts)

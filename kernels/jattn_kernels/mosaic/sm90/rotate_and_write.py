@@ -24,7 +24,7 @@ from jattn_kernels.mosaic.sm90.paged import stacked
 from jattn_kernels.spec import AttentionSpec
 
 _THREADS, _LANES = 128, 32
-_BLOCKS = 4 * tiles.NUM_SMS  # as many as run at a time and finish soon
+_BLOCKS_PER_SM = 4  # as many as run at a time and finish soon
 
 
 def heads_at_once(spec: AttentionSpec) -> int | None:
@@ -74,7 +74,8 @@ def rotate_and_write(
     num_pages, page_size = k_layers.shape[1], k_layers.shape[2 if by_token else 3]
     groups = num_heads // at_once
     divisors = (n for n in range(1, groups + 1) if groups % n == 0)
-    groups_a_block = next((n for n in divisors if num_tokens * groups <= n * _BLOCKS), groups)
+    most_blocks = _BLOCKS_PER_SM * tiles.num_sms()
+    groups_a_block = next((n for n in divisors if num_tokens * groups <= n * most_blocks), groups)
     layout = _layout(at_once, half)
     of_token = layout.reduce(0)
 

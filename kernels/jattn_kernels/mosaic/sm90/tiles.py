@@ -12,9 +12,10 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from jattn_kernels import call
 from jattn_kernels.spec import AttentionSpec, CombinedPool, PageLayout
 
-NUM_SMS = 132  # of an H100 or H200
+_H200_SMS = 132
 SHARED_MEMORY_BYTES = 228 * 1024  # of an SM of Hopper
 REDUCTION_BYTES = 2 * 1024  # what Mosaic reserves for reductions across warps
 RESERVED_BYTES = 3 * 1024 + 128  # of each block: the driver's own, barriers, alignment
@@ -22,6 +23,12 @@ WGMMA_ROWS = 64  # of one warpgroup's product
 WARPS = 4  # of a warpgroup
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
 BEST_COPY_BYTES = 16 * 1024  # a copy twice as large arrives later than two
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the GPU that calls are compiled for; an H200's where JAX has none."""
+    return call.default_device().num_sms or _H200_SMS
+
 
 _interpret: contextvars.ContextVar[Any] = contextvars.ContextVar("interpret", default=None)
 
