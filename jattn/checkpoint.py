@@ -55,24 +55,25 @@ class Checkpoint:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._files)
 
-    def read(self, name: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """A tensor in the dtype that it is stored in.
+    def read(
+        self, name: str, shape: tuple[int, ...] | None = None, piece: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """A tensor, or a piece of one, in the dtype that it is stored in.
 
         Args:
             name: Its name.
-            shape: What the caller expects; None takes any.
+            shape: What the caller expects the whole tensor to have; None takes any.
+            piece: A slice of each axis; no more than that is read. None is all.
 
         Raises:
             ValueError: There is no such tensor, or it has another shape.
         """
         if name not in self._files:
             raise ValueError(f"{self._listing} must hold the tensor {name!r}, which is missing.")
-        tensor = self._files[name].read(name)
-        if shape is not None and tensor.shape != shape:
-            raise ValueError(
-                f"Tensor {name!r} of {self._files[name].path} must have shape {list(shape)}. Got {list(tensor.shape)}."
-            )
-        return tensor
+        file = self._files[name]
+        if shape is not None and (stored := file.shape(name)) != shape:
+            raise ValueError(f"Tensor {name!r} of {file.path} must have shape {list(shape)}. Got {list(stored)}.")
+        return file.read(name, piece)
 
     def for_context(self, max_context_len: int | None) -> "Checkpoint":
         """The checkpoint as it is to be served: what a model computes may depend on it (LongRoPE).

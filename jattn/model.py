@@ -35,8 +35,14 @@ class CausalLM(Protocol):
         ...
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "CausalLM":
-        """The model with a checkpoint's weights, held and computed in `dtype`."""
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE, rank: int = 0
+    ) -> "CausalLM":
+        """The model with a checkpoint's weights, held and computed in `dtype`; of several devices, one's share of it.
+
+        Args:
+            rank: The device's number along `parallel`'s axis.
+        """
         ...
 
     def __call__(

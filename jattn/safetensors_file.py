@@ -27,14 +27,21 @@ class SafetensorsFile:
             raise ValueError(_fault(path, error)) from error
         self.names = tuple(self._file.keys())
 
-    def read(self, name: str) -> np.ndarray:
-        """A tensor in the dtype that it is stored in.
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's, from the header."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def read(self, name: str, piece: tuple[slice, ...] | None = None) -> np.ndarray:
+        """A tensor, or a piece of one, in the dtype that it is stored in.
+
+        Args:
+            piece: A slice of each axis; None is all.
 
         Raises:
             NotImplementedError: NumPy has no such dtype.
         """
         try:
-            return self._file.get_tensor(name)
+            return self._file.get_tensor(name) if piece is None else self._file.get_slice(name)[piece]
         except (SafetensorError, TypeError, AttributeError) as error:
             dtype = self._file.get_slice(name).get_dtype()
             raise NotImplementedError(

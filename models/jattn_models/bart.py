@@ -305,13 +305,13 @@ def _sources(config: BartConfig) -> dict[weights.Path, weights.Source]:
 
 def _linear(path: weights.Path, parts: Mapping[str, int | None], numbers) -> dict[weights.Path, weights.Source]:
     return {
-        (*path, leaf): weights.Source({f"{part}.{name}": width for part, width in parts.items()}, numbers)
+        (*path, leaf): weights.Source({f"{part}.{name}": width for part, width in parts.items()}, numbers=numbers)
         for leaf, name in (("kernel", "weight"), ("bias", "bias"))
     }
 
 
 def _norm(path: weights.Path, prefix: str, numbers) -> dict[weights.Path, weights.Source]:
     return {
-        (*path, leaf): weights.Source({f"{prefix}.{name}": None}, numbers)
+        (*path, leaf): weights.Source({f"{prefix}.{name}": None}, numbers=numbers)
         for leaf, name in (("scale", "weight"), ("bias", "bias"))
     }

@@ -20,32 +20,23 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.layers import GatedMLP, NormScale, OfLayer, RMSNorm, Vocabulary
+from jattn_models.sharding import Rank
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each behind a norm and added to the residual stream.
+
+    Attributes:
+        attention_class: Takes what DecoderLayer takes, and says what its keys need of a pool.
+    """
+
+    attention_class: ClassVar[type[Attention]] = Attention
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
-        width, eps = config.hidden_size, config.rms_norm_eps
-        norm = functools.partial(RMSNorm, eps=eps, offset=config.norm_offset, dtype=dtype)
-        unit_norm = functools.partial(RMSNorm, eps=eps, scaled=False, dtype=dtype)
+        width = config.hidden_size
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
         self.input_norm = norm(width)
-        self.attention = Attention(
-            width,
-            num_q_heads=config.num_q_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            window_left=kind.window_left,
-            chunk_size=kind.chunk_size,
-            rope=kind.rope,
-            scaling=config.attention_scale,
-            temperature=None if kind.rope else config.temperature,
-            qkv_bias=config.qkv_bias,
-            qk_norm=norm if config.qk_norm else unit_norm if config.qk_unit_norm and kind.rope else None,
-            dtype=dtype,
-            rngs=rngs,
-            parallel=parallel,
-        )
+        self.attention = self.attention_class(config, kind, dtype=dtype, rngs=rngs, parallel=parallel)
         self.post_attention_norm = norm(width)
         if kind.sparse and config.experts is not None:
             self.mlp = MixtureOfExperts(width, config.experts, dtype=dtype, rngs=rngs, parallel=parallel)
@@ -102,24 +93,25 @@ class Decoder(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":
-        """The model with a checkpoint's weights, held and computed in `dtype`.
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE, rank: int = 0
+    ) -> "Decoder":
+        """The model with a checkpoint's weights, held and computed in `dtype`; of several devices, one's share of it.
+
+        Args:
+            rank: The device's number along `parallel`'s axis.
 
         Raises:
-            ValueError: The configuration or a tensor does not fit; the message names it.
-            NotImplementedError: The model needs something that is not built, or `parallel` more than one device.
+            ValueError: The configuration, a tensor or the number of devices does not fit; the message names it.
+            NotImplementedError: The model needs something that is not built.
         """
-        if parallel.size != 1:
-            raise NotImplementedError(
-                "`from_checkpoint` loads a whole model, for one device; the constructor makes a share of one. "
-                f"Got {parallel}."
-            )
+        device = Rank(rank, parallel.size)
         abstract = cls.without_weights(checkpoint, dtype=dtype, parallel=parallel)
         config = abstract.config
         graph, state = nnx.split(abstract)
         sources = tensor_names.of_model(config, cls.layer_tensors)
         unused = ("lm_head.weight",) if config.tied else ()
-        return nnx.merge(graph, weights.load(state, sources, checkpoint, unused=unused))
+        return nnx.merge(graph, weights.load(state, sources, checkpoint, unused=unused, rank=device))
 
     @classmethod
     def without_weights(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":
@@ -130,8 +122,8 @@ class Decoder(nnx.Module):
         return nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
 
     @classmethod
-    def layer_tensors(cls, config: Any, kind: LayerKind) -> dict[weights.Path, tensor_names.Parts]:
-        """For each leaf of a layer the checkpoint's tensors, named from the layer's own prefix on."""
+    def layer_tensors(cls, config: Any, kind: LayerKind) -> dict[weights.Path, weights.Source]:
+        """For each leaf of a layer its source in the checkpoint, tensors named from the layer's own prefix on."""
         return tensor_names.of_layer(config)
 
     @property
@@ -151,12 +143,7 @@ class Decoder(nnx.Module):
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
         """One group: the keys of all layers have one shape."""
-        heads = self.parallel.share(self.config.num_kv_heads, "`num_key_value_heads`")
-        return (
-            KVGroupSpec(
-                name="layers", num_layers=self.config.num_layers, num_kv_heads=heads, head_dim=self.config.head_dim
-            ),
-        )
+        return (self.layers[0].attention.kv_group(self.config.num_layers),)
 
     def __call__[Pool: KVPool | None](
         self, forward_batch: ForwardBatch, metadata: Any, backend: AttentionBackend, pool: Pool

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jattn_models.attention import Temperature
 from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment
 from jattn_models.rope import Rope
+from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
 
 

@@ -16,7 +16,7 @@ from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.layer_pattern import LayerKind, Segment, segments
 from jattn_models.layers import RMSNorm
 from jattn_models.rope import Rope
-from jattn_models.weights import Path
+from jattn_models.weights import Path, Source
 from jattn_models.windows import WINDOW_FIELDS, listed, window_left
 
 _ACTIVATION = "gelu_pytorch_tanh"
@@ -83,11 +83,11 @@ class Gemma3ForCausalLM(Decoder):
     layer_class: ClassVar = Gemma3Layer
 
     @classmethod
-    def layer_tensors(cls, config: Gemma3Config, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+    def layer_tensors(cls, config: Gemma3Config, kind: LayerKind) -> dict[Path, Source]:
         return tensor_names.of_layer(config) | {
-            ("attended_norm", "scale"): {"post_attention_layernorm.weight": None},
-            ("post_attention_norm", "scale"): {"pre_feedforward_layernorm.weight": None},
-            ("mlp_norm", "scale"): {"post_feedforward_layernorm.weight": None},
+            ("attended_norm", "scale"): tensor_names.whole("post_attention_layernorm.weight"),
+            ("post_attention_norm", "scale"): tensor_names.whole("pre_feedforward_layernorm.weight"),
+            ("mlp_norm", "scale"): tensor_names.whole("post_feedforward_layernorm.weight"),
         }
 
 

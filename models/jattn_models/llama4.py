@@ -9,13 +9,14 @@ import numpy as np
 from jattn.checkpoint import Checkpoint
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names
-from jattn_models.attention import Temperature
+from jattn_models.attention import Attention
 from jattn_models.config_fields import boolean, positive, refuse, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
-from jattn_models.weights import Path
+from jattn_models.temperature import Temperature
+from jattn_models.weights import Path, Source
 
 _READ = ("attention_chunk_size", "layer_types", "no_rope_layers", "attn_temperature_tuning", "scoring_func")
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
@@ -77,29 +78,34 @@ class Llama4ForCausalLM(Decoder):
 
     @classmethod
     def from_checkpoint(
-        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE
+        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE, rank: int = 0
     ) -> "Llama4ForCausalLM":
         """As `Decoder.from_checkpoint`; what turns in pairs of neighbours there turns in halves of a head here."""
-        model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel)
+        model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)
         assert isinstance(model, cls)
-        order = jnp.asarray(_halves_of_pairs(model.config))
+        order = jnp.asarray(_halves_of_pairs(model.layers[0].attention))
         for stack in model.layers:
             kernel = stack.attention.qkv_proj.kernel
             kernel[...] = jnp.take(kernel[...], order, axis=-1)
         return model
 
     @classmethod
-    def layer_tensors(cls, config: Llama4Config, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+    def layer_tensors(cls, config: Llama4Config, kind: LayerKind) -> dict[Path, Source]:
         tensors = tensor_names.of_layer(config)
         if not kind.sparse:
-            return tensors | _gated(("mlp",), "feed_forward", config.intermediate_size)
+            return tensors | tensor_names.of_gated_mlp(("mlp",), "feed_forward", config.intermediate_size)
         assert config.experts is not None
         assert config.experts.shared_size is not None
-        return tensors | {
-            ("mlp", "router", "kernel"): {"feed_forward.router.weight": None},
-            ("mlp", "gate_up_proj", "kernel"): {"feed_forward.experts.gate_up_proj": None},
-            ("mlp", "down_proj", "kernel"): {"feed_forward.experts.down_proj": None},
-            **_gated(("mlp", "shared"), "feed_forward.shared_expert", config.experts.shared_size),
+        gate_up = (config.experts.intermediate_size,) * 2
+        shared = tensor_names.of_gated_mlp(("mlp", "shared"), "feed_forward.shared_expert", config.experts.shared_size)
+        return {
+            **tensors,
+            **shared,
+            ("mlp", "router", "kernel"): tensor_names.whole("feed_forward.router.weight"),
+            ("mlp", "gate_up_proj", "kernel"): tensor_names.split_outputs(
+                {"feed_forward.experts.gate_up_proj": gate_up}
+            ),
+            ("mlp", "down_proj", "kernel"): tensor_names.split_inputs("feed_forward.experts.down_proj"),
         }
 
 
@@ -110,19 +116,11 @@ def _is_tuned(fields: Mapping[str, Any]) -> bool:
     return boolean(fields, "attn_temperature_tuning", default=True)
 
 
-def _gated(path: Path, prefix: str, units: int) -> dict[Path, tensor_names.Parts]:
-    """A gated MLP's tensors."""
-    return {
-        (*path, "gate_up_proj", "kernel"): {f"{prefix}.gate_proj.weight": units, f"{prefix}.up_proj.weight": units},
-        (*path, "down_proj", "kernel"): {f"{prefix}.down_proj.weight": None},
-    }
-
-
-def _halves_of_pairs(config: DecoderConfig) -> np.ndarray:
+def _halves_of_pairs(attention: Attention) -> np.ndarray:
     """For each column of the fused projection the one to take: queries' and keys' even dimensions, then their odd."""
-    heads = config.num_q_heads + 2 * config.num_kv_heads
-    columns = np.arange(heads * config.head_dim, dtype=np.int32).reshape(heads, config.head_dim)
-    turning = config.num_q_heads + config.num_kv_heads
+    heads = attention.num_q_heads + 2 * attention.num_kv_heads
+    columns = np.arange(heads * attention.head_dim, dtype=np.int32).reshape(heads, attention.head_dim)
+    turning = attention.num_q_heads + attention.num_kv_heads
     columns[:turning] = np.concatenate([columns[:turning, ::2], columns[:turning, 1::2]], axis=1)
     return columns.reshape(-1)
 

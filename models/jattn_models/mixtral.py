@@ -9,7 +9,7 @@ from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.weights import Path
+from jattn_models.weights import Path, Source
 from jattn_models.windows import WINDOW_FIELDS, one_window
 
 
@@ -42,6 +42,6 @@ class MixtralForCausalLM(Decoder):
     config_class: ClassVar = MixtralConfig
 
     @classmethod
-    def layer_tensors(cls, config: MixtralConfig, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+    def layer_tensors(cls, config: MixtralConfig, kind: LayerKind) -> dict[Path, Source]:
         mixture = tensor_names.of_mixture(config.intermediate_size, "block_sparse_moe", gate="w1", up="w3", down="w2")
         return tensor_names.of_layer(config) | mixture

@@ -8,7 +8,7 @@ from jattn_models.config_fields import with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.weights import Path
+from jattn_models.weights import Path, Source
 from jattn_models.windows import WINDOW_FIELDS, one_window
 
 
@@ -30,8 +30,10 @@ class Phi3ForCausalLM(Decoder):
     config_class: ClassVar = Phi3Config
 
     @classmethod
-    def layer_tensors(cls, config: Phi3Config, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+    def layer_tensors(cls, config: Phi3Config, kind: LayerKind) -> dict[Path, Source]:
+        q, kv = (heads * config.head_dim for heads in (config.num_q_heads, config.num_kv_heads))
+        qkv, gate_up = (q, kv, kv), (config.intermediate_size,) * 2
         return tensor_names.of_layer(config) | {
-            ("attention", "qkv_proj", "kernel"): {"self_attn.qkv_proj.weight": None},
-            ("mlp", "gate_up_proj", "kernel"): {"mlp.gate_up_proj.weight": None},
+            ("attention", "qkv_proj", "kernel"): tensor_names.split_outputs({"self_attn.qkv_proj.weight": qkv}),
+            ("mlp", "gate_up_proj", "kernel"): tensor_names.split_outputs({"mlp.gate_up_proj.weight": gate_up}),
         }

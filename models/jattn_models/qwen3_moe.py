@@ -10,7 +10,7 @@ from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
-from jattn_models.weights import Path
+from jattn_models.weights import Path, Source
 from jattn_models.windows import QWEN_DEFAULTS, WINDOW_FIELDS, one_window, used_window
 
 
@@ -45,7 +45,7 @@ class Qwen3MoeForCausalLM(Decoder):
     config_class: ClassVar = Qwen3MoeConfig
 
     @classmethod
-    def layer_tensors(cls, config: Qwen3MoeConfig, kind: LayerKind) -> dict[Path, tensor_names.Parts]:
+    def layer_tensors(cls, config: Qwen3MoeConfig, kind: LayerKind) -> dict[Path, Source]:
         tensors = tensor_names.of_layer(config)
         if not kind.sparse:
             return tensors

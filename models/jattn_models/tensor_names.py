@@ -1,62 +1,96 @@
 """Where a decoder's leaves lie in a Hugging Face checkpoint: Llama's names, from which families deviate."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.weights import Path, Source
+from jattn_models.weights import Path, Source, Widths
 
-Parts = Mapping[str, int | None]  # tensors side by side in a leaf, and how much of its last axis each takes
+
+def whole(name: str) -> Source:
+    """A leaf of one tensor, which each device has all of."""
+    return Source({name: None})
+
+
+def split_outputs(parts: str | Mapping[str, Widths]) -> Source:
+    """A leaf whose outputs devices share, each block by itself; a name alone is one block."""
+    return Source({parts: None} if isinstance(parts, str) else parts, "outputs")
+
+
+def split_inputs(name: str) -> Source:
+    """A leaf whose inputs devices share, or an embedding whose tokens they do."""
+    return Source({name: None}, "inputs")
 
 
 def of_model[Config: DecoderConfig](
-    config: Config, layer_tensors: Callable[[Config, LayerKind], Mapping[Path, Parts]]
+    config: Config, layer_tensors: Callable[[Config, LayerKind], Mapping[Path, Source | Mapping[str, Widths]]]
 ) -> dict[Path, Source]:
     """The sources of all leaves.
 
     Args:
-        layer_tensors: For each leaf of a layer its tensors, their names without the layer's prefix.
+        layer_tensors: For each leaf of a layer its source, names without the layer's prefix; parts alone, without a
+            source, are a leaf that each device has all of.
     """
     sources: dict[Path, Source] = {
-        ("vocabulary", "embedding"): Source({"model.embed_tokens.weight": None}),
-        ("norm", "scale"): Source({"model.norm.weight": None}),
+        ("vocabulary", "embedding"): split_inputs("model.embed_tokens.weight"),
+        ("norm", "scale"): whole("model.norm.weight"),
     }
     if not config.tied:
-        sources[("vocabulary", "lm_head", "kernel")] = Source({"lm_head.weight": None})
+        sources[("vocabulary", "lm_head", "kernel")] = split_outputs("lm_head.weight")
     for number, (layers, kind) in enumerate(config.stacks):
-        for path, parts in layer_tensors(config, kind).items():
-            names = {"model.layers.{layer}." + name: width for name, width in parts.items()}
+        for path, source in layer_tensors(config, kind).items():
+            source = source if isinstance(source, Source) else Source(source)
+            names = {"model.layers.{layer}." + name: width for name, width in source.parts.items()}
             numbers = {"layer": layers}
             if config.experts is not None and any("{expert}" in name for name in names):
                 numbers["expert"] = range(config.experts.count)
-            sources[("layers", number, *path)] = Source(names, numbers)
+            sources[("layers", number, *path)] = dataclasses.replace(source, parts=names, numbers=numbers)
     return sources
 
 
-def of_layer(config: DecoderConfig) -> dict[Path, Parts]:
+def of_layer(config: DecoderConfig) -> dict[Path, Source]:
     """A dense layer's tensors, by Llama's names."""
     q, kv = (heads * config.head_dim for heads in (config.num_q_heads, config.num_kv_heads))
     widths = {"q": q, "k": kv, "v": kv}
-    tensors: dict[Path, Parts] = {
-        ("input_norm", "scale"): {"input_layernorm.weight": None},
-        ("attention", "qkv_proj", "kernel"): {f"self_attn.{x}_proj.weight": width for x, width in widths.items()},
-        ("attention", "o_proj", "kernel"): {"self_attn.o_proj.weight": None},
-        ("post_attention_norm", "scale"): {"post_attention_layernorm.weight": None},
-        ("mlp", "gate_up_proj", "kernel"): {
-            "mlp.gate_proj.weight": config.intermediate_size,
-            "mlp.up_proj.weight": config.intermediate_size,
-        },
-        ("mlp", "down_proj", "kernel"): {"mlp.down_proj.weight": None},
+    sources = {
+        ("input_norm", "scale"): whole("input_layernorm.weight"),
+        ("attention", "qkv_proj", "kernel"): split_outputs(
+            {f"self_attn.{x}_proj.weight": width for x, width in widths.items()}
+        ),
+        ("attention", "o_proj", "kernel"): split_inputs("self_attn.o_proj.weight"),
+        ("post_attention_norm", "scale"): whole("post_attention_layernorm.weight"),
+        **of_gated_mlp(("mlp",), "mlp", config.intermediate_size),
     }
     if config.qkv_bias:
-        tensors["attention", "qkv_proj", "bias"] = {f"self_attn.{x}_proj.bias": width for x, width in widths.items()}
+        biases = {f"self_attn.{x}_proj.bias": width for x, width in widths.items()}
+        sources["attention", "qkv_proj", "bias"] = split_outputs(biases)
     if config.qk_norm:
-        tensors["attention", "q_norm", "scale"] = {"self_attn.q_norm.weight": None}
-        tensors["attention", "k_norm", "scale"] = {"self_attn.k_norm.weight": None}
-    return tensors
+        sources["attention", "q_norm", "scale"] = whole("self_attn.q_norm.weight")
+        sources["attention", "k_norm", "scale"] = whole("self_attn.k_norm.weight")
+    return sources
 
 
-def of_mixture(units: int, prefix: str, *, gate: str, up: str, down: str) -> dict[Path, Parts]:
+def of_gated_mlp(
+    path: Path, prefix: str, units: int, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[Path, Source]:
+    """A gated MLP's tensors.
+
+    Args:
+        path: Of the MLP in a layer.
+        prefix: Of the tensors.
+        units: Hidden units.
+        gate, up, down: What the projections are called.
+    """
+    return {
+        (*path, "gate_up_proj", "kernel"): split_outputs(
+            {f"{prefix}.{gate}.weight": units, f"{prefix}.{up}.weight": units}
+        ),
+        (*path, "down_proj", "kernel"): split_inputs(f"{prefix}.{down}.weight"),
+    }
+
+
+def of_mixture(units: int, prefix: str, *, gate: str, up: str, down: str) -> dict[Path, Source]:
     """A mixture's tensors, in place of a dense layer's MLP.
 
     Args:
@@ -64,9 +98,5 @@ def of_mixture(units: int, prefix: str, *, gate: str, up: str, down: str) -> dic
         prefix: Of the router and the experts.
         gate, up, down: What an expert's projections are called.
     """
-    expert = prefix + ".experts.{expert}."
-    return {
-        ("mlp", "router", "kernel"): {f"{prefix}.gate.weight": None},
-        ("mlp", "gate_up_proj", "kernel"): {f"{expert}{gate}.weight": units, f"{expert}{up}.weight": units},
-        ("mlp", "down_proj", "kernel"): {f"{expert}{down}.weight": None},
-    }
+    router = {("mlp", "router", "kernel"): whole(f"{prefix}.gate.weight")}
+    return router | of_gated_mlp(("mlp",), prefix + ".experts.{expert}", units, gate=gate, up=up, down=down)

@@ -13,8 +13,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from jattn.checkpoint import Checkpoint
+from jattn_models.sharding import ONLY_RANK, Rank, Sharded, pieces, whole_shape
 
 Path = tuple[Any, ...]
+Widths = int | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +25,24 @@ class Source:
 
     Attributes:
         parts: Names of the tensors that lie side by side in it, and how much of its last axis each takes; None is all.
+            Several widths are those of the blocks that lie side by side in one tensor.
+        sharded: Along which axis several devices share it: the outputs, each block by itself; the inputs, or the
+            embedding's tokens; None where each device has all of it.
         numbers: What fills a placeholder of the names, such as `{layer}`; the leaf has a leading axis for each.
     """
 
-    parts: Mapping[str, int | None]
+    parts: Mapping[str, Widths]
+    sharded: Sharded = None
     numbers: Mapping[str, range] = dataclasses.field(default_factory=dict)
 
     def places(self) -> Iterator[tuple[int, ...]]:
         """The leading indices, the last axis fastest; a configuration may claim more than any memory holds."""
         return _indices([len(numbers) for numbers in self.numbers.values()])
+
+    def blocks(self, part: str, width: int) -> tuple[int, ...]:
+        """The widths of a tensor's blocks in a leaf of `width` outputs on one device."""
+        widths = self.parts[part]
+        return widths if isinstance(widths, tuple) else (width if widths is None else widths,)
 
     def name(self, part: str, place: tuple[int, ...]) -> str:
         return part.format(**{key: self.numbers[key][i] for key, i in zip(self.numbers, place, strict=True)})
@@ -41,16 +52,25 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what their configuration says anyway
 
 
-def load(state: Any, sources: Mapping[Path, Source], checkpoint: Checkpoint, *, unused: tuple[str, ...] = ()) -> Any:
+def load(
+    state: Any,
+    sources: Mapping[Path, Source],
+    checkpoint: Checkpoint,
+    *,
+    unused: tuple[str, ...] = (),
+    rank: Rank = ONLY_RANK,
+) -> Any:
     """A model's state with the checkpoint's values, in the dtypes of `state`.
 
-    Tensors go to the device one at a time, so that beside the model no more than one of them is held.
+    Tensors go to the device one at a time, so that beside the model no more than one of them is held; of what devices
+    share, a device's part alone is read.
 
     Args:
-        state: An abstract `nnx.State`, as `nnx.eval_shape` gives it.
+        state: An abstract `nnx.State`, as `nnx.eval_shape` gives it, of one device's share of the model.
         sources: For each leaf its tensors.
         checkpoint: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
         unused: Tensors that may be there but have no leaf.
+        rank: The device.
 
     Raises:
         ValueError: A tensor is missing, has another shape or dtype, or has no leaf.
@@ -58,7 +78,7 @@ def load(state: Any, sources: Mapping[Path, Source], checkpoint: Checkpoint, *, 
     leaves = [(path, variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
     _check_names([sources[path] for path, _, _ in leaves], checkpoint, unused)
     loaded = [
-        (path, variable.replace(_leaf(path, abstract, sources[path], checkpoint)))
+        (path, variable.replace(_leaf(path, abstract, sources[path], checkpoint, rank)))
         for path, variable, abstract in leaves
     ]
     return nnx.from_flat_state(loaded)
@@ -81,22 +101,25 @@ def _check_names(sources: list[Source], checkpoint: Checkpoint, unused: tuple[st
         )
 
 
-def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint: Checkpoint) -> Any:
+def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint: Checkpoint, rank: Rank) -> Any:
     leaf = None
-    shape, transposed = (
-        abstract.shape[len(source.numbers) :],
-        path[-1] == "kernel" and len(abstract.shape) - len(source.numbers) == 2,
-    )
+    share = abstract.shape[len(source.numbers) :]
+    shape = whole_shape(share, source.sharded, rank.size)
+    transposed = path[-1] == "kernel" and len(share) == 2
     for place in source.places():
         start = 0
-        for part, width in source.parts.items():
-            part_shape = (*shape[:-1], width or shape[-1])
-            tensor = _tensor(checkpoint, source.name(part, place), part_shape[::-1] if transposed else part_shape)
-            if leaf is None:  # only now: the configuration's shape is the checkpoint's too
-                leaf = jnp.zeros(abstract.shape, abstract.dtype)
-            leaf = _placed(leaf, tensor, place, start, transposed=transposed)
-            start += part_shape[-1]
-        assert start == shape[-1], f"{path} is not filled"
+        for part in source.parts:
+            blocks = source.blocks(part, shape[-1])
+            whole = (*shape[:-1], sum(blocks))
+            for piece in pieces(whole, blocks, source.sharded, rank):
+                order = slice(None, None, -1) if transposed else slice(None)
+                read = piece[order] if rank.size > 1 else None
+                tensor = _tensor(checkpoint, source.name(part, place), whole[order], read)
+                if leaf is None:  # only now: the configuration's shape is the checkpoint's too
+                    leaf = jnp.zeros(abstract.shape, abstract.dtype)
+                leaf = _placed(leaf, tensor, place, start, transposed=transposed)
+                start += piece[-1].stop - piece[-1].start
+        assert start == share[-1], f"{path} is not filled"
     return leaf
 
 
@@ -109,8 +132,8 @@ def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (i, *rest)
 
 
-def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    tensor = checkpoint.read(name, shape)
+def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], piece: tuple[slice, ...] | None) -> np.ndarray:
+    tensor = checkpoint.read(name, shape, piece)
     if tensor.dtype.name not in _DTYPES:
         raise ValueError(f"Tensor {name!r} must be one of {', '.join(_DTYPES)}. Got {tensor.dtype}.")
     return tensor

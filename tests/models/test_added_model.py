@@ -81,7 +81,7 @@ def test_added_model_is_found_loaded_and_served(checkpoint):
         engine.step()
     whole = dense_logits(model, prompt + request.generated)
     assert request.generated == np.argmax(whole[len(prompt) - 1 : -1], axis=-1).tolist()
-    assert_shares_are_golden(model, prompt, whole[: len(prompt)])
+    assert_shares_are_golden(checkpoint, prompt, whole[: len(prompt)])
 
 
 def test_added_model_computes_what_its_author_wrote(checkpoint):

@@ -82,8 +82,7 @@ def test_served_greedy_tokens_match_transformers(case):
 
 @pytest.mark.parametrize("case", OTHER_CASES)
 def test_two_shares_give_the_whole_models_logits(case):
-    whole = load(case)
-    assert_shares_are_golden(whole, golden(case, "tokens")[2], golden(case)[2])
+    assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 
 
 @pytest.mark.parametrize("case", ["llama4", "mistral", "mixtral", "qwen3_moe"])

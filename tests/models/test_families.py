@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_models.attention import Temperature
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
@@ -18,6 +17,7 @@ from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
 from jattn_models.rope import Rope
 from jattn_models.rope_scaling import LinearScaling, Llama3Scaling
+from jattn_models.temperature import Temperature
 
 SMALLEST = {
     "vocab_size": 64,

@@ -109,7 +109,7 @@ def test_random_model_computes_without_a_pool():
 
 @pytest.mark.parametrize("case", ["gqa", "tied"])
 def test_two_shares_give_the_whole_models_logits(case):
-    assert_shares_are_golden(load(case), golden(case, "tokens")[2], golden(case)[2])
+    assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 
 
 @pytest.mark.parametrize(("case", "name"), [("gqa", "vocab_size"), ("gqa", "context_len")])
@@ -123,11 +123,6 @@ def test_architecture_names_find_their_class():
     assert model_class("LlamaForCausalLM") is LlamaForCausalLM
     with pytest.raises(ValueError, match=r"'Nope' is unknown. Known: .*LlamaForCausalLM"):
         model_class("Nope")
-
-
-def test_share_of_a_model_is_not_loaded():
-    with pytest.raises(NotImplementedError, match="for one device"):
-        LlamaForCausalLM.from_checkpoint(Checkpoint(GOLDEN / "mha"), dtype=jnp.float32, parallel=Parallel("tensor", 2))
 
 
 def test_heads_that_do_not_divide_over_devices_are_refused():

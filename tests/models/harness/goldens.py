@@ -69,16 +69,23 @@ def assert_run_is_golden(case, page_size, surface="flash_attention"):
         assert_golden(logits, np.stack([row[i] for row, i in zip(golden(case), at, strict=True)]))
 
 
-def assert_shares_are_golden(whole, tokens, expected):
+def shares(checkpoint, size):
+    """The parts of a model on `size` devices: what all have in common, and each one's state."""
+    model = model_class(checkpoint.architecture)
+    parallel = Parallel("tensor", size)
+    parts = [model.from_checkpoint(checkpoint, dtype=jnp.float32, parallel=parallel, rank=i) for i in range(size)]
+    return nnx.graphdef(parts[0]), [nnx.state(part) for part in parts]
+
+
+def assert_shares_are_golden(checkpoint, tokens, expected):
     """Two devices' shares of a model, side by side under vmap: each has the whole model's logits."""
-    parallel = Parallel("tensor", 2)
-    abstract = nnx.eval_shape(lambda: type(whole)(whole.config, dtype=jnp.float32, rngs=nnx.Rngs(0), parallel=parallel))
-    graph = nnx.graphdef(abstract)
-    shares = jax.tree.map(lambda *parts: jnp.stack(parts), *(share(whole, index) for index in range(2)))
-    both = jax.vmap(lambda state: _dense_logits(graph, state, jnp.asarray(tokens)), axis_name="tensor")(shares)
+    graph, states = shares(checkpoint, 2)
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
+    both = jax.vmap(lambda state: _dense_logits(graph, state, jnp.asarray(tokens)), axis_name="tensor")(stacked)
     for device in both:
         assert_golden(device, expected)
-    assert abstract.kv_groups[0].num_kv_heads == whole.config.num_kv_heads // 2
+    model = nnx.merge(graph, states[0])
+    assert model.kv_groups[0].num_kv_heads == model.config.num_kv_heads // 2
 
 
 def dense_logits(model, tokens):
@@ -91,29 +98,6 @@ def _dense_logits(graph, state, tokens):
     model = nnx.merge(graph, state)
     hidden, _ = model(sequence(tokens), None, DenseBackend(), None)
     return model.compute_logits(hidden)
-
-
-def share(model, index):
-    """One of two devices' part of a model's state."""
-    config = model.config
-    q, kv = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def half(x, axis):
-        return jnp.split(x, 2, axis)[index]
-
-    def part(path, x):
-        name = ".".join(str(key.key) for key in path if hasattr(key, "key"))
-        if "qkv_proj" in name:
-            return jnp.concatenate([half(block, -1) for block in jnp.split(x, (q, q + kv), -1)], -1)
-        if "gate_up_proj" in name:
-            return jnp.concatenate([half(block, -1) for block in jnp.split(x, 2, -1)], -1)
-        if "lm_head" in name or "up_proj" in name:
-            return half(x, -1)
-        if "o_proj" in name or "down_proj" in name:
-            return half(x, -2)
-        return half(x, 0) if "embedding" in name else x
-
-    return jax.tree_util.tree_map_with_path(part, nnx.state(model))
 
 
 @dataclasses.dataclass(frozen=True)
