@@ -6,9 +6,9 @@ from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
 from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
 from jattn_kernels.rotary import rotate_and_write
+from jattn_kernels.rotation import rotate
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
-from jattn_kernels.xla.rotate_and_write import rotate
 
 __all__ = [
     "AttentionSpec",

@@ -1,20 +1,20 @@
-"""The faces of the attention kernels: check, choose an implementation, run it."""
+"""The faces of the attention kernels: check, pack, choose an implementation, run it."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Collection
+from typing import Any, Unpack, get_args
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jattn_kernels import shapes
-from jattn_kernels.call import AttentionCall, AttentionOptions, Operation, default_device
+from jattn_kernels.call import AttentionCall, Operation, Schedule, modes_of
 from jattn_kernels.dispatch import choose
+from jattn_kernels.operands import AttentionKwargs, AttentionOperands, AttentionOptions, names_options
+from jattn_kernels.serve import attend
 from jattn_kernels.spec import AttentionSpec
 
 
+@names_options(AttentionKwargs)
 def paged_decode(
     q: Float[Array, "B Q N H"],
     k_pages: Float[Array, "..."],
@@ -24,18 +24,9 @@ def paged_decode(
     *,
     spec: AttentionSpec,
     schedule: Any = None,
-    layer_index: Int[Array, ""] | int | None = None,
-    q_start: Int[Array, " B"] | None = None,
-    kv_start: Int[Array, " B"] | None = None,
-    q_positions: Int[Array, "B Q"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    q_scale: Float[Array, "..."] | None = None,
-    k_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[AttentionKwargs],
 ) -> Float[Array, "B Q N Hv"] | tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Attention of the last Q tokens of each sequence over its pages.
 
@@ -70,27 +61,21 @@ def paged_decode(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: No implementation, or not the one asked for, serves this call.
     """
-    options = AttentionOptions(
-        layer_index=layer_index,
-        q_start=q_start,
-        kv_start=kv_start,
-        q_positions=q_positions,
-        custom_mask=custom_mask,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+    given = AttentionOptions(**options)
+    page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, given, spec)
+    operands = AttentionOperands(q=q, k=k_pages, v=v_pages, page_table=page_table, seq_lens=seq_lens, options=given)
+    return attend(
+        "paged_decode",
+        operands,
+        spec=spec,
+        page_size=page_size,
         schedule=schedule,
+        return_lse=return_lse,
+        implementation=implementation,
     )
-    page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, options, spec)
-    run = chosen("paged_decode", q, k_pages, page_size, options, spec, implementation)
-    _check_schedule(schedule, "paged_decode", q, k_pages, q.shape[0], q.shape[1], spec, page_size, implementation)
-    options = _with_own_rows(options)
-    out, lse = run(q, k_pages, v_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
-    return (out, lse) if return_lse else out
 
 
+@names_options(AttentionKwargs)
 def paged_extend(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "..."],
@@ -101,18 +86,9 @@ def paged_extend(
     *,
     spec: AttentionSpec,
     schedule: Any = None,
-    layer_index: Int[Array, ""] | int | None = None,
-    q_start: Int[Array, " B"] | None = None,
-    kv_start: Int[Array, " B"] | None = None,
-    q_positions: Int[Array, " T"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    q_scale: Float[Array, "..."] | None = None,
-    k_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[AttentionKwargs],
 ) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Attention of ragged queries, the last of each sequence, over its pages.
 
@@ -123,6 +99,7 @@ def paged_extend(
         cu_q_lens: Sequence b owns the queries cu_q_lens[b] .. cu_q_lens[b + 1] - 1; those from cu_q_lens[-1] on are
             padding, with output 0 and lse -inf.
         custom_mask: Per sequence [q_len, seq_len] row-major, one after the other; replaces the causal rule.
+        q_positions: Absolute position of each query, [T].
         Others: As in `paged_decode`, q_len in place of Q.
 
     Returns:
@@ -131,29 +108,29 @@ def paged_extend(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
     """
-    options = AttentionOptions(
-        layer_index=layer_index,
-        q_start=q_start,
-        kv_start=kv_start,
-        q_positions=q_positions,
-        custom_mask=custom_mask,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+    given = AttentionOptions(**options)
+    page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, given, spec)
+    operands = AttentionOperands(
+        q=q,
+        k=k_pages,
+        v=v_pages,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        options=given,
+    )
+    return attend(
+        "paged_extend",
+        operands,
+        spec=spec,
+        page_size=page_size,
         schedule=schedule,
+        return_lse=return_lse,
+        implementation=implementation,
     )
-    page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec)
-    run = chosen("paged_extend", q, k_pages, page_size, options, spec, implementation)
-    _check_schedule(
-        schedule, "paged_extend", q, k_pages, seq_lens.shape[0], q.shape[0], spec, page_size, implementation
-    )
-    options = _with_own_rows(options)
-    out, lse = run(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
-    return (out, lse) if return_lse else out
 
 
+@names_options(AttentionKwargs)
 def ragged_extend(
     q: Float[Array, "T N H"],
     k: Float[Array, "*L S K H"],
@@ -162,19 +139,9 @@ def ragged_extend(
     cu_kv_lens: Int[Array, " B_plus_1"],
     *,
     spec: AttentionSpec,
-    schedule: Any = None,
-    layer_index: Int[Array, ""] | int | None = None,
-    q_start: Int[Array, " B"] | None = None,
-    kv_start: Int[Array, " B"] | None = None,
-    q_positions: Int[Array, " T"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    q_scale: Float[Array, "..."] | None = None,
-    k_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[AttentionKwargs],
 ) -> Float[Array, "T N Hv"] | tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Attention of ragged queries over ragged keys and values that are not paged.
 
@@ -191,24 +158,17 @@ def ragged_extend(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
     """
-    options = AttentionOptions(
-        layer_index=layer_index,
-        q_start=q_start,
-        kv_start=kv_start,
-        q_positions=q_positions,
-        custom_mask=custom_mask,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        schedule=schedule,
+    given = AttentionOptions(**options)
+    shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, given, spec)
+    operands = AttentionOperands(q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, options=given)
+    return attend(
+        "ragged_extend",
+        operands,
+        spec=spec,
+        page_size=None,
+        return_lse=return_lse,
+        implementation=implementation,
     )
-    shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options, spec)
-    run = chosen("ragged_extend", q, k, None, options, spec, implementation)
-    options = _with_own_rows(options)
-    out, lse = run(q, k, v, cu_q_lens, cu_kv_lens, options, spec=spec)
-    return (out, lse) if return_lse else out
 
 
 def make_schedule(
@@ -222,8 +182,9 @@ def make_schedule(
     kv_dtype: Any = None,
     operation: Operation | None = None,
     max_seq_len: int | None = None,
+    features: Collection[str] = (),
     implementation: str | None = None,
-) -> Any:
+) -> Schedule | None:
     """The work list of a step, which all layers of one spec share; jit-able.
 
     For calls that leave `q_start` and `kv_start` to their defaults.
@@ -236,6 +197,8 @@ def make_schedule(
         kv_dtype: Of keys and values; that of the queries if None.
         operation: Of the calls; `paged_decode` or `paged_extend`, by `cu_q_lens`, if None.
         max_seq_len: Keys that no sequence exceeds; `batch_invariant` work lists need it.
+        features: Names of the optional arguments that the calls will be given, as far as dispatch looks at them.
+        implementation: Of the calls.
 
     Returns:
         What `schedule` takes; None where the implementation that serves these calls needs none, or more than is given.
@@ -256,97 +219,12 @@ def make_schedule(
         q_dtype=dtype.name,
         kv_dtype=dtype.name if kv_dtype is None else jnp.dtype(kv_dtype).name,
         page_size=page_size,
-        num_tokens=num_tokens if operation.endswith("decode") else None,
-        device=default_device(),
-    )
-    plan = choose(call, implementation).implementation.schedules.get(operation)
-    if plan is None:
-        return None
-    kv_itemsize = jnp.dtype(call.kv_dtype).itemsize
-    return plan(seq_lens, cu_q_lens, spec=spec, num_tokens=num_tokens, kv_itemsize=kv_itemsize, max_seq_len=max_seq_len)
-
-
-def _check_schedule(
-    schedule: Any,
-    operation: Operation,
-    q: jax.Array,
-    k_pages: jax.Array,
-    num_seqs: int,
-    num_tokens: int,
-    spec: AttentionSpec,
-    page_size: int,
-    implementation: str | None,
-) -> None:
-    """Refuses a work list of another call: its kernel would read what is not there.
-
-    Raises:
-        ValueError: It has not the form of what `make_schedule` makes for such calls.
-    """
-    if schedule is None:
-        return
-    make = functools.partial(
-        make_schedule,
-        spec=spec,
         num_tokens=num_tokens,
-        dtype=q.dtype,
-        page_size=page_size,
-        kv_dtype=k_pages.dtype,
-        max_seq_len=page_size,
-        implementation=implementation,
+        num_seqs=seq_lens.shape[0],
+        features=frozenset(features),
+        modes=modes_of(seq_lens),
     )
-    lens, offsets = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_seqs, num_seqs + 1))
-    made = jax.eval_shape(make, lens, offsets if operation == "paged_extend" else None)
-    if made is not None and _form(schedule, spec) != _form(made, spec):
-        raise ValueError(
-            "`schedule` must be what `make_schedule` makes for as many sequences and tokens, the dtypes and the spec "
-            f"of the call. Got {shapes.brief(schedule)} that is not, for {num_tokens} tokens and {num_seqs} sequences "
-            f"of a `{operation}`."
-        )
-
-
-def _form(schedule: Any, spec: AttentionSpec) -> Any:
-    """Of which class, with which static fields and shapes; a `batch_invariant` one's depend on `max_seq_len`."""
-    leaves, tree = jax.tree.flatten(schedule)
-    return tree, None if spec.batch_invariant else [jnp.shape(leaf) for leaf in leaves]
-
-
-def _with_own_rows(options: AttentionOptions) -> AttentionOptions:
-    """The options with a layer's own row in place of scales of all layers, where a row is an odd multiple of 128 bytes.
-
-    XLA would hand a kernel every second layer's as a view that Mosaic refuses; a sum is no view.
-    """
-
-    def own_row(scales: Any) -> Any:
-        if scales is None or scales.ndim != 2 or scales.shape[1] * scales.dtype.itemsize % 256 != 128:
-            return scales
-        is_layer = jnp.arange(scales.shape[0]) == options.layer_index
-        return jnp.sum(jnp.where(is_layer[:, None], scales, jnp.zeros_like(scales)), axis=0)
-
-    return dataclasses.replace(options, k_scale=own_row(options.k_scale), v_scale=own_row(options.v_scale))
-
-
-def chosen(
-    operation: Operation,
-    q: jax.Array,
-    k: jax.Array,
-    page_size: int | None,
-    options: AttentionOptions,
-    spec: AttentionSpec,
-    implementation: str | None,
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The function of the implementation that serves a call.
-
-    Raises:
-        ValueError, NotImplementedError: As `paged_decode`.
-    """
-    call = AttentionCall(
-        operation=operation,
-        spec=spec,
-        q_dtype=q.dtype.name,
-        kv_dtype=k.dtype.name,
-        page_size=page_size,
-        num_tokens=q.shape[1] if operation.endswith("decode") else None,
-        features=options.given(),
-        device=default_device(),
-    )
-    return choose(call, implementation).implementation.operations[operation]
+    chosen = choose(call, implementation).implementation
+    call = call.for_schedule()
+    work = chosen.make_schedule(call, seq_lens, cu_q_lens, max_seq_len)
+    return None if work is None else Schedule(work=work, call=call, implementation=chosen.name)

@@ -1,49 +1,17 @@
-"""What dispatch knows of a call, and what an implementation offers."""
+"""The static facts of one call, that dispatch and implementations are asked with, and the schedule made for it."""
 
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.core import Tracer
 
+from jattn_kernels.operands import AttentionOptions as AttentionOptions
 from jattn_kernels.spec import AttentionSpec
 
 Operation = Literal["paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "rotate_and_write"]
-
-
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
-    """The optional arguments of an attention call; a field that was not given is None."""
-
-    layer_index: Int[Array, ""] | int | None = None
-    q_start: Int[Array, " B"] | None = None
-    kv_start: Int[Array, " B"] | None = None
-    q_positions: Int[Array, "..."] | None = None
-    custom_mask: Bool[Array, " M"] | None = None
-    q_scale: Float[Array, "..."] | None = None
-    k_scale: Float[Array, "..."] | None = None
-    v_scale: Float[Array, "..."] | None = None
-    alibi_slopes: Float[Array, " N"] | None = None
-    sinks: Float[Array, " N"] | None = None
-    schedule: Any = None
-
-    def given(self) -> frozenset[str]:
-        """Names of the arguments that were given."""
-        names = (field.name for field in dataclasses.fields(self))
-        return frozenset(name for name in names if getattr(self, name) is not None)
-
-    def starts(
-        self, seq_lens: Int[Array, " B"], q_lens: Int[Array, " B"] | int
-    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-        """`q_start` and `kv_start`, or what stands for those that were not given: the queries end where the keys do."""
-        kv_start = jnp.zeros_like(seq_lens) if self.kv_start is None else self.kv_start
-        return kv_start + seq_lens - q_lens if self.q_start is None else self.q_start, kv_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +41,25 @@ def default_device() -> Device:
     return Device(device.platform, (int(major), int(minor)), getattr(device, "core_count", None))
 
 
+def modes_of(operands: Any = None) -> frozenset[str]:
+    """The modes of JAX that kernels must be made for, and that a call is traced in.
+
+    Args:
+        operands: A pytree of the call's arrays.
+
+    Returns:
+        "jax_enable_x64" if it is on, and "check_vma" in a `shard_map` that tracks which operands vary over its mesh.
+    """
+    modes = {"jax_enable_x64": jax.config.jax_enable_x64, "check_vma": varying_axes(operands)}
+    return frozenset(mode for mode, is_on in modes.items() if is_on)
+
+
+def varying_axes(operands: Any) -> frozenset[str]:
+    """The axes of a mesh over which some array varies, in a `shard_map` with check_vma=True; none outside."""
+    leaves = (leaf for leaf in jax.tree.leaves(operands) if isinstance(leaf, Tracer))
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
     """The static facts of one attention call; hashable.
@@ -83,9 +70,11 @@ class AttentionCall:
         q_dtype: Name of the queries' dtype.
         kv_dtype: Name of the keys' and values' dtype.
         page_size: Tokens a page; None if keys and values are not paged.
-        num_tokens: Query tokens a sequence in decode, if known.
+        num_tokens: Query tokens, padded ones included: a sequence in decode, else in all; None if not known.
+        num_seqs: Sequences, padded ones included; None if not known.
         features: Names of the optional arguments that were given.
         device: What the call runs on.
+        modes: As `modes_of` has them.
     """
 
     operation: Operation
@@ -94,24 +83,61 @@ class AttentionCall:
     kv_dtype: str
     page_size: int | None
     num_tokens: int | None = None
+    num_seqs: int | None = None
     features: frozenset[str] = frozenset()
-    device: Device = dataclasses.field(default_factory=default_device)
+    # Looked up when a call is made, so that one place decides for all of them.
+    device: Device = dataclasses.field(default_factory=lambda: default_device())
+    modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
+
+    def for_schedule(self) -> "AttentionCall":
+        """The call without what the work of its sequences does not depend on: what schedules are made of."""
+        return _for_schedule(self)
+
+
+@functools.lru_cache(maxsize=4096)
+def _for_schedule(call: AttentionCall) -> AttentionCall:
+    spec = dataclasses.replace(call.spec, sm_scale=None, logits_soft_cap=None, page_layout="NHD", combined_pool=None)
+    return dataclasses.replace(call, spec=spec, q_dtype=call.kv_dtype, features=frozenset(), modes=frozenset())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """One way to serve attention calls.
+class NormCall:
+    """The static facts of one norm; hashable.
 
     Attributes:
-        name: What `implementation` is set to.
-        refuses: Says in a sentence why a call cannot be served, or returns None.
-        operations: For each operation the function (*arrays, options, spec=..., page_size=... if paged) -> (out, lse),
-            arrays as the face takes them.
-        schedules: For each operation that reads a work list the function (seq_lens, cu_q_lens, spec=...,
-            num_tokens=..., kv_itemsize=..., max_seq_len=...) -> schedule.
+        num_rows, columns: Of what is normed.
+        dtype: Name of its dtype.
+        scale_dtype: Name of the scale's.
+        eps, offset: What is added to the mean of squares, and to the scale.
+        device, modes: As in AttentionCall.
     """
 
-    name: str
-    refuses: Callable[[AttentionCall], str | None]
-    operations: Mapping[Operation, Callable[..., Any]]
-    schedules: Mapping[Operation, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    num_rows: int
+    columns: int
+    dtype: str
+    scale_dtype: str
+    eps: float
+    offset: float
+    device: Device = dataclasses.field(default_factory=lambda: default_device())
+    modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
+    operation: Literal["rms_norm"] = "rms_norm"
+
+
+Call = AttentionCall | NormCall
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A work list, and which calls of which implementation it is for.
+
+    Attributes:
+        work: The implementation's own arrays.
+        call: As `AttentionCall.for_schedule` gives it; static.
+        implementation: Its name; static.
+    """
+
+    work: Any
+    call: AttentionCall = dataclasses.field(metadata={"static": True})
+    implementation: str = dataclasses.field(metadata={"static": True})

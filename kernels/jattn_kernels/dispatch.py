@@ -1,13 +1,47 @@
 """Which implementation serves a call, and why."""
 
-from typing import NamedTuple
+import contextlib
+from collections.abc import Collection
+from typing import Any, NamedTuple
 
-from jattn_kernels.call import AttentionCall, Implementation
+import jax.numpy as jnp
+
+from jattn_kernels.call import AttentionCall, Call, Operation
+from jattn_kernels.implementation import Implementation
 from jattn_kernels.mosaic import MOSAIC
+from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla import XLA
 
 # In order of preference.
-IMPLEMENTATIONS: tuple[Implementation, ...] = (MOSAIC, XLA)
+_registered: list[Implementation] = [MOSAIC, XLA]
+
+
+def implementations() -> tuple[Implementation, ...]:
+    """All that are registered, the preferred ones first."""
+    return tuple(_registered)
+
+
+def register(implementation: Implementation, *, before: str | None = None) -> contextlib.ExitStack:
+    """Adds an implementation, whose name must be new.
+
+    Args:
+        before: Name of the one that it is preferred to; None puts it last.
+
+    Returns:
+        A context manager whose end, or whose `close`, takes the implementation out again.
+
+    Raises:
+        ValueError: The name is taken, or `before` names none.
+    """
+    names = [entry.name for entry in _registered]
+    if implementation.name in names:
+        raise ValueError(f"`implementation` must have a name of its own. Got name={implementation.name!r}.")
+    if before is not None and before not in names:
+        raise ValueError(f"`before` must be None or one of: {', '.join(names)}. Got before={before!r}.")
+    _registered.insert(len(names) if before is None else names.index(before), implementation)
+    registration = contextlib.ExitStack()
+    registration.callback(_registered.remove, implementation)
+    return registration
 
 
 class Choice(NamedTuple):
@@ -18,23 +52,27 @@ class Choice(NamedTuple):
 
 
 def choose(
-    call: AttentionCall,
+    call: Call,
     implementation: str | None = None,
     *,
-    among: tuple[Implementation, ...] = IMPLEMENTATIONS,
+    among: tuple[Implementation, ...] | None = None,
 ) -> Choice:
-    """The implementation for a call: the one asked for, or the first of `among` that does not refuse.
+    """The implementation for a call: the one asked for, or the first that does not refuse.
+
+    Args:
+        among: Those to choose from; the registered ones if None.
 
     Raises:
         ValueError: `implementation` names none of them.
         NotImplementedError: The one asked for refuses, or all do; the message has the sentence of each.
     """
-    by_name = {entry.name: entry for entry in among}
-    if implementation is not None and implementation not in by_name:
-        choices = ", ".join(by_name)
+    among = implementations() if among is None else among
+    names = [entry.name for entry in among]
+    if implementation is not None and implementation not in names:
+        choices = ", ".join(names)
         raise ValueError(f"`implementation` must be None or one of: {choices}. Got implementation={implementation!r}.")
     refusals = {entry.name: entry.refuses(call) for entry in among}
-    candidates = among if implementation is None else (by_name[implementation],)
+    candidates = [entry for entry in among if implementation in (None, entry.name)]
     for entry in candidates:
         if refusals[entry.name] is None:
             return Choice(entry, _reason(entry.name, implementation, refusals))
@@ -42,6 +80,37 @@ def choose(
     able = [name for name, refusal in refusals.items() if refusal is None]
     advice = f"Use implementation={able[0]!r}." if able else "No implementation serves this call."
     raise NotImplementedError(f"{sentences} {advice}")
+
+
+def works_per_sequence(
+    operation: Operation,
+    *,
+    spec: AttentionSpec,
+    dtype: Any,
+    page_size: int | None,
+    kv_dtype: Any = None,
+    features: Collection[str] = (),
+    implementation: str | None = None,
+) -> bool:
+    """Whether what serves such calls does for each sequence the work that its own length asks for, and no more.
+
+    Args:
+        dtype: Of the queries.
+        kv_dtype: Of keys and values; that of the queries if None.
+        features: Names of the optional arguments that will be given.
+
+    Raises:
+        ValueError, NotImplementedError: As `choose`.
+    """
+    call = AttentionCall(
+        operation=operation,
+        spec=spec,
+        q_dtype=jnp.dtype(dtype).name,
+        kv_dtype=jnp.dtype(dtype if kv_dtype is None else kv_dtype).name,
+        page_size=page_size,
+        features=frozenset(features),
+    )
+    return operation in choose(call, implementation).implementation.per_sequence_work
 
 
 def _reason(name: str, asked: str | None, refusals: dict[str, str | None]) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jattn_kernels.call import AttentionCall, Device, Operation
-from jattn_kernels.dispatch import IMPLEMENTATIONS
+from jattn_kernels.dispatch import implementations
 from jattn_kernels.spec import AttentionSpec
 
 DEVICES: Mapping[str, Device] = {"Hopper": Device("gpu", (9, 0)), "CPU": Device("cpu")}
@@ -90,7 +90,7 @@ def feature_table(device: Device = DEVICES["Hopper"]) -> list[FeatureRow]:
         on_device = [dataclasses.replace(call, device=device) for call in calls]
         refusals = {
             entry.name: next((sentence for call in on_device if (sentence := entry.refuses(call))), None)
-            for entry in IMPLEMENTATIONS
+            for entry in implementations()
         }
         rows.append(FeatureRow(feature, refusals))
     return rows
@@ -99,7 +99,7 @@ def feature_table(device: Device = DEVICES["Hopper"]) -> list[FeatureRow]:
 def feature_markdown() -> str:
     """A table in Markdown: a row a feature, and on which devices each implementation serves it."""
     tables = {name: feature_table(device) for name, device in DEVICES.items()}
-    names = [entry.name for entry in IMPLEMENTATIONS]
+    names = [entry.name for entry in implementations()]
     lines = [("feature", *names), (":--",) * (1 + len(names))]
     for same_feature in zip(*tables.values(), strict=True):
         served = [

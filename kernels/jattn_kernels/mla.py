@@ -1,15 +1,16 @@
 """The faces of absorbed multi-head latent attention: one latent row a token serves as key and value of all heads."""
 
-from typing import Any
+from typing import Any, Unpack
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jattn_kernels import mla_shapes
-from jattn_kernels.attention import chosen
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels.operands import AttentionOperands, AttentionOptions, LatentKwargs, names_options
+from jattn_kernels.serve import attend
 from jattn_kernels.spec import AttentionSpec
 
 
+@names_options(LatentKwargs)
 def mla_decode(
     q_nope: Float[Array, "B Q N C"],
     q_pe: Float[Array, "B Q N R"],
@@ -18,18 +19,9 @@ def mla_decode(
     seq_lens: Int[Array, " B"],
     *,
     spec: AttentionSpec,
-    schedule: Any = None,
-    layer_index: Int[Array, ""] | int | None = None,
-    q_start: Int[Array, " B"] | None = None,
-    kv_start: Int[Array, " B"] | None = None,
-    q_positions: Int[Array, "B Q"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    q_scale: Float[Array, "..."] | None = None,
-    kv_scale: Float[Array, "..."] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[LatentKwargs],
 ) -> Float[Array, "B Q N C"] | tuple[Float[Array, "B Q N C"], Float[Array, "B Q N"]]:
     """Absorbed MLA of the last Q tokens of each sequence over its latent pages (DeepSeek-V2, section 2.1).
 
@@ -48,25 +40,22 @@ def mla_decode(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
     """
-    options = AttentionOptions(
-        layer_index=layer_index,
-        q_start=q_start,
-        kv_start=kv_start,
-        q_positions=q_positions,
-        custom_mask=custom_mask,
-        q_scale=q_scale,
-        k_scale=kv_scale,
-        v_scale=kv_scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        schedule=schedule,
+    given = _options(dict(options))
+    page_size = mla_shapes.check_mla_decode(q_nope, q_pe, latent_pages, page_table, seq_lens, given, spec)
+    operands = AttentionOperands(
+        q=q_nope, q_pe=q_pe, k=latent_pages, page_table=page_table, seq_lens=seq_lens, options=given
     )
-    page_size = mla_shapes.check_mla_decode(q_nope, q_pe, latent_pages, page_table, seq_lens, options, spec)
-    run = chosen("mla_decode", q_nope, latent_pages, page_size, options, spec, implementation)
-    out, lse = run(q_nope, q_pe, latent_pages, page_table, seq_lens, options, spec=spec, page_size=page_size)
-    return (out, lse) if return_lse else out
+    return attend(
+        "mla_decode",
+        operands,
+        spec=spec,
+        page_size=page_size,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
 
 
+@names_options(LatentKwargs)
 def mla_extend(
     q_nope: Float[Array, "T N C"],
     q_pe: Float[Array, "T N R"],
@@ -76,18 +65,9 @@ def mla_extend(
     cu_q_lens: Int[Array, " B_plus_1"],
     *,
     spec: AttentionSpec,
-    schedule: Any = None,
-    layer_index: Int[Array, ""] | int | None = None,
-    q_start: Int[Array, " B"] | None = None,
-    kv_start: Int[Array, " B"] | None = None,
-    q_positions: Int[Array, " T"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    q_scale: Float[Array, "..."] | None = None,
-    kv_scale: Float[Array, "..."] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[LatentKwargs],
 ) -> Float[Array, "T N C"] | tuple[Float[Array, "T N C"], Float[Array, "T N"]]:
     """Absorbed MLA of ragged queries, the last of each sequence, over its latent pages.
 
@@ -101,20 +81,28 @@ def mla_extend(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
     """
-    options = AttentionOptions(
-        layer_index=layer_index,
-        q_start=q_start,
-        kv_start=kv_start,
-        q_positions=q_positions,
-        custom_mask=custom_mask,
-        q_scale=q_scale,
-        k_scale=kv_scale,
-        v_scale=kv_scale,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        schedule=schedule,
+    given = _options(dict(options))
+    page_size = mla_shapes.check_mla_extend(q_nope, q_pe, latent_pages, page_table, seq_lens, cu_q_lens, given, spec)
+    operands = AttentionOperands(
+        q=q_nope,
+        q_pe=q_pe,
+        k=latent_pages,
+        page_table=page_table,
+        seq_lens=seq_lens,
+        cu_q_lens=cu_q_lens,
+        options=given,
     )
-    page_size = mla_shapes.check_mla_extend(q_nope, q_pe, latent_pages, page_table, seq_lens, cu_q_lens, options, spec)
-    run = chosen("mla_extend", q_nope, latent_pages, page_size, options, spec, implementation)
-    out, lse = run(q_nope, q_pe, latent_pages, page_table, seq_lens, cu_q_lens, options, spec=spec, page_size=page_size)
-    return (out, lse) if return_lse else out
+    return attend(
+        "mla_extend",
+        operands,
+        spec=spec,
+        page_size=page_size,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+
+
+def _options(given: dict[str, Any]) -> AttentionOptions:
+    """A row is a key and a value, and its scale both of theirs."""
+    kv_scale = given.pop("kv_scale", None)
+    return AttentionOptions(k_scale=kv_scale, v_scale=kv_scale, **given)

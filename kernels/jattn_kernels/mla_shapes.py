@@ -42,6 +42,7 @@ def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale)
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    shapes.check_are_arrays(latent_pages=latent_pages, c_kv=c_kv, k_pe=k_pe)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
     if c_kv.ndim != 2 or k_pe.ndim != 2 or c_kv.shape[1] + k_pe.shape[1] != facts.head_dim:
         raise ValueError(
@@ -82,6 +83,7 @@ def _check_queries_and_pages(
     q_nope, q_pe, axes: tuple[str, ...], latent_pages, options: AttentionOptions, spec: AttentionSpec
 ) -> PageGeometry:
     _check_spec(spec)
+    shapes.check_are_arrays(q_nope=q_nope, q_pe=q_pe, latent_pages=latent_pages)
     for name, q, width in (("q_nope", q_nope, spec.value_dim), ("q_pe", q_pe, spec.head_dim - spec.value_dim)):
         if q.ndim != len(axes) + 1 or 0 in q.shape or q.shape[-2:] != (spec.num_q_heads, width):
             raise ValueError(
@@ -103,6 +105,7 @@ def _check_queries_and_pages(
 
 
 def _check_spec(spec: AttentionSpec) -> None:
+    shapes.check_spec(spec)
     if spec.num_kv_heads != 1 or spec.value_dim >= spec.head_dim:
         raise ValueError(
             "`spec` of absorbed MLA must have num_kv_heads=1 and a v_head_dim smaller than its head_dim. "

@@ -5,34 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import default_device
-from jattn_kernels.mosaic.sm90 import rms_norm as sm90
+from jattn_kernels.call import NormCall, modes_of
+from jattn_kernels.dispatch import choose
+from jattn_kernels.implementation import Implementation
+from jattn_kernels.norm_formula import norm_of_rows
+from jattn_kernels.operands import NormOperands
 from jattn_kernels.shapes import check_are_arrays, check_float, check_layer_index
-
-_HOPPER = (9, 0)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _norm(x, scale, layer_index, eps, offset, implementation):
-    if implementation == "mosaic":
-        return sm90.rms_norm(x, scale, layer_index, eps=eps, offset=offset)
-    return _in_xla(x, scale, layer_index, eps, offset)
-
-
-@_norm.defjvp
-def _norm_jvp(eps, offset, implementation, primals, tangents):
-    del implementation
-    return jax.jvp(lambda x, scale, layer: _in_xla(x, scale, layer, eps, offset), primals, tangents)
-
-
-def _in_xla(x, scale, layer_index, eps, offset):
-    scale = lax.dynamic_index_in_dim(scale, layer_index, keepdims=False)
-    wide = x.astype(jnp.float32)
-    wide *= lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * jnp.broadcast_to(scale.astype(jnp.float32) + offset, x.shape)).astype(x.dtype)
 
 
 def rms_norm(
@@ -62,33 +42,40 @@ def rms_norm(
     check_float("x", x)
     check_float("scale", scale)
     stacked = scale.ndim == 2
-    if stacked != (layer_index is not None) or scale.ndim not in (1, 2) or scale.shape[-1] != x.shape[-1]:
+    if x.ndim < 1 or stacked != (layer_index is not None) or scale.ndim not in (1, 2) or scale.shape[-1] != x.shape[-1]:
         raise ValueError(
             "`scale` must be [D] for rows of D numbers, or [L, D] and `layer_index` given. "
             f"Got x.shape={x.shape}, scale.shape={scale.shape}, layer_index={None if layer_index is None else 'given'}."
         )
     if layer_index is not None:
         check_layer_index(layer_index, scale.shape[0])
-    if implementation not in (None, "mosaic", "xla"):
-        raise ValueError(f"`implementation` must be mosaic, xla or None. Got {implementation!r}.")
-    if implementation != "xla":
-        refusal = _refusal(x, scale)
-        if refusal is not None and implementation == "mosaic":
-            raise NotImplementedError(refusal)
-        implementation = "xla" if refusal is not None else "mosaic"
     layer = jnp.asarray(0 if layer_index is None else layer_index, jnp.int32)
-    rows = x.reshape(-1, x.shape[-1])
-    out: Any = _norm(rows, scale if stacked else scale[None], layer, eps, offset, implementation)
+    operands = NormOperands(
+        x=jnp.asarray(x).reshape(-1, x.shape[-1]),
+        scale=jnp.asarray(scale) if stacked else jnp.asarray(scale)[None],
+        layer_index=layer,
+    )
+    call = NormCall(
+        num_rows=operands.x.shape[0],
+        columns=x.shape[-1],
+        dtype=x.dtype.name,
+        scale_dtype=scale.dtype.name,
+        eps=eps,
+        offset=offset,
+        modes=modes_of(operands),
+    )
+    out: Any = _norm(choose(call, implementation).implementation, call, operands)
     return out.reshape(x.shape)
 
 
-def _refusal(x: Array, scale: Array) -> str | None:
-    """Why there is no kernel for a call, or None."""
-    if default_device().compute_capability != _HOPPER:
-        return "`mosaic` has kernels for compute capability 9.0 (Hopper) only."
-    if x.size == 0 or not sm90.takes(x.shape[-1], x.dtype, scale.dtype):
-        return (
-            "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 1,024, of bfloat16 or float16. "
-            f"Got x of {x.shape} {x.dtype.name}, scale of {scale.dtype.name}."
-        )
-    return None
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _norm(implementation: Implementation, call: NormCall, operands: NormOperands) -> Float[Array, "T D"]:
+    return implementation.run(call, operands)
+
+
+@_norm.defjvp
+def _norm_jvp(implementation, call, primals, tangents):
+    del implementation
+    formula = functools.partial(norm_of_rows, eps=call.eps, offset=call.offset)
+    at, along = ((each.x, each.scale, each.layer_index) for (each,) in (primals, tangents))
+    return jax.jvp(formula, at, along)

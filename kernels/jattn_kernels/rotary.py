@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import AttentionCall, default_device
+from jattn_kernels.call import AttentionCall, modes_of
 from jattn_kernels.dispatch import choose
-from jattn_kernels.shapes import check_page_rows, paged_geometry
+from jattn_kernels.operands import RotaryOperands
+from jattn_kernels.rotation import check_angles
+from jattn_kernels.shapes import check_are_arrays, check_axes, check_page_rows, check_sizes, paged_geometry
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
 
@@ -38,47 +40,32 @@ def rotate_and_write(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for refuses.
     """
+    check_are_arrays(qkv=qkv, cos=cos, sin=sin)
+    check_axes("qkv", qkv, ("T", "heads", "H"))
+    check_sizes(num_kv_heads=num_kv_heads)
     num_tokens, num_heads, head_dim = qkv.shape
     num_q_heads = num_heads - 2 * num_kv_heads
-    if num_kv_heads < 1 or num_q_heads < 1:
+    if num_q_heads < 1:
         raise ValueError(
             "`qkv` must have query heads and `num_kv_heads` key and value heads. "
             f"Got qkv.shape={qkv.shape}, num_kv_heads={num_kv_heads}."
         )
-    half = cos.shape[-1]
-    if 2 * half > head_dim:
-        raise ValueError(
-            f"`cos` must have at most one value a pair of a head. Got cos.shape={cos.shape}, qkv.shape={qkv.shape}."
-        )
-    for name, angle in (("cos", cos), ("sin", sin)):
-        if angle.shape != (num_tokens, half) or angle.dtype != jnp.float32:
-            raise ValueError(
-                f"`{name}` must be float32 with a row a token of `qkv`: {(num_tokens, half)}. "
-                f"Got {name}.shape={angle.shape}, {name}.dtype={angle.dtype}."
-            )
+    check_angles(cos, sin, "qkv", qkv)
     rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
-    check_page_rows(
-        k_pages,
-        v_pages,
-        rows,
-        rows,
-        slots,
-        layout=layout,
-        combined_pool=None,
-        layer_index=layer_index,
-        k_scale=None,
-        v_scale=None,
-    )
+    check_page_rows(k_pages, v_pages, rows, rows, slots, layout=layout, combined_pool=None, layer_index=layer_index)
     facts, _ = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=None, layer_index=layer_index)
-    spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout)
+    qkv, cos, sin, k_pages, v_pages, slots = (jnp.asarray(x) for x in (qkv, cos, sin, k_pages, v_pages, slots))
+    operands = RotaryOperands(
+        qkv=qkv, cos=cos, sin=sin, k_pages=k_pages, v_pages=v_pages, slots=slots, layer_index=layer_index
+    )
     call = AttentionCall(
         operation="rotate_and_write",
-        spec=spec,
+        spec=AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout),
         q_dtype=qkv.dtype.name,
         kv_dtype=k_pages.dtype.name,
         page_size=facts.page_size,
-        features=frozenset({"partial_rotary"} if 2 * half < head_dim else ()),
-        device=default_device(),
+        num_tokens=num_tokens,
+        features=frozenset({"partial_rotary"} if 2 * cos.shape[-1] < head_dim else ()),
+        modes=modes_of(operands),
     )
-    run = choose(call, implementation).implementation.operations["rotate_and_write"]
-    return run(qkv, cos, sin, k_pages, v_pages, slots, layer_index, spec=spec)
+    return choose(call, implementation).implementation.run(call, operands)

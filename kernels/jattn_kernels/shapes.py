@@ -102,7 +102,12 @@ def brief(value) -> str:
     return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
-def _check_spec(spec) -> None:
+def check_spec(spec) -> None:
+    """Checks that it is one.
+
+    Raises:
+        ValueError: It is not.
+    """
     if not isinstance(spec, AttentionSpec):
         raise ValueError(f"`spec` must be an AttentionSpec. Got {brief(spec)}.")
 
@@ -115,7 +120,7 @@ def check_paged_decode(
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    _check_spec(spec)
+    check_spec(spec)
     check_are_arrays(q=q, k_pages=k_pages, page_table=page_table, seq_lens=seq_lens)
     _check_queries(q, ("B", "Q", "N", "H"), spec)
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
@@ -132,7 +137,7 @@ def check_paged_extend(
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    _check_spec(spec)
+    check_spec(spec)
     check_are_arrays(q=q, k_pages=k_pages, page_table=page_table, seq_lens=seq_lens)
     _check_queries(q, ("T", "N", "H"), spec)
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
@@ -147,7 +152,7 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    _check_spec(spec)
+    check_spec(spec)
     check_are_arrays(q=q, k=k, v=v, cu_q_lens=cu_q_lens)
     _check_queries(q, ("T", "N", "H"), spec)
     stacked = options.layer_index is not None
@@ -183,19 +188,38 @@ def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, page_size, max_seq_len
     Raises:
         ValueError: A shape, a dtype or a size is wrong.
     """
-    _check_spec(spec)
+    check_spec(spec)
     check_are_arrays(seq_lens=seq_lens)
     if seq_lens.ndim != 1 or seq_lens.shape[0] < 1:
         raise ValueError(f"`seq_lens` must be [B] with B at least 1. Got seq_lens.shape={seq_lens.shape}.")
     check_int32("seq_lens", seq_lens, seq_lens.shape)
     if cu_q_lens is not None:
         check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
-    sizes = {"num_tokens": num_tokens}
-    sizes |= {} if page_size is None else {"page_size": page_size}
-    sizes |= {} if max_seq_len is None else {"max_seq_len": max_seq_len}
+    check_sizes(num_tokens=num_tokens)
+    for name, size in (("page_size", page_size), ("max_seq_len", max_seq_len)):
+        if size is not None:
+            check_sizes(**{name: size})
+
+
+def check_sizes(**sizes) -> None:
+    """Checks that all are counts of something.
+
+    Raises:
+        ValueError: One is no whole number, or below 1.
+    """
     for name, size in sizes.items():
         if not is_whole(size) or size < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={size!r}.")
+
+
+def check_axes(name: str, array, axes: tuple[str, ...]) -> None:
+    """Checks how many axes an array has.
+
+    Raises:
+        ValueError: Another number.
+    """
+    if array.ndim != len(axes):
+        raise ValueError(f"`{name}` must be [{', '.join(axes)}]. Got {name}.shape={array.shape}.")
 
 
 def check_merge(outs, lses) -> None:
@@ -306,6 +330,7 @@ def check_table(page_table, seq_lens) -> None:
     Raises:
         ValueError: A shape or dtype is wrong.
     """
+    check_are_arrays(seq_lens=seq_lens, page_table=page_table)
     if seq_lens.ndim != 1 or page_table.ndim != 2 or seq_lens.shape[0] < 1 or page_table.shape[1] < 1:
         raise ValueError(
             "`seq_lens` must be [B] and `page_table` [B, max_pages], both sizes at least 1. "

@@ -6,17 +6,28 @@ merge of the two by their lse; sinks, which belong to the whole, come last
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend
 from jattn_kernels.merge import merge_states, sink_share
-from jattn_kernels.shapes import check_int32, check_one_a_head
+from jattn_kernels.operands import HeadOptions, names_options
+from jattn_kernels.shapes import (
+    brief,
+    check_are_arrays,
+    check_axes,
+    check_int32,
+    check_one_a_head,
+    check_sizes,
+    check_spec,
+)
 from jattn_kernels.spec import AttentionSpec
 
 
+@names_options(HeadOptions)
 def shared_prefix_decode(
     q: Float[Array, "B Q N H"],
     k_pages: Float[Array, "..."],
@@ -28,16 +39,9 @@ def shared_prefix_decode(
     *,
     spec: AttentionSpec,
     schedule: Any = None,
-    layer_index: Int[Array, ""] | int | None = None,
-    q_positions: Int[Array, "B Q"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    q_scale: Float[Array, "..."] | None = None,
-    k_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    sinks: Float[Array, " N"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
+    **options: Unpack[HeadOptions],
 ) -> Float[Array, "B Q N Hv"] | tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Attention of the last Q tokens of each sequence over a prefix that all share and a suffix of its own.
 
@@ -60,30 +64,30 @@ def shared_prefix_decode(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`, for either pass.
     """
+    check_spec(spec)
+    check_are_arrays(q=q, prefix_table=prefix_table, page_table=page_table)
+    check_axes("q", q, ("B", "Q", "N", "H"))
     batch_size, num_tokens = q.shape[:2]
     check_int32("prefix_table", prefix_table, (prefix_table.size,))
     check_int32("prefix_len", prefix_len, ())
     check_int32("suffix_lens", suffix_lens, (batch_size,))
+    both: dict[str, Any] = dict(options)
+    sinks, q_positions, custom_mask = (both.pop(name, None) for name in ("sinks", "q_positions", "custom_mask"))
     check_one_a_head("sinks", sinks, spec)
-    if q_scale is not None and q_scale.ndim == 2:
+    if q_positions is not None:
+        check_int32("q_positions", q_positions, (batch_size, num_tokens))
+    q_scale: Any = both.get("q_scale")
+    if getattr(q_scale, "ndim", None) == 2:
         raise ValueError(
             "`q_scale` must be a scalar or [K]: the queries over a shared prefix are one sequence. "
             f"Got q_scale.shape={q_scale.shape}."
         )
-    prefix_schedule, suffix_schedule = (None, None) if schedule is None else schedule
+    prefix_schedule, suffix_schedule = _pair(schedule)
     prefix_lens = jnp.broadcast_to(prefix_len, (1,))
     kv_start = jnp.broadcast_to(prefix_len, (batch_size,))
-    shared: dict[str, Any] = {
-        "layer_index": layer_index,
-        "q_scale": q_scale,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "alibi_slopes": alibi_slopes,
-        "return_lse": True,
-        "implementation": implementation,
-    }
+    both |= {"return_lse": True, "implementation": implementation}
     positions = None
-    if _needs_positions(spec, alibi_slopes):
+    if _needs_positions(spec, both.get("alibi_slopes")):
         first = kv_start + suffix_lens - num_tokens
         counted = first[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
         positions = (counted if q_positions is None else q_positions).reshape(-1)
@@ -97,7 +101,7 @@ def shared_prefix_decode(
         spec=_prefix_spec(spec),
         schedule=prefix_schedule,
         q_positions=positions,
-        **shared,
+        **both,
     )
     suffix_out, suffix_lse = paged_decode(
         q,
@@ -110,7 +114,7 @@ def shared_prefix_decode(
         kv_start=kv_start,
         q_positions=q_positions,
         custom_mask=custom_mask,
-        **shared,
+        **both,
     )
     padded = (suffix_lens == 0)[:, None, None]
     prefix_lse = jnp.where(padded, -jnp.inf, prefix_lse.reshape(suffix_lse.shape))
@@ -131,6 +135,7 @@ def shared_prefix_schedule(
     dtype: Any,
     page_size: int,
     kv_dtype: Any = None,
+    features: Collection[str] = (),
     implementation: str | None = None,
 ) -> tuple[Any, Any]:
     """The work lists of a step's two passes, which all layers of one spec share; jit-able.
@@ -145,16 +150,33 @@ def shared_prefix_schedule(
     Raises:
         ValueError, NotImplementedError: As `paged_decode`.
     """
+    check_spec(spec)
+    check_int32("prefix_len", prefix_len, ())
+    check_are_arrays(suffix_lens=suffix_lens)
+    check_axes("suffix_lens", suffix_lens, ("B",))
+    check_sizes(num_tokens=num_tokens)
     facts = {"dtype": dtype, "page_size": page_size, "kv_dtype": kv_dtype, "implementation": implementation}
+    # What only the pass over the suffixes is given.
+    of_prefix = frozenset(features) - {"custom_mask", "sinks"}
+    of_suffix = frozenset(features) - {"sinks"}
     num_queries = suffix_lens.shape[0] * num_tokens
     prefix = make_schedule(
         jnp.broadcast_to(prefix_len, (1,)),
         jnp.array([0, num_queries], jnp.int32),
         spec=_prefix_spec(spec),
         num_tokens=num_queries,
+        features=of_prefix,
         **facts,
     )
-    return prefix, make_schedule(suffix_lens, spec=spec, num_tokens=num_tokens, **facts)
+    return prefix, make_schedule(suffix_lens, spec=spec, num_tokens=num_tokens, features=of_suffix, **facts)
+
+
+def _pair(schedule: Any) -> tuple[Any, Any]:
+    if schedule is None:
+        return None, None
+    if not isinstance(schedule, tuple) or len(schedule) != 2:
+        raise ValueError(f"`schedule` must be None or what `shared_prefix_schedule` makes. Got {brief(schedule)}.")
+    return schedule
 
 
 def _prefix_spec(spec: AttentionSpec) -> AttentionSpec:

@@ -15,7 +15,7 @@ from jattn.local_attention import (
     max_virtual_batches,
     pad_local_attention_virtual_batches,
 )
-from jattn_kernels import AttentionSpec, attention, paged_decode, paged_extend
+from jattn_kernels import AttentionSpec, paged_decode, paged_extend
 from jattn_kernels.call import Device
 from tests.kernels.harness.extend_calls import interpreted_in_few_blocks
 
@@ -172,7 +172,7 @@ def test_extend_over_virtual_batches_is_chunked_attention(rules):
 
 @pytest.mark.parametrize("rules", [{}, {"window_left": 40}], ids=["plain", "window"])
 def test_hoppers_extend_over_virtual_batches_is_chunked_attention(monkeypatch, rules):
-    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     chunk_size, page_size, tokens = 64, 16, 40
     q_lens, kv_lens = [13, 0, 5, 9], np.array([140, 12, 5, 66], np.int32)
     cu, table = jnp.asarray(offsets(q_lens)), jnp.asarray(table_of(4, 9))

@@ -9,7 +9,7 @@ import pytest
 
 import jattn_kernels
 from jattn_kernels.call import AttentionCall, default_device
-from jattn_kernels.dispatch import IMPLEMENTATIONS
+from jattn_kernels.dispatch import implementations
 from jattn_kernels.mosaic.sm90 import extend, many_rows
 from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
 from tests.kernels.harness.case_table import CASES, assert_close, build
@@ -26,7 +26,7 @@ def _on_a_gpu() -> None:
     assert jax.default_backend() == "gpu", "these tests were asked for, and JAX's default device is no GPU"
 
 
-@pytest.mark.parametrize("implementation", [entry.name for entry in IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", [entry.name for entry in implementations()])
 @pytest.mark.parametrize("case", [*CASES, *KERNEL_SIZED], ids=lambda case: case.name)
 def test_gpu_agrees_with_the_oracle(case, implementation):
     inputs = build(case)
@@ -131,7 +131,7 @@ def test_mosaic_decode_of_a_request_is_the_same_to_the_bit_in_any_batch_and_buck
 def test_mosaic_refuses_nothing_that_it_is_made_for(case):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    (mosaic,) = (entry for entry in IMPLEMENTATIONS if entry.name == "mosaic")
+    (mosaic,) = (entry for entry in implementations() if entry.name == "mosaic")
     options = build(case).kwargs.keys() - {"spec"}
     call = AttentionCall(
         operation=case.operation,

@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import jattn_kernels
-from jattn_kernels import attention
 from jattn_kernels.call import Device
 from tests.kernels.harness.case_table import assert_close, build
 from tests.kernels.harness.kernel_sized_cases import case_of, spec_of
@@ -17,7 +16,7 @@ _OF_LAYERS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, 
 @pytest.mark.parametrize(("num_heads", "num_sums"), [(32, 2), (64, 0), (16, 0)])
 @pytest.mark.parametrize("operation", ["paged_decode", "paged_extend", "ragged_extend"])
 def test_a_layers_scales_are_no_view_that_a_kernel_refuses(monkeypatch, operation, num_heads, num_sums):
-    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     spec = spec_of(num_q_heads=num_heads, num_kv_heads=num_heads, head_dim=64)
     args, kwargs = build(case_of(operation, "scales", spec=spec, **_OF_LAYERS))
     attend = functools.partial(getattr(jattn_kernels, operation), implementation="mosaic", **kwargs)

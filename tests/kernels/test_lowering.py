@@ -6,7 +6,6 @@ import jax
 import pytest
 
 import jattn_kernels
-from jattn_kernels import attention
 from jattn_kernels.call import Device
 from tests.kernels.harness.case_table import build
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
@@ -15,7 +14,7 @@ from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
 @pytest.mark.slow
 @pytest.mark.parametrize("case", KERNEL_SIZED, ids=lambda case: case.name)
 def test_mosaic_lowers_every_case_for_cuda(monkeypatch, case):
-    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     args, kwargs = build(case)
     spec = kwargs.pop("spec")
     attend = functools.partial(getattr(jattn_kernels, case.operation), spec=spec, implementation="mosaic")

@@ -1,6 +1,7 @@
 """Each sentence that a wrong shape or dtype of a call over latent pages becomes."""
 
 import dataclasses
+import inspect
 
 import jax.numpy as jnp
 import pytest
@@ -66,6 +67,10 @@ def test_check_mla_decode_returns_the_page_size(change):
         (spec(v_head_dim=None), r"a v_head_dim smaller than its head_dim\. Got .*v_head_dim=None"),
         (spec(sm_scale=None), r"`sm_scale` of absorbed MLA must be given: .* Got sm_scale=None"),
         (spec(rope_theta=1e4), "`rope_theta` must be None in MLA"),
+        *[
+            ({name: [1]}, f"`{name}` must be an array")
+            for name in ("q_nope", "q_pe", "latent_pages", "page_table", "seq_lens")
+        ],
         ({"q_nope": zeros(3, 4, 8)}, r"`q_nope` must be \[B, Q, N, 8\] with N = num_q_heads = 4"),
         ({"q_nope": zeros(3, 0, 4, 8)}, "and not empty"),
         ({"q_pe": zeros(3, 1, 4, 3)}, r"`q_pe` must be \[B, Q, N, 2\]"),
@@ -87,7 +92,7 @@ def test_check_mla_decode_returns_the_page_size(change):
 )
 def test_check_mla_decode_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        mla_shapes.check_mla_decode(**(DECODE | change))
+        inspect.unwrap(mla_shapes.check_mla_decode)(**(DECODE | change))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, attention
+from jattn_kernels import AttentionSpec
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import AttentionOptions, Device
 from jattn_kernels.mosaic.sm90 import paged
@@ -19,7 +19,7 @@ from tests.kernels.harness.interpreter import interpreted
 @pytest.fixture
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU; the interpreter is it."""
-    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     monkeypatch.setattr(paged, "num_sms", lambda: 3)  # few workers: the interpreter is slow
     with interpreted():
         yield
@@ -115,7 +115,7 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
     inputs = build(case)
     page_size, lens = case.page_size, inputs.args[4]
     schedule = make_schedule(lens, spec=case.spec, num_tokens=1, dtype=case.dtype, page_size=page_size)
-    assert isinstance(schedule, DecodeSchedule)
+    assert isinstance(schedule.work, DecodeSchedule)
     given = paged_decode(*inputs.args, **inputs.kwargs, schedule=schedule, implementation="mosaic")
     own = paged_decode(*inputs.args, **inputs.kwargs, implementation="mosaic")
     np.testing.assert_array_equal(given, own)

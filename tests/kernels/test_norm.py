@@ -54,7 +54,7 @@ def test_norm_has_the_gradient_of_its_formula():
 @pytest.fixture
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU."""
-    monkeypatch.setattr("jattn_kernels.norm.default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
 
 
 def test_kernel_without_races(hopper):

@@ -1,11 +1,13 @@
 """Rotary embedding with the page write: against plain loops, in the Hopper kernel, and on the GPU itself."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, rotary, rotate_and_write
+from jattn_kernels import AttentionSpec, rotate, rotate_and_write
 from jattn_kernels.call import Device
 from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
@@ -80,7 +82,7 @@ def test_rotate_and_write_turns_pairs_and_writes_slots(num_q_heads, num_kv_heads
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
 def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, dtype):
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout, dtype=dtype)
-    monkeypatch.setattr(rotary, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     with interpreted():
         results = rotate_and_write(
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic"
@@ -123,6 +125,11 @@ def test_gpu_rotate_and_write_agrees(num_q_heads, num_kv_heads, head_dim, layout
         ({"sin": jnp.zeros((5, 16))}, "`sin` must be float32 with a row a token"),
         ({"cos": jnp.zeros((5, 32), jnp.bfloat16)}, "`cos` must be float32"),
         ({"num_kv_heads": 8}, "`qkv` must have query heads"),
+        ({"num_kv_heads": 0}, "`num_kv_heads` must be a whole number of at least 1"),
+        ({"qkv": jnp.zeros((5, 64))}, r"`qkv` must be \[T, heads, H\]"),
+        ({"qkv": [[1.0]]}, "`qkv` must be an array"),
+        ({"cos": None}, "`cos` must be an array"),
+        ({"k_pages": [1.0]}, "`k_pages` must be an array"),
         ({"slots": jnp.zeros(4, jnp.int32)}, "`slots`"),
         ({"implementation": "other"}, "`implementation` must be None or one of"),
     ],
@@ -131,11 +138,26 @@ def test_rotate_and_write_refuses_with_a_sentence(change, sentence):
     names = ("qkv", "cos", "sin", "k_pages", "v_pages", "slots")
     given = dict(zip(names, arguments(8, 4, 64, "NHD"), strict=True)) | {"num_kv_heads": 4, "layer_index": 0}
     with pytest.raises(ValueError, match=sentence):
-        rotate_and_write(**(given | change))
+        inspect.unwrap(rotate_and_write)(**(given | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"x": [[[1.0]]]}, "`x` must be an array"),
+        ({"cos": None}, "`cos` must be an array"),
+        ({"x": jnp.zeros((5, 8))}, r"`x` must be \[T, heads, H\]"),
+        ({"sin": jnp.zeros((5, 2))}, "`sin` must be float32 with a row a token of `x`"),
+    ],
+)
+def test_rotate_refuses_with_a_sentence(change, sentence):
+    given = {"x": jnp.zeros((5, 2, 8)), "cos": jnp.zeros((5, 4)), "sin": jnp.zeros((5, 4))}
+    with pytest.raises(ValueError, match=sentence):
+        inspect.unwrap(rotate)(**(given | change))
 
 
 def test_mosaic_refuses_heads_that_do_not_fill_its_threads(monkeypatch):
-    monkeypatch.setattr(rotary, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     given = arguments(5, 1, 64, "NHD")
     with pytest.raises(NotImplementedError, match="not 5 and 1 of 64"):
         rotate_and_write(*given, num_kv_heads=1, layer_index=0, implementation="mosaic")

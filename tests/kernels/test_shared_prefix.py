@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, attention, shared_prefix_decode, shared_prefix_schedule
+from jattn_kernels import AttentionSpec, attention, serve, shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.call import Device, default_device
 from jattn_kernels.mosaic.sm90 import paged
 from tests.kernels.harness.case_table import Case, Inputs, assert_close, build
@@ -111,13 +111,13 @@ def test_shared_prefix_reads_one_of_stacked_layers():
 def calls_of(monkeypatch, **options):
     """The calls that dispatch was asked about."""
     asked = []
-    choose = attention.choose
+    choose = serve.choose
 
     def recorded(call, implementation=None):
         asked.append(call)
         return choose(call, implementation)
 
-    monkeypatch.setattr(attention, "choose", recorded)
+    monkeypatch.setattr(serve, "choose", recorded)
     fields = {"spec": options.pop("spec", spec_of())}
     args, kwargs = shared(*whole(16, **fields), 16)
     shared_prefix_decode(*args, **kwargs | options)
@@ -151,6 +151,14 @@ def test_sinks_reach_neither_pass(monkeypatch):
     ("change", "sentence"),
     [
         ({"prefix_table": jnp.zeros((1, 3), jnp.int32)}, r"`prefix_table` must be int32 \[3\]"),
+        ({"prefix_table": [0]}, "`prefix_table` must be an array"),
+        ({"q": [0.0]}, "`q` must be an array"),
+        ({"q": jnp.zeros((5, 4, 16))}, r"`q` must be \[B, Q, N, H\]"),
+        ({"spec": None}, "`spec` must be an AttentionSpec"),
+        ({"schedule": 3}, "`schedule` must be None or what `shared_prefix_schedule` makes"),
+        ({"q_positions": [0]}, "`q_positions` must be an array"),
+        ({"q_scale": [[1.0]]}, "`q_scale` must be None or an array"),
+        ({"page_table": [0]}, "`page_table` must be an array"),
         ({"prefix_len": jnp.zeros(1, jnp.int32)}, r"`prefix_len` must be int32 \[\]"),
         ({"suffix_lens": jnp.zeros(2, jnp.int32)}, r"`suffix_lens` must be int32 \[5\]"),
         ({"sinks": jnp.zeros(2)}, r"`sinks` must be floats \[num_q_heads=4\]"),
@@ -167,7 +175,7 @@ def test_shared_prefix_says_what_is_wrong(change, sentence):
 
 
 def test_schedule_has_a_work_list_for_each_pass(monkeypatch):
-    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     spec = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
     facts = {"spec": spec, "num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 16}
     prefix, suffix = shared_prefix_schedule(jnp.int32(300), jnp.array([7, 40], jnp.int32), **facts)
@@ -179,7 +187,7 @@ def test_schedule_has_a_work_list_for_each_pass(monkeypatch):
 
 
 def test_shared_prefix_runs_on_the_hopper_kernels(monkeypatch):
-    monkeypatch.setattr(attention, "default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     monkeypatch.setattr(paged, "num_sms", lambda: 3)  # few parts: the interpreter is slow
     spec = spec_of(head_dim=64)
     case, inputs = whole(37, q_len=1, suffixes=(3, 20), spec=spec, dtype="bfloat16", sinks=True)

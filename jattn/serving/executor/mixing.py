@@ -7,8 +7,7 @@ from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import Request
 from jattn.surfaces.sglang.config import spec_of
-from jattn_kernels.call import AttentionCall
-from jattn_kernels.dispatch import choose
+from jattn_kernels.dispatch import works_per_sequence
 
 # Tokens of a request. Extend does not cut a sequence's keys, as decode does: over more of them its unit would take
 # longer than the decode launch that is saved, as reckoned from an H200's clocks a tile.
@@ -42,12 +41,12 @@ def mixed_rows(config: EngineConfig, layers: tuple[AttentionLayer, ...], options
 
 def _goes_by_work_list(layer: AttentionLayer, options: BackendOptions) -> bool:
     """Whether extend's kernel for a layer does the work that each sequence has, and no more."""
-    call = AttentionCall(
-        operation="paged_extend",
+    return works_per_sequence(
+        "paged_extend",
         spec=spec_of(layer),
-        q_dtype=options.dtype,
-        kv_dtype=stored_dtype(options.kv_cache_dtype, options.dtype).name,
+        dtype=options.dtype,
+        kv_dtype=stored_dtype(options.kv_cache_dtype, options.dtype),
         page_size=options.page_size,
-        features=frozenset({"layer_index"}),
+        features=("layer_index",),
+        implementation=options.implementation,
     )
-    return call.operation in choose(call, options.implementation).implementation.schedules

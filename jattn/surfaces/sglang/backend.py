@@ -339,7 +339,6 @@ class FlashAttentionBackend:
             positions = None if positions is None else positions.reshape(-1, read.q_len)
         options = {
             "spec": read.spec,
-            "schedule": schedule,
             "layer_index": layer.layer_id,
             "q_positions": positions,
             "custom_mask": read.custom_mask,
@@ -348,6 +347,7 @@ class FlashAttentionBackend:
         places = (read.page_table, read.seq_lens)
         q_nope, q_pe = jnp.split(q, (layer.v_head_dim,), axis=-1) if read.operation.startswith("mla") else (q, q)
         starts = read.cu_q_lens
+        scales = {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule}
         match read.operation:
             case "mla_decode":
                 out = mla_decode(q_nope, q_pe, group.k, *places, kv_scale=k_scale, **options)
@@ -355,10 +355,10 @@ class FlashAttentionBackend:
                 assert starts is not None
                 out = mla_extend(q_nope, q_pe, group.k, *places, starts, kv_scale=k_scale, **options)
             case "paged_decode":
-                out = paged_decode(q, group.k, group.v, *places, k_scale=k_scale, v_scale=v_scale, **options)
+                out = paged_decode(q, group.k, group.v, *places, **scales, **options)
             case _:
                 assert starts is not None
-                out = paged_extend(q, group.k, group.v, *places, starts, k_scale=k_scale, v_scale=v_scale, **options)
+                out = paged_extend(q, group.k, group.v, *places, starts, **scales, **options)
         assert isinstance(out, jax.Array)
         return out.reshape(-1, *out.shape[-2:])
 

@@ -1,12 +1,13 @@
 """Which calls the Mosaic GPU kernels serve, and on which GPUs."""
 
-from collections.abc import Callable
-from typing import Any
+import jax.numpy as jnp
 
-from jattn_kernels.call import AttentionCall, Implementation, Operation
-from jattn_kernels.mosaic.sm90 import extend, many_rows
+from jattn_kernels.call import AttentionCall, Call, NormCall, Operation
+from jattn_kernels.implementation import Implementation
+from jattn_kernels.mosaic.entry import OPERATIONS, make_schedule, run
+from jattn_kernels.mosaic.sm90 import rms_norm
 from jattn_kernels.mosaic.sm90.mask_words import MOST_TOKENS
-from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once, rotate_and_write
+from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
@@ -34,9 +35,15 @@ _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
 }
 
 
-def refuses(call: AttentionCall) -> str | None:
+_MODES = {
+    "jax_enable_x64": "`mosaic` does not run under `jax_enable_x64`: its kernels count in int32.",
+    "check_vma": "`mosaic` does not run in a `shard_map` that tracks what varies: give it check_vma=False.",
+}
+
+
+def refuses(call: Call) -> str | None:
     """Why `mosaic` cannot serve a call, or None."""
-    spec, device, operation = call.spec, call.device, call.operation
+    device = call.device
     if device.compute_capability != _HOPPER:
         found = (
             device.platform
@@ -44,6 +51,24 @@ def refuses(call: AttentionCall) -> str | None:
             else "compute capability {}.{}".format(*device.compute_capability)
         )
         return f"`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is {found}."
+    for mode, sentence in _MODES.items():
+        if mode in call.modes:
+            return sentence
+    return _refuses_norm(call) if isinstance(call, NormCall) else _refuses_attention(call)
+
+
+def _refuses_norm(call: NormCall) -> str | None:
+    dtypes = jnp.dtype(call.dtype), jnp.dtype(call.scale_dtype)
+    if call.num_rows == 0 or not rms_norm.takes(call.columns, *dtypes):
+        return (
+            "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 1,024, of bfloat16 or float16, not "
+            f"{call.num_rows} of {call.columns} in {call.dtype} with a scale in {call.scale_dtype}."
+        )
+    return None
+
+
+def _refuses_attention(call: AttentionCall) -> str | None:
+    spec, operation = call.spec, call.operation
     if operation not in OPERATIONS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
@@ -81,15 +106,10 @@ def refuses(call: AttentionCall) -> str | None:
     return None
 
 
-OPERATIONS: dict[Operation, Callable[..., Any]] = {
-    "paged_decode": many_rows.paged_decode,
-    "paged_extend": extend.paged_extend,
-    "ragged_extend": extend.ragged_extend,
-    "rotate_and_write": rotate_and_write,
-}
 MOSAIC = Implementation(
     name="mosaic",
     refuses=refuses,
-    operations=OPERATIONS,
-    schedules={"paged_decode": many_rows.decode_schedule, "paged_extend": extend.make_schedule},
+    run=run,
+    make_schedule=make_schedule,
+    per_sequence_work=frozenset({"paged_decode", "paged_extend"}),
 )

@@ -1,3 +1,3 @@
 """Attention in portable jnp, flash-style: CPU and any GPU."""
 
-from jattn_kernels.xla.attention import XLA as XLA
+from jattn_kernels.xla.implementation import XLA as XLA

@@ -1,116 +1,70 @@
 """The attention operations in portable jnp, for CPU and any GPU."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import AttentionCall, AttentionOptions, Implementation
+from jattn_kernels.call import AttentionCall
+from jattn_kernels.operands import AttentionOperands, AttentionOptions
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.core import attend
 from jattn_kernels.xla.fetch import Fetcher, LatentFetcher, PageFetcher, RaggedFetcher
-from jattn_kernels.xla.rotate_and_write import rotate_and_write
 from jattn_kernels.xla.tiles import decode_tiles, extend_tiles
 from jattn_kernels.xla.visibility import tile_keys
 
-_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+Result = tuple[Float[Array, "..."], Float[Array, "..."]]
 
 
-def refuses(call: AttentionCall) -> str | None:
-    """Why `xla` cannot serve a call, or None."""
-    for dtype in (call.q_dtype, call.kv_dtype):
-        if dtype not in _DTYPES:
-            return f"`xla` does not do {dtype}: it takes {', '.join(_DTYPES)}."
-    if call.spec.batch_invariant:
-        return "`xla` does not promise `batch_invariant`: XLA's matrix products may differ between batch shapes."
-    return None
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "page_size"))
-def paged_decode(
-    q: Float[Array, "B Q N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."] | None,
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
+@functools.partial(jax.jit, static_argnums=0)
+def paged_decode(call: AttentionCall, operands: AttentionOperands) -> Result:
     """Output and lse of a few queries a sequence."""
-    fetch = PageFetcher(page_table, options.layer_index, spec, page_size, k_pages, v_pages)
-    return _decode(q, seq_lens, fetch, options, spec)
+    return _decode(operands.q, operands.seq_lens, _pages(call, operands), operands.options, call.spec)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "page_size"))
-def paged_extend(
-    q: Float[Array, "T N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."] | None,
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+@functools.partial(jax.jit, static_argnums=0)
+def paged_extend(call: AttentionCall, operands: AttentionOperands) -> Result:
     """Output and lse of ragged queries over paged keys."""
-    fetch = PageFetcher(page_table, options.layer_index, spec, page_size, k_pages, v_pages)
-    return _extend(q, cu_q_lens, seq_lens, fetch, options, spec)
+    lens = operands.cu_q_lens, operands.seq_lens
+    return _extend(operands.q, *lens, _pages(call, operands), operands.options, call.spec)
 
 
-@functools.partial(jax.jit, static_argnames=("spec",))
-def ragged_extend(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "*L S K H"],
-    v: Float[Array, "*L S K Hv"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    cu_kv_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
+@functools.partial(jax.jit, static_argnums=0)
+def ragged_extend(call: AttentionCall, operands: AttentionOperands) -> Result:
     """Output and lse of ragged queries over ragged keys."""
-    fetch = RaggedFetcher(k, v, cu_kv_lens, options.layer_index)
-    return _extend(q, cu_q_lens, jnp.diff(cu_kv_lens), fetch, options, spec)
+    assert operands.v is not None
+    fetch = RaggedFetcher(operands.k, operands.v, operands.cu_kv_lens, operands.options.layer_index)
+    lens = operands.cu_q_lens, jnp.diff(operands.cu_kv_lens)
+    return _extend(operands.q, *lens, fetch, operands.options, call.spec)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "page_size"))
-def mla_decode(
-    q_nope: Float[Array, "B Q N C"],
-    q_pe: Float[Array, "B Q N R"],
-    latent_pages: Float[Array, "*L P page_size W"],
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-) -> tuple[Float[Array, "B Q N C"], Float[Array, "B Q N"]]:
+@functools.partial(jax.jit, static_argnums=0)
+def mla_decode(call: AttentionCall, operands: AttentionOperands) -> Result:
     """Output and lse of a few absorbed queries a sequence."""
-    fetch = LatentFetcher(page_table, options.layer_index, spec, page_size, latent_pages)
-    return _decode(jnp.concatenate([q_nope, q_pe], axis=-1), seq_lens, fetch, options, spec)
+    q = jnp.concatenate([operands.q, operands.q_pe], axis=-1)
+    return _decode(q, operands.seq_lens, _latents(call, operands), operands.options, call.spec)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "page_size"))
-def mla_extend(
-    q_nope: Float[Array, "T N C"],
-    q_pe: Float[Array, "T N R"],
-    latent_pages: Float[Array, "*L P page_size W"],
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-) -> tuple[Float[Array, "T N C"], Float[Array, "T N"]]:
+@functools.partial(jax.jit, static_argnums=0)
+def mla_extend(call: AttentionCall, operands: AttentionOperands) -> Result:
     """Output and lse of ragged absorbed queries."""
-    fetch = LatentFetcher(page_table, options.layer_index, spec, page_size, latent_pages)
-    return _extend(jnp.concatenate([q_nope, q_pe], axis=-1), cu_q_lens, seq_lens, fetch, options, spec)
+    q = jnp.concatenate([operands.q, operands.q_pe], axis=-1)
+    lens = operands.cu_q_lens, operands.seq_lens
+    return _extend(q, *lens, _latents(call, operands), operands.options, call.spec)
+
+
+def _pages(call: AttentionCall, operands: AttentionOperands) -> PageFetcher:
+    return PageFetcher(*_places(call, operands), operands.k, operands.v)
+
+
+def _latents(call: AttentionCall, operands: AttentionOperands) -> LatentFetcher:
+    return LatentFetcher(*_places(call, operands), operands.k)
+
+
+def _places(call: AttentionCall, operands: AttentionOperands) -> tuple[Any, Any, Any, Any]:
+    return operands.page_table, operands.options.layer_index, call.spec, call.page_size
 
 
 def _decode(
@@ -144,17 +98,3 @@ def _extend(
         out.at[place].get(mode="fill", fill_value=0),
         lse.at[place].get(mode="fill", fill_value=-jnp.inf),
     )
-
-
-XLA = Implementation(
-    name="xla",
-    refuses=refuses,
-    operations={
-        "paged_decode": paged_decode,
-        "paged_extend": paged_extend,
-        "ragged_extend": ragged_extend,
-        "mla_decode": mla_decode,
-        "mla_extend": mla_extend,
-        "rotate_and_write": rotate_and_write,
-    },
-)

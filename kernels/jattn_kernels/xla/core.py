@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels.call import varying_axes
 from jattn_kernels.merge import sink_share
+from jattn_kernels.operands import AttentionOptions
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
@@ -65,11 +66,14 @@ def attend(
         return new_max, running_sum * keep + jnp.sum(p, axis=-1), acc * keep[..., None] + new
 
     stats = (num_tiles, spec.num_kv_heads, spec.group_size, rows)
-    start = (
+    none_yet = (
         jnp.full(stats, -jnp.inf, jnp.float32),
         jnp.zeros(stats, jnp.float32),
         jnp.zeros((*stats, spec.value_dim), jnp.float32),
     )
+    # What a loop carries must vary over a mesh from the first as it does after a step.
+    varying = varying_axes((tiles, keys, options, vars(fetch)))
+    start = tuple(jax.lax.pcast(x, tuple(varying), to="varying") if varying else x for x in none_yet)
     top, total, acc = jax.lax.fori_loop(0, trips, step, start)
     # Judged by the maximum, not the sum: a NaN logit must reach the output.
     empty = top == -jnp.inf

@@ -1,0 +1,157 @@
+"""The arrays of one call, packed once at its face."""
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+_ABSENT: Any = None  # what an operation does not have; which it has is known by its name
+
+
+class LayerOptions(TypedDict, total=False):
+    """The optional arguments of every attention operation; `paged_decode` says what each means."""
+
+    layer_index: Int[Array, ""] | int | None
+    q_positions: Int[Array, "..."] | None
+    custom_mask: Bool[Array, " M"] | None
+    q_scale: Float[Array, "..."] | None
+    alibi_slopes: Float[Array, " N"] | None
+    sinks: Float[Array, " N"] | None
+
+
+class HeadOptions(LayerOptions, total=False):
+    """Those of operations whose keys and values are apart."""
+
+    k_scale: Float[Array, "..."] | None
+    v_scale: Float[Array, "..."] | None
+
+
+class AttentionKwargs(HeadOptions, total=False):
+    """Those of `paged_decode`, `paged_extend` and `ragged_extend`."""
+
+    q_start: Int[Array, " B"] | None
+    kv_start: Int[Array, " B"] | None
+
+
+class LatentKwargs(LayerOptions, total=False):
+    """Those of `mla_decode` and `mla_extend`."""
+
+    q_start: Int[Array, " B"] | None
+    kv_start: Int[Array, " B"] | None
+    kv_scale: Float[Array, "..."] | None
+
+
+def names_options[F: Callable[..., Any]](options: type) -> Callable[[F], F]:
+    """Lets a face show each of its `**options` by name, as `help` and editors ask for them.
+
+    Args:
+        options: The TypedDict of them; each is None by default.
+    """
+
+    def named(face: F) -> F:
+        signature = inspect.signature(face)
+        *parameters, _ = signature.parameters.values()
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in typing.get_type_hints(options).items()
+        ]
+        face.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        return face
+
+    return named
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """The optional arguments of an attention call; a field that was not given is None.
+
+    Attributes:
+        schedule: The implementation's own work list.
+    """
+
+    layer_index: Int[Array, ""] | int | None = None
+    q_start: Int[Array, " B"] | None = None
+    kv_start: Int[Array, " B"] | None = None
+    q_positions: Int[Array, "..."] | None = None
+    custom_mask: Bool[Array, " M"] | None = None
+    q_scale: Float[Array, "..."] | None = None
+    k_scale: Float[Array, "..."] | None = None
+    v_scale: Float[Array, "..."] | None = None
+    alibi_slopes: Float[Array, " N"] | None = None
+    sinks: Float[Array, " N"] | None = None
+    schedule: Any = None
+
+    def given(self) -> frozenset[str]:
+        """Names of the arguments that were given."""
+        return frozenset(name for name, value in vars(self).items() if value is not None)
+
+    def starts(
+        self, seq_lens: Int[Array, " B"], q_lens: Int[Array, " B"] | int
+    ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+        """`q_start` and `kv_start`, or what stands for those that were not given: the queries end where the keys do."""
+        kv_start = jnp.zeros_like(seq_lens) if self.kv_start is None else self.kv_start
+        return kv_start + seq_lens - q_lens if self.q_start is None else self.q_start, kv_start
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOperands:
+    """All arrays of an attention call; what its operation does not have is None.
+
+    Attributes:
+        q: Queries; of MLA the part without rotation.
+        q_pe: Of MLA the rotated part.
+        k, v: Pages, or ragged keys and values; latent pages are `k`, as is a pool of both.
+    """
+
+    q: Float[Array, "..."]
+    q_pe: Float[Array, "..."] = _ABSENT
+    k: Float[Array, "..."]
+    v: Float[Array, "..."] | None = None
+    page_table: Int[Array, "B max_pages"] = _ABSENT
+    seq_lens: Int[Array, " B"] = _ABSENT
+    cu_q_lens: Int[Array, " B_plus_1"] = _ABSENT
+    cu_kv_lens: Int[Array, " B_plus_1"] = _ABSENT
+    options: AttentionOptions = AttentionOptions()
+
+    def with_options(self, **changes: Any) -> "AttentionOperands":
+        """The operands with other options."""
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, **changes))
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryOperands:
+    """All arrays of a rotary embedding with the write into pages."""
+
+    qkv: Float[Array, "T heads H"]
+    cos: Float32[Array, "T half"]
+    sin: Float32[Array, "T half"]
+    k_pages: Float[Array, "..."]
+    v_pages: Float[Array, "..."]
+    slots: Int[Array, " T"]
+    layer_index: Int[Array, ""] | int | None = None
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormOperands:
+    """All arrays of a norm; `layer_index` names the row of `scale`."""
+
+    x: Float[Array, "T D"]
+    scale: Float[Array, "L D"]
+    layer_index: Int[Array, ""]
+
+
+Operands = AttentionOperands | RotaryOperands | NormOperands

@@ -1,0 +1,50 @@
+"""Which calls portable jnp serves: nearly all, on any device."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jattn_kernels.call import Call, NormCall
+from jattn_kernels.implementation import Implementation
+from jattn_kernels.norm_formula import norm_of_rows
+from jattn_kernels.operands import NormOperands, Operands
+from jattn_kernels.xla import attention
+from jattn_kernels.xla.rotate_and_write import rotate_and_write
+
+_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def refuses(call: Call) -> str | None:
+    """Why `xla` cannot serve a call, or None."""
+    if isinstance(call, NormCall):
+        return None
+    for dtype in (call.q_dtype, call.kv_dtype):
+        if dtype not in _DTYPES:
+            return f"`xla` does not do {dtype}: it takes {', '.join(_DTYPES)}."
+    if call.spec.batch_invariant:
+        return "`xla` does not promise `batch_invariant`: XLA's matrix products may differ between batch shapes."
+    return None
+
+
+def _rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"]:
+    return norm_of_rows(operands.x, operands.scale, operands.layer_index, eps=call.eps, offset=call.offset)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "paged_decode": attention.paged_decode,
+    "paged_extend": attention.paged_extend,
+    "ragged_extend": attention.ragged_extend,
+    "mla_decode": attention.mla_decode,
+    "mla_extend": attention.mla_extend,
+    "rotate_and_write": rotate_and_write,
+    "rms_norm": _rms_norm,
+}
+
+
+def run(call: Call, operands: Operands) -> Any:
+    """Serves a call that is not refused."""
+    return _OPERATIONS[call.operation](call, operands)
+
+
+XLA = Implementation(name="xla", refuses=refuses, run=run)
