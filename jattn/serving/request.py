@@ -274,6 +274,11 @@ class Request:
         return len(self.prompt) + len(self.generated)
 
     @property
+    def needs_full_steps(self) -> bool:
+        """Whether steps that choose tokens and do no more cannot serve it."""
+        return self.params.has_logit_rules or self.params.has_logprobs
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 

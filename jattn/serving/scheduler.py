@@ -5,29 +5,11 @@ host has read its last token, and writes nowhere meanwhile. Where tokens are dra
 that the launches under way may give, until the host has read how many tokens they gave.
 """
 
-import dataclasses
 from collections import deque
 
 from jattn.serving.kv_cache import KVCacheManager
+from jattn.serving.plan import Chunk
 from jattn.serving.request import FinishReason, Request, RequestStatus
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A part of a request's tokens to compute in one prefill launch.
-
-    Attributes:
-        start, stop: Positions, the second one excluded.
-        is_first: Whether it is the request's first since it was admitted, so that its row starts anew; `start` need not
-            be 0.
-        is_last: Whether it ends the prefill, so that its last token yields a new one.
-    """
-
-    request: Request
-    start: int
-    stop: int
-    is_first: bool
-    is_last: bool
 
 
 class Scheduler:

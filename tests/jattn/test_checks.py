@@ -7,9 +7,9 @@ import pytest
 
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
+from jattn.serving.plan import Chunk
 from jattn.serving.request import Request, SamplingParams
 from jattn.serving.resolved_config import ResolvedConfig
-from jattn.serving.scheduler import Chunk
 from jattn.serving.steps.loop_state import empty_rows
 from tests.jattn.harness.tiny import run, sampled, tiny_engine
 
@@ -97,7 +97,7 @@ def check_launches(monkeypatch):
     """Switches the debug checks on."""
 
     def switch(engine):
-        monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, debug_checks=True))
+        monkeypatch.setattr(engine.executor, "config", dataclasses.replace(engine.config, debug_checks=True))
 
     return switch
 
@@ -124,8 +124,8 @@ def test_refused_launch_loses_no_request(check_launches):
         engine.add(request)
     while not all(len(request.generated) > 2 for request in crowd):
         engine.step()
-    table = engine._state.page_table.at[crowd[1].row, 0].set(99)
-    engine._state = dataclasses.replace(engine._state, page_table=table)
+    table = engine.executor.state.page_table.at[crowd[1].row, 0].set(99)
+    engine.executor.state = dataclasses.replace(engine.executor.state, page_table=table)
     with pytest.raises(ValueError, match=r"`page_table` must hold pages in 0 \.\. 16\. Got page_table\[1, 0\]=99"):
         engine.step()
     run(engine)

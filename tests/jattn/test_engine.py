@@ -13,10 +13,11 @@ import pytest
 from jattn.checkpoint import Checkpoint
 from jattn.model import model_class
 from jattn.serving import engine as engine_module
-from jattn.serving import scheduler as scheduler_module
+from jattn.serving import kv_cache, scheduler
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
-from jattn.serving.executor import pool_memory
+from jattn.serving.executor import executor as executor_module
+from jattn.serving.executor import launch, pool_memory
 from jattn.serving.request import SamplingParams
 from tests.jattn.harness import one_pass, tiny
 
@@ -89,7 +90,7 @@ def test_flashinfers_surface_serves_the_same_text(model, engine):
     other = Engine(model, dataclasses.replace(SMALL, backend="flashinfer", smallest_decode_bucket=8))
     texts = []
     for each in (engine, other):
-        prompts = random_prompts(5, each._vocab_size, 90, seed=3)
+        prompts = random_prompts(5, model.vocab_size, 90, seed=3)
         texts.append(run(each, [each.make_request(prompt, GREEDY) for prompt in prompts]))
     assert texts[0] == texts[1]
 
@@ -162,7 +163,7 @@ def test_interrupted_launch_loses_no_request(model, engine, monkeypatch, calls):
     prompts = random_prompts(12, model.vocab_size, longest=40, seed=7)
     expected = run(engine, [engine.make_request(prompt, GREEDY) for prompt in prompts])
     requests = [engine.make_request(prompt, GREEDY) for prompt in prompts]
-    monkeypatch.setattr(engine, "compiled_steps", interrupt_after(engine.compiled_steps, calls))
+    monkeypatch.setattr(engine.executor, "compiled_steps", interrupt_after(engine.executor.compiled_steps, calls))
     with pytest.raises(KeyboardInterrupt):
         run(engine, requests)
     run(engine, [])
@@ -173,7 +174,7 @@ def test_interrupted_launch_loses_no_request(model, engine, monkeypatch, calls):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_interrupts_at_random_lines_lose_no_request(model, engine, seed):
-    files = {engine_module.__file__, scheduler_module.__file__}
+    files = {module.__file__ for module in (engine_module, executor_module, kv_cache, launch, scheduler)}
     rng = random.Random(seed)
     lines_left = rng.randrange(2000)
 
@@ -210,13 +211,13 @@ def test_interrupts_at_random_lines_lose_no_request(model, engine, seed):
 
 
 def test_rows_are_sent_to_decodes_only_when_a_page_opens(model, engine, monkeypatch):
-    sent, steps = [], engine.compiled_steps
+    sent, steps = [], engine.executor.compiled_steps
 
     def call(step, *arguments):
         sent.append(arguments[-1])
         return steps(step, *arguments)
 
-    monkeypatch.setattr(engine, "compiled_steps", call)
+    monkeypatch.setattr(engine.executor, "compiled_steps", call)
     run(engine, [engine.make_request([1], GREEDY)])
     decodes = sent[1:]
     assert len(decodes) >= GREEDY.max_tokens - 1
@@ -331,8 +332,8 @@ def test_no_compilation_in_200_steps_of_changing_batches(model, engine):
 
 @pytest.mark.parametrize("step", [("decode", 8, "greedy"), ("prefill", 64, "plain")])
 def test_temporary_memory_does_not_grow_with_the_pool(model, engine, step):
-    small = engine.compiled_steps[step].memory_analysis()
-    large = Engine(model, dataclasses.replace(SMALL, num_pages=24 * 16)).compiled_steps[step].memory_analysis()
+    small = engine.executor.compiled_steps[step].memory_analysis()
+    large = Engine(model, dataclasses.replace(SMALL, num_pages=24 * 16)).executor.compiled_steps[step].memory_analysis()
     assert large.alias_size_in_bytes > 10 * 2**20 > small.alias_size_in_bytes
     assert large.temp_size_in_bytes <= 1.01 * small.temp_size_in_bytes
 

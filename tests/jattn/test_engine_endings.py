@@ -25,10 +25,10 @@ def poison(engine, monkeypatch):
     """Makes a token's embedding NaN, for the rest of the test."""
 
     def poison(token):
-        weights = nnx.clone(engine._weights)
+        weights = nnx.clone(engine.executor.weights)
         embedding = weights.vocabulary.embedding
         embedding[...] = embedding[...].at[token].set(jnp.nan)
-        monkeypatch.setattr(engine, "_weights", weights)
+        monkeypatch.setattr(engine.executor, "weights", weights)
 
     return poison
 
@@ -58,7 +58,7 @@ def test_abort_frees_pages_at_once_and_harms_no_neighbour(engine, stage):
     while not STAGES[stage](victim):
         engine.step()
     pages, free, tokens = set(victim.pages), engine.kv_cache.num_free, list(victim.generated)
-    assert any(victim in launch.requests for launch in engine._in_flight) == (stage == "running")
+    assert any(victim in launch.requests for launch in engine.executor.in_flight) == (stage == "running")
 
     engine.abort(victim)
     assert (victim.pages, victim.row, victim.finish_reason) == ([], None, "abort")
@@ -72,7 +72,7 @@ def test_abort_frees_pages_at_once_and_harms_no_neighbour(engine, stage):
 
 
 def test_launches_run_in_order_for_each_consumes_the_pool_of_the_one_before(engine, monkeypatch):
-    steps, results = engine.compiled_steps, [(None, engine._state, engine._pool)]
+    steps, results = engine.executor.compiled_steps, [(None, engine.executor.state, engine.executor.pool)]
 
     def spied(key, weights, state, pool, *arguments):
         assert state is results[-1][1]
@@ -81,7 +81,7 @@ def test_launches_run_in_order_for_each_consumes_the_pool_of_the_one_before(engi
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
         return results[-1]
 
-    monkeypatch.setattr(engine, "compiled_steps", spied)
+    monkeypatch.setattr(engine.executor, "compiled_steps", spied)
     alone(engine, [5, 6], sampled(seed=0, max_tokens=4))
     assert len(results) >= 5
 
@@ -95,7 +95,7 @@ def served(engine, requests, victim=None):
         events += [event for event in engine.step() if event.request is victim]
         for request in requests:
             if len(request.generated) == 8 and request not in cached:
-                pages, group = jnp.array(request.pages, jnp.int32), engine._pool.groups[0]
+                pages, group = jnp.array(request.pages, jnp.int32), engine.executor.pool.groups[0]
                 keys, values = (np.asarray(pool[:, pages]).reshape(2, -1, 2, 8) for pool in (group.k, group.v))
                 length = len(request.prompt) + 7
                 cached[request] = (keys[:, :length].tobytes(), values[:, :length].tobytes())
@@ -133,9 +133,9 @@ def test_pages_that_hold_nan_serve_their_next_owner_unharmed(engine, poison, mon
     row = victim.row
     run(engine)
     assert victim.finish_reason == "error"
-    assert engine._state.finished[row]
+    assert engine.executor.state.finished[row]
     monkeypatch.undo()
-    values = np.asarray(engine._pool.groups[0].v)
+    values = np.asarray(engine.executor.pool.groups[0].v)
     held = set(np.flatnonzero(np.isnan(values).any(axis=(0, 2, 3, 4))).tolist())
     assert len(held) == 10
     heir = engine.make_request(*request)
@@ -153,7 +153,7 @@ def test_engine_waits_for_its_launches_before_it_goes(monkeypatch):
         engine.add(request)
     engine.step()
     engine.step()
-    outputs = [launch.output for launch in engine._in_flight]
+    outputs = [launch.output for launch in engine.executor.in_flight]
     assert outputs
     gc.collect()  # other engines go first
     waited = []

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
+from jattn.serving.executor import executor as executor_module
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.sampler import SamplingState, sample
 from tests.jattn.harness import one_pass
@@ -148,7 +148,7 @@ def test_no_variant_of_a_step_compiles_once_it_runs(engine):
 
 def test_interrupted_launch_rebuilds_the_histories(engine, monkeypatch):
     requests = [engine.make_request(*asked(name)[:2]) for name in ASKED]
-    steps, calls = engine.compiled_steps, 0
+    steps, calls = engine.executor.compiled_steps, 0
 
     def interrupted(*arguments):
         nonlocal calls
@@ -158,7 +158,7 @@ def test_interrupted_launch_rebuilds_the_histories(engine, monkeypatch):
             raise KeyboardInterrupt
         return results
 
-    monkeypatch.setattr(engine, "compiled_steps", interrupted)
+    monkeypatch.setattr(engine.executor, "compiled_steps", interrupted)
     for request in requests:
         engine.add(request)
     for _ in range(2):
@@ -243,13 +243,13 @@ def test_request_beyond_the_bounds_is_refused(engine, asked_for, sentence):
 @pytest.fixture
 def small_engine(monkeypatch):
     """Its steps are the plans for them."""
-    monkeypatch.setattr(engine_module, "compile_steps", lambda plans, *, progress: plans)
+    monkeypatch.setattr(executor_module, "compile_steps", lambda plans, *, progress: plans)
     return Engine(tiny_model(), dataclasses.replace(CONFIG, full_sampling=False))
 
 
 def test_engine_without_full_sampling_compiles_and_holds_none_of_it(small_engine):
-    assert {key[2] for key in small_engine.compiled_steps} == {"greedy", "plain"}
-    assert max(leaf.size for leaf in jax.tree.leaves(small_engine._state)) < VOCAB
+    assert {key[2] for key in small_engine.executor.compiled_steps} == {"greedy", "plain"}
+    assert max(leaf.size for leaf in jax.tree.leaves(small_engine.executor.state)) < VOCAB
 
 
 @pytest.mark.parametrize("name", ["repetition", "frequency", "presence", "bias", "all"])
@@ -261,8 +261,8 @@ def test_engine_without_full_sampling_refuses_what_needs_it(small_engine, name):
 
 def test_full_step_updates_the_history_in_place(engine):
     """The donated arrays alias what comes out: no copy of rows x vocabulary a step."""
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state))
-    history_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state.history))
-    memory = engine.compiled_steps["decode", 4, "full"].memory_analysis()
-    assert history_bytes > 0.9 * (state_bytes - engine._state.rules.bias.nbytes * 2)
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.executor.state))
+    history_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.executor.state.history))
+    memory = engine.executor.compiled_steps["decode", 4, "full"].memory_analysis()
+    assert history_bytes > 0.9 * (state_bytes - engine.executor.state.rules.bias.nbytes * 2)
     assert memory.alias_size_in_bytes >= state_bytes

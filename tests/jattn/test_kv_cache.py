@@ -112,7 +112,7 @@ def test_first_part_behind_cached_tokens_forgets_the_rows_former_request(engine)
     ruled = dataclasses.replace(GREEDY, presence_penalty=-1.0)
     run(engine, [engine.make_request([300 + i] * 30, ruled) for i in range(CONFIG.max_num_seqs)])
     heir = heir_of(engine, PROMPT, ruled)
-    state = engine._state
+    state = engine.executor.state
     in_prompt = np.asarray(state.history.in_prompt[heir.row])
     assert set(np.flatnonzero(in_prompt).tolist()) == set(PROMPT[20:])
     assert int(np.sum(state.history.output_counts[heir.row])) <= 1  # the token that the prefill gives

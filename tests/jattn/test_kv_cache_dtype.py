@@ -47,7 +47,7 @@ def test_engine_with_an_fp8_pool_is_close_to_one_without():
     engine = Engine(tiny_model(), dataclasses.replace(CONFIG, kv_cache_dtype="fp8_e4m3"))
     for requests in (served(engine), served(tiny_engine())):
         assert [len(request.generated) for request in requests] == [8, 8, 8]
-    for leaf in jax.tree.leaves(engine._pool):
+    for leaf in jax.tree.leaves(engine.executor.pool):
         chex.assert_type(leaf, jnp.float8_e4m3fn)
     errors = [
         abs(logprobs[token].logprob - exact.prompt_logprobs[place][token].logprob)

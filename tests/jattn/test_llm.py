@@ -84,13 +84,13 @@ def test_threads_may_share_it(llm):
 
 def test_generate_works_after_an_interrupted_one(llm, monkeypatch):
     expected = llm.generate(PROMPTS, GREEDY)
-    steps = llm.engine.compiled_steps
+    steps = llm.engine.executor.compiled_steps
 
     def interrupted(*arguments):
         steps(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.engine, "compiled_steps", interrupted)
+    monkeypatch.setattr(llm.engine.executor, "compiled_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     monkeypatch.undo()
@@ -186,8 +186,8 @@ def test_stats_of_a_stream_bear_another_one_beside_it(llm):
 
 
 def test_logits_that_are_not_finite_end_a_request_with_a_sentence(llm, monkeypatch):
-    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), llm.engine._weights)
-    monkeypatch.setattr(llm.engine, "_weights", broken)
+    broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), llm.engine.executor.weights)
+    monkeypatch.setattr(llm.engine.executor, "weights", broken)
     completions = llm.generate(PROMPTS, GREEDY)
     assert [(c.text, c.token_ids, c.finish_reason) for c in completions] == [("", (), "error")] * 3
     assert completions[1].error.startswith("The model's logits after 3 tokens are NaN or infinite: the weights")

@@ -11,6 +11,7 @@ from flax import nnx
 from jattn.backend import AttentionLayer, BackendOptions
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
+from jattn.serving.executor import executor as executor_module
 from jattn.serving.executor import mixing
 from jattn.serving.executor.mixing import mixed_rows
 from jattn.serving.request import SamplingParams
@@ -31,14 +32,14 @@ def engine():
 @pytest.fixture
 def launches(monkeypatch):
     """Of each launch of the shared engine: the kind of step, the requests that decode, and the tokens of prompts."""
-    steps, seen = engine().compiled_steps, []
+    steps, seen = engine().executor.compiled_steps, []
 
     def spied(key, weights, state, pool, plan, *prompts):
         num_decodes = int(np.sum(plan[:, 0] < MIXED.max_num_seqs))
         seen.append((key[0], num_decodes, sum(int(batch.cu_q_lens[-1]) for batch in prompts)))
         return steps(key, weights, state, pool, plan, *prompts)
 
-    monkeypatch.setattr(engine(), "compiled_steps", spied)
+    monkeypatch.setattr(engine().executor, "compiled_steps", spied)
     return seen
 
 
@@ -98,7 +99,7 @@ def test_launch_with_a_prompt_holds_all_decodes_within_its_budget(launches):
 
 
 def test_decode_over_many_keys_has_a_launch_of_its_own(launches, monkeypatch):
-    monkeypatch.setattr(mixing, "LONGEST_MIXED", 4)
+    monkeypatch.setattr(executor_module, "LONGEST_MIXED", 4)
     request = engine().make_request([1, 2, 3], GREEDY)
     engine().add(request)
     while not request.generated:
@@ -143,20 +144,20 @@ def test_row_that_ends_is_inert_in_the_launch_that_was_planned_with_it(launches)
     launches.clear()
     assert run(engine(), [engine().make_request(prompt, DRAWN)]) == [expected]
     assert ends.generated == probe[:5]
-    assert engine()._state.seq_lens[row] == 3 + 4  # the last token has no key
+    assert engine().executor.state.seq_lens[row] == 3 + 4  # the last token has no key
     # The second one gives the stop token, which the host has read before the fourth.
     assert launches[:4] == [("prefill", 1, 15), ("prefill", 1, 15), ("prefill", 1, 10), ("decode", 1, 0)]
 
 
 def test_abort_and_interrupt_of_mixed_launches_lose_no_request(launches, monkeypatch):
     shared = engine()
-    requests, steps = crowd([DRAWN, GREEDY], 8, seed=2), shared.compiled_steps
+    requests, steps = crowd([DRAWN, GREEDY], 8, seed=2), shared.executor.compiled_steps
     expected = [run(shared, [shared.make_request(request.prompt, request.params)])[0] for request in requests]
 
     def cut_short(*arguments):
         results = steps(*arguments)
         if launches[-1][0] == "prefill" and launches[-1][1] == 2:
-            monkeypatch.setattr(shared, "compiled_steps", steps)
+            monkeypatch.setattr(shared.executor, "compiled_steps", steps)
             raise KeyboardInterrupt
         return results
 
@@ -166,10 +167,10 @@ def test_abort_and_interrupt_of_mixed_launches_lose_no_request(launches, monkeyp
     while not any(request.generated for request in requests):
         shared.step()
     decoding = next(request for request in requests if request.generated)
-    monkeypatch.setattr(shared, "config", dataclasses.replace(shared.config, debug_checks=True))
+    monkeypatch.setattr(shared.executor, "config", dataclasses.replace(shared.config, debug_checks=True))
     shared.abort(decoding)
     assert decoding.pages == []
-    monkeypatch.setattr(shared, "compiled_steps", cut_short)
+    monkeypatch.setattr(shared.executor, "compiled_steps", cut_short)
     with pytest.raises(KeyboardInterrupt):
         run(shared)
     run(shared)
@@ -182,11 +183,11 @@ def test_logits_that_are_not_finite_end_their_row_amid_prompts(launches, monkeyp
     shared = engine()
     neighbour, prompt = [1, 2, 3], [400, 401, 402]
     (expected,) = run(shared, [shared.make_request(neighbour, DRAWN)])
-    weights = nnx.clone(shared._weights)
+    weights = nnx.clone(shared.executor.weights)
     embedding = weights.vocabulary.embedding
     embedding[...] = embedding[...].at[401].set(np.nan)
     assert 401 not in expected
-    monkeypatch.setattr(shared, "_weights", weights)
+    monkeypatch.setattr(shared.executor, "weights", weights)
     request, victim = shared.make_request(neighbour, DRAWN), shared.make_request(prompt, DRAWN)
     shared.add(request)
     while not request.generated:

@@ -12,9 +12,9 @@ import pytest
 
 from jattn.checkpoint import Checkpoint
 from jattn.model import model_class
-from jattn.serving import engine as engine_module
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
+from jattn.serving.executor import step_plans
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.draft_model import DraftModel
@@ -178,7 +178,7 @@ def test_abort_at_any_stage_frees_its_pages_and_harms_no_neighbour(plain, engine
 def test_interrupted_launch_loses_no_request(plain, engine, monkeypatch, calls):
     prompts = mixed_prompts()
     expected = [request.generated for request in served(plain, prompts, [GREEDY] * len(prompts))]
-    steps = engine.compiled_steps
+    steps = engine.executor.compiled_steps
 
     def interrupted(*arguments):
         nonlocal calls
@@ -188,7 +188,7 @@ def test_interrupted_launch_loses_no_request(plain, engine, monkeypatch, calls):
             raise KeyboardInterrupt
         return results
 
-    monkeypatch.setattr(engine, "compiled_steps", interrupted)
+    monkeypatch.setattr(engine.executor, "compiled_steps", interrupted)
     requests = [engine.make_request(prompt, GREEDY) for prompt in prompts]
     with pytest.raises(KeyboardInterrupt):
         run(engine, requests)
@@ -199,7 +199,7 @@ def test_interrupted_launch_loses_no_request(plain, engine, monkeypatch, calls):
 def test_checked_launches_pass(plain, engine, monkeypatch):
     prompts = mixed_prompts()
     expected = [request.generated for request in served(plain, prompts, [GREEDY] * len(prompts))]
-    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, debug_checks=True))
+    monkeypatch.setattr(engine.executor, "config", dataclasses.replace(engine.config, debug_checks=True))
     found = served(engine, prompts, [GREEDY] * len(prompts))
     assert [request.generated for request in found] == expected
 
@@ -279,7 +279,7 @@ def texts(prompts, drafter, dtype=jnp.float32, **fields):
 
 def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(monkeypatch):
     """As good: nearer to the best than twice the error of a bfloat16 logit, measured against float32."""
-    monkeypatch.setattr(engine_module, "VARIANTS", ("greedy",))
+    monkeypatch.setattr(step_plans, "VARIANTS", ("greedy",))
     prompts = mixed_prompts()
     plain = texts(prompts, None, jnp.bfloat16)
     for drafter in (NGRAM, DRAFT):
@@ -295,7 +295,7 @@ def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(monkeypatch):
 
 def test_text_over_fp8_pages_is_that_of_plain_decode_over_them(monkeypatch):
     """Whoever writes a token's key, a verification or a decode, rounds it the same."""
-    monkeypatch.setattr(engine_module, "VARIANTS", ("greedy",))
+    monkeypatch.setattr(step_plans, "VARIANTS", ("greedy",))
     prompts, fields = list(map(encode, TEXTS)), {"kv_cache_dtype": "fp8_e4m3", "num_pages": 24}
     expected = texts(prompts, None, **fields)
     for drafter in (NGRAM, DRAFT):

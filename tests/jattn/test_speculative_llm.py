@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 import pytest
 
 import jattn
-from jattn.serving import engine as engine_module
+from jattn.serving.executor import step_plans
 
 GREEDY = jattn.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPT = "x = [1, 2, 3, 4, 5]\n" * 3
@@ -16,7 +16,7 @@ PROMPT = "x = [1, 2, 3, 4, 5]\n" * 3
 def llm():
     (point,) = entry_points(group="jattn.checkpoints", name="default")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "VARIANTS", ("greedy",))
+        patch.setattr(step_plans, "VARIANTS", ("greedy",))
         return jattn.LLM(
             point.load()(),
             max_num_seqs=4,

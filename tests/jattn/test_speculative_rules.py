@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
+from jattn.serving.executor import step_plans
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.harness.tiny import CONFIG, VOCAB, run, sampled, tiny_model
@@ -22,14 +22,14 @@ REPEATING = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=-0.
 def engines():
     """Of plain decode, and of drafts; each with the one variant that serves every request."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "VARIANTS", ("full",))
+        patch.setattr(step_plans, "VARIANTS", ("full",))
         speculative = dataclasses.replace(CONFIG, num_pages=19, speculative=NgramDrafting(num_draft_tokens=3))
         return Engine(tiny_model(), CONFIG), Engine(tiny_model(), speculative)
 
 
 @pytest.fixture(autouse=True)
 def full_variant(monkeypatch):
-    monkeypatch.setattr(engine_module, "_variant", lambda requests: "full")
+    monkeypatch.setattr(step_plans, "_asked", lambda requests: "full")
 
 
 def random_prompt(seed):
@@ -102,10 +102,10 @@ def test_nan_logits_end_their_request_where_plain_decode_ends_it(monkeypatch):
     for engine in engines():
         clean = engine.make_request(prompt, params)
         run(engine, [clean])
-        weights = nnx.clone(engine._weights)
+        weights = nnx.clone(engine.executor.weights)
         embedding = weights.vocabulary.embedding
         embedding[...] = embedding[...].at[clean.generated[2]].set(jnp.nan)
-        monkeypatch.setattr(engine, "_weights", weights)
+        monkeypatch.setattr(engine.executor, "weights", weights)
         requests = [engine.make_request(*each) for each in [*neighbours, (prompt, params)]]
         run(engine, requests)
         assert requests[-1].generated == clean.generated[:3]

@@ -1,17 +1,18 @@
 """What the host sends with each launch: the scheduler's plans as arrays of a bucket's sizes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jattn.serving.plan import Chunk
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
-from jattn.serving.scheduler import Chunk
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import PrefillBatch, Variant
 
 
-def decode_batch(requests: list[Request], bucket: int, config: ResolvedConfig) -> np.ndarray:
+def decode_batch(requests: Sequence[Request], bucket: int, config: ResolvedConfig) -> np.ndarray:
     """What a decode launch takes (`LoopState.with_pages`): rows and their last pages, padded to `bucket`.
 
     The last pages include those that this launch's tokens open. Where they go in the row's table only the host knows.
@@ -28,7 +29,7 @@ def decode_batch(requests: list[Request], bucket: int, config: ResolvedConfig) -
     return plan
 
 
-def prefill_batch(chunks: list[Chunk], bucket: int, config: ResolvedConfig, variant: Variant) -> PrefillBatch:
+def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, variant: Variant) -> PrefillBatch:
     """Parts of prompts, padded to `bucket` tokens."""
     size = config.prefill_seqs
     is_full = variant == "full"
@@ -98,7 +99,7 @@ def _fill_full(batch: PrefillBatch, i: int, begin: int, chunk: Chunk) -> None:
     batch.next_ids[begin : begin + len(places)] = [request.prompt[place] for place in places]
     batch.wants_logprobs[begin : begin + len(places)] = True
     params = request.params
-    rules.in_force[i] = params.has_logit_rules or params.has_logprobs
+    rules.in_force[i] = request.needs_full_steps
     rules.repetition_penalty[i] = params.repetition_penalty
     rules.presence_penalty[i] = params.presence_penalty
     rules.frequency_penalty[i] = params.frequency_penalty

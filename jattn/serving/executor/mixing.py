@@ -1,26 +1,14 @@
 """Mixed steps: which requests a prefill launch decodes beside its prompts."""
 
-from collections.abc import Sequence
-
 from jattn.backend import AttentionLayer, BackendOptions
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.config import EngineConfig
-from jattn.serving.request import Request
 from jattn.surfaces.sglang.config import spec_of
 from jattn_kernels.dispatch import works_per_sequence
 
 # Tokens of a request. Extend does not cut a sequence's keys, as decode does: over more of them its unit would take
 # longer than the decode launch that is saved, as reckoned from an H200's clocks a tile.
 LONGEST_MIXED = 16_384
-
-
-def may_mix(requests: Sequence[Request], most: int) -> bool:
-    """Whether requests can be decoded beside prompts: all of them in one launch, and none over too many keys.
-
-    Args:
-        most: As `mixed_rows` gives it.
-    """
-    return len(requests) <= most and all(request.num_tokens <= LONGEST_MIXED for request in requests)
 
 
 def mixed_rows(config: EngineConfig, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> int:

@@ -5,8 +5,8 @@ import numpy as np
 from flax import nnx
 
 from jattn.kv_pool import KVGroupSpec
-from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
+from jattn.serving.executor import executor as executor_module
 from jattn.serving.steps.plain import StepOutput
 
 
@@ -37,7 +37,7 @@ class SimulatedDevice:
         self._ends = [0]
         self.now = 0
         self.prefills = []  # tokens of each, without and with padding
-        monkeypatch.setattr(engine_module, "compile_steps", lambda plans, *, progress: self)
+        monkeypatch.setattr(executor_module, "compile_steps", lambda plans, *, progress: self)
         self.engine = Engine(Sizes(), config)
 
     def __call__(self, key, weights, state, pool, *arguments):
@@ -52,5 +52,5 @@ class SimulatedDevice:
     def step(self):
         """The engine's events; `now` is then when the last of the launches that it waited for has ended."""
         events = self.engine.step()
-        self.now = max(self.now, self._ends[-1 - len(self.engine._in_flight)])
+        self.now = max(self.now, self._ends[-1 - len(self.engine.executor.in_flight)])
         return events

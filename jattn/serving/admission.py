@@ -1,0 +1,72 @@
+"""Admission: which requests an engine can serve, said before they are queued."""
+
+import dataclasses
+from typing import Any
+
+from jattn.serving.request import Request, SamplingParams, token_ids
+from jattn.serving.resolved_config import ResolvedConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """The bounds of one engine's requests, but for the pool's, which the scheduler knows.
+
+    Attributes:
+        vocab_size: Of the model.
+        eos_token_ids: Tokens that end any request that does not ignore them.
+    """
+
+    config: ResolvedConfig
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def max_logprobs(self) -> int:
+        """Likeliest tokens whose log-probabilities a request may ask for."""
+        return min(self.config.max_logprobs, self.vocab_size)
+
+    def make_request(self, number: int, prompt: Any, params: SamplingParams) -> Request:
+        """A request within the bounds.
+
+        Raises:
+            ValueError: One is passed; the message says which.
+        """
+        config = self.config
+        prompt = list(token_ids(prompt, "Token ids", self.vocab_size))
+        if not prompt:
+            raise ValueError("A prompt must have at least one token.")
+        if len(prompt) >= config.max_context_len:
+            raise ValueError(
+                f"A prompt must leave room for a token in the context of {config.max_context_len} tokens. "
+                f"Got a prompt of {len(prompt)}."
+            )
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        if len(stop_ids) > config.max_stop_ids:
+            raise ValueError(
+                f"A request may have {config.max_stop_ids} stop tokens, the model's own included. Got {len(stop_ids)}."
+            )
+        request = Request(
+            number=number,
+            prompt=prompt,
+            params=params,
+            limit=min(len(prompt) + params.max_tokens, config.max_context_len),
+            stop_ids=stop_ids,
+        )
+        self._check_full(request)
+        return request
+
+    def _check_full(self, request: Request) -> None:
+        """Says whether the full steps can do what a request asks of them."""
+        config, params = self.config, request.params
+        if request.needs_full_steps and not config.full_sampling:
+            raise ValueError(
+                "Penalties, `logit_bias`, `min_tokens`, `logprobs` and `prompt_logprobs` need an engine with "
+                f"`full_sampling`. Got full_sampling={config.full_sampling}."
+            )
+        bias = params.logit_bias or {}
+        token_ids(bias, "The token ids of `logit_bias`", self.vocab_size)
+        if len(bias) > config.max_logit_bias:
+            raise ValueError(f"`logit_bias` must have at most {config.max_logit_bias} tokens. Got {len(bias)}.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.max_logprobs:
+                raise ValueError(f"`{name}` must be at most {self.max_logprobs}. Got {getattr(params, name)}.")

@@ -1,0 +1,127 @@
+"""The executor: compiled steps, and all that they work on; it runs plans on the device, in order."""
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jattn.backend import backend_class
+from jattn.compiled_steps import compile_steps, smallest_bucket
+from jattn.model import CausalLM
+from jattn.serving.executor.batches import decode_batch, prefill_batch
+from jattn.serving.executor.checks import check_decode, check_prefill
+from jattn.serving.executor.last_sent import LastSent
+from jattn.serving.executor.launch import Launch, wait_for
+from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
+from jattn.serving.executor.pool_memory import fitting_pool
+from jattn.serving.executor.state import empty_state
+from jattn.serving.executor.step_plans import StepKey, step_key, step_plans
+from jattn.serving.plan import Plan
+from jattn.serving.request import Request
+from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.draft_model import TargetAndDraft
+from jattn.serving.steps.plain import Steps
+from jattn.serving.steps.verification import SpeculativeSteps
+
+
+class Executor:
+    """Runs plans with one model: `submit` enqueues a launch, `read` waits for the oldest ones.
+
+    A call that raises may have consumed pool and loop state: `restart` makes new ones, without any request's keys.
+
+    Args:
+        model: The model; its weights stay on the device.
+        config: Sizes.
+        draft_model: The one that a `DraftModel` drafts with; else None.
+
+    Raises:
+        ValueError: The pool does not fit the memory.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ResolvedConfig,
+        *,
+        draft_model: CausalLM | None = None,
+    ):
+        self.config = config
+        served = model
+        if draft_model is not None:
+            served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
+        options = config.backend_options
+        backend = backend_class(config.backend).for_model(served.attention_layers, options)
+        self._mixed_rows = mixed_rows(config, served.attention_layers, options)
+        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
+        self._make_state = functools.partial(empty_state, config, model.vocab_size)
+        graph, self.weights = nnx.split(served)
+        self.pool, self.state = self._make_pool(), self._make_state()
+        parts = (graph, backend, min(config.max_logprobs, model.vocab_size))
+        steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
+        plans = step_plans(steps, (self.weights, self.state, self.pool), config, self._mixed_rows)
+        self.compiled_steps = compile_steps(plans, progress=config.progress)
+        self.in_flight: deque[Launch] = deque()
+        self._on_device = LastSent()  # a row's last pages are the same for `page_size` steps
+        # Also at exit: the interpreter dies if it takes down what a launch still uses.
+        self._finalizer = weakref.finalize(self, wait_for, self.in_flight)
+
+    def may_mix(self, decoding: Sequence[Request]) -> bool:
+        """Whether one launch can decode these requests beside prompts, and gains by it."""
+        return len(decoding) <= self._mixed_rows and all(request.num_tokens <= LONGEST_MIXED for request in decoding)
+
+    def submit(self, plan: Plan) -> Launch:
+        """Enqueues a launch."""
+        return self._submit_prefill(plan) if plan.chunks else self._submit_decode(plan.decoding)
+
+    def read(self, keep: int) -> Iterator[Launch]:
+        """The launches under way, oldest first, but for the `keep` newest: each once it has run."""
+        while len(self.in_flight) > keep:
+            launch = self.in_flight[0].read()  # under way until it is read: `restart` waits for it
+            self.in_flight.popleft()
+            yield launch
+
+    def restart(self) -> None:
+        """Forgets all launches, after they have run, and begins with a new pool and state."""
+        wait_for(self.in_flight)
+        self.in_flight.clear()
+        self.pool = self.state = None  # their memory is needed for the new ones
+        self.pool, self.state = self._make_pool(), self._make_state()
+        self._on_device = LastSent()  # what was sent may be what failed
+
+    def _submit_decode(self, requests: Sequence[Request]) -> Launch:
+        bucket = smallest_bucket(self.config.decode_buckets, len(requests))
+        rows = decode_batch(requests, bucket, self.config)
+        if self.config.debug_checks:
+            assert self.state is not None
+            check_decode(self.state, rows, self.config)
+        return self._launch(step_key("decode", bucket, requests), Plan(requests), requests, self._on_device(rows))
+
+    def _submit_prefill(self, plan: Plan) -> Launch:
+        num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
+        bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
+        key = step_key("prefill", bucket, [*plan.decoding, *(chunk.request for chunk in plan.chunks)])
+        rows = decode_batch(plan.decoding, self._mixed_rows, self.config)
+        batch = prefill_batch(plan.chunks, bucket, self.config, key.variant)
+        if self.config.debug_checks:
+            assert self.state is not None
+            check_prefill(self.state, rows, batch, self.config)
+        giving = [*plan.decoding, *(chunk.request for chunk in plan.chunks if chunk.is_last)]
+        by_row = {request.row: request for request in giving}
+        requests = [by_row.get(row) for row in range(self.config.max_num_seqs)]
+        return self._launch(key, plan, requests, rows, batch)
+
+    def _launch(self, key: StepKey, plan: Plan, requests: Sequence[Request | None], *arguments: Any) -> Launch:
+        """Enqueues a step.
+
+        It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
+        page freed while a launch still writes to it is safe in the hands of its next owner.
+        """
+        output, self.state, self.pool = self.compiled_steps(key, self.weights, self.state, self.pool, *arguments)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
+        launch = Launch(output, requests, plan.chunks)
+        self.in_flight.append(launch)
+        return launch

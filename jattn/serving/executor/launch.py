@@ -1,0 +1,83 @@
+"""Launches under way, and what the host makes of them: tokens and log-probabilities as plain data."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+from jattn.serving.executor.batches import prompt_places
+from jattn.serving.plan import Chunk
+from jattn.serving.request import Request
+from jattn.serving.steps.logprobs import Logprob
+from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput
+
+
+class Given(NamedTuple):
+    """What a launch gave one request.
+
+    Attributes:
+        tokens: In order; None, as the last, where the logits were not finite.
+        logprobs: Of each token, by token id; None if not asked for.
+        drafted, accepted: Tokens drafted for it, and how many of them are accepted; None where nothing drafts.
+    """
+
+    request: Request
+    tokens: list[int | None]
+    logprobs: list[dict[int, Logprob]] | None
+    drafted: int | None = None
+    accepted: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Tokens on their way to the host.
+
+    Attributes:
+        output: On the device, or on the host once it is read.
+        requests: Whose token the output's row i is; None where the row yields none.
+        chunks: What a prefill computes.
+    """
+
+    output: StepOutput
+    requests: Sequence[Request | None]
+    chunks: Sequence[Chunk]
+
+    def read(self) -> "Launch":
+        """The launch with its output on the host, once it has run."""
+        return dataclasses.replace(self, output=jax.device_get(self.output))
+
+    def given(self) -> Iterator[Given]:
+        """What each request was given, but for those that have ended meanwhile; of a launch that is read."""
+        output = self.output
+        by_row = output.tokens.reshape(len(output.tokens), -1).tolist()
+        drafts = None if output.drafts is None else output.drafts.tolist()
+        for row, (request, tokens) in enumerate(zip(self.requests, by_row, strict=False)):
+            if request is None or request.finished:
+                continue
+            places = range(row * len(tokens), (row + 1) * len(tokens))
+            if UNUSED in tokens:
+                tokens = tokens[: tokens.index(UNUSED)]
+            logprobs = None
+            if output.logprobs is not None and (count := request.params.logprobs) is not None:
+                logprobs = [output.logprobs.at(*each, count) for each in zip(places, tokens, strict=False)]
+            tokens = [None if token == NO_TOKEN else token for token in tokens]
+            yield Given(request, tokens, logprobs, *(drafts[row] if drafts else ()))
+
+    def prompt_logprobs(self) -> Iterator[tuple[Request, int, dict[int, Logprob]]]:
+        """Requests, places of their prompts, and the log-probabilities there; of a launch that is read."""
+        begin, logprobs = 0, self.output.prompt_logprobs
+        for chunk in self.chunks:
+            request = chunk.request
+            for i, place in enumerate(prompt_places(chunk), begin):
+                assert logprobs is not None
+                yield request, place, logprobs.at(i, request.prompt[place], request.params.prompt_logprobs or 0)
+            begin += chunk.stop - chunk.start
+
+
+def wait_for(launches: Iterable[Launch]) -> None:
+    """Returns once they have run, whether or not they failed."""
+    for launch in launches:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(launch.output)

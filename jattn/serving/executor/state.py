@@ -1,0 +1,27 @@
+"""The loop state of an engine that has served nobody yet."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.logit_rules import empty_history
+from jattn.serving.steps.loop_state import NOT_KNOWN, LoopState, TokenRecord, empty_rows
+
+
+def empty_state(config: ResolvedConfig, vocab_size: int) -> LoopState:
+    """Rows that no request uses yet, with all that the engine's requests may need."""
+    state = empty_rows(
+        config.max_num_seqs,
+        max_pages=config.max_pages,
+        max_stop_ids=config.max_stop_ids,
+        max_logit_bias=config.max_logit_bias if config.full_sampling else None,
+        with_limits=config.speculative is not None,
+    )
+    if state.tokens:
+        ids = jnp.full((config.max_num_seqs, config.max_context_len), NOT_KNOWN, jnp.int32)
+        state = dataclasses.replace(state, tokens=TokenRecord(limits=state.tokens.limits, ids=ids))
+    if not config.full_sampling:
+        return state
+    history = empty_history(config.max_num_seqs, vocab_size, config.max_context_len)
+    return dataclasses.replace(state, history=history)

@@ -1,0 +1,65 @@
+"""Which steps an engine compiles, and which of them a launch takes."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+from jattn.compiled_steps import FINER_FROM, StepPlan
+from jattn.serving.executor.batches import decode_batch, prefill_batch
+from jattn.serving.request import Request
+from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.plain import VARIANTS, Steps, Variant
+
+
+class StepKey(NamedTuple):
+    """A compiled step.
+
+    Attributes:
+        size: Rows of a decode, tokens of a prefill.
+    """
+
+    kind: Literal["decode", "prefill"]
+    size: int
+    variant: Variant
+
+
+def step_key(kind: Literal["decode", "prefill"], size: int, requests: Iterable[Request]) -> StepKey:
+    """The cheapest step of a size that serves all of the requests."""
+    return StepKey(kind, size, _served(kind, size, _asked(requests)))
+
+
+def step_plans(
+    steps: Steps, held: tuple[Any, Any, Any], config: ResolvedConfig, mixed_rows: int
+) -> dict[Any, StepPlan]:
+    """All steps of an engine, none compiled yet.
+
+    Args:
+        held: Weights, loop state and pool, or their shapes.
+        mixed_rows: Rows that a prefill decodes at most.
+    """
+    unrolled = config.speculative is None  # a draft model's loop over tokens holds one over its layers
+    plans = {}
+    for variant in VARIANTS if config.full_sampling else VARIANTS[:2]:
+        decode = functools.partial(steps.decode, variant=variant)
+        prefill = functools.partial(steps.prefill, variant=variant)
+        for size in config.decode_buckets:
+            arguments = (*held, decode_batch([], size, config))
+            plans[StepKey("decode", size, variant)] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
+        for size in config.prefill_buckets:
+            if _served("prefill", size, variant) != variant:
+                continue
+            arguments = (*held, decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant))
+            plans[StepKey("prefill", size, variant)] = StepPlan(prefill, arguments, donate=(1, 2))
+    return plans
+
+
+def _asked(requests: Iterable[Request]) -> Variant:
+    requests = list(requests)
+    if any(request.needs_full_steps for request in requests):
+        return "full"
+    return "greedy" if all(request.params.temperature == 0 for request in requests) else "plain"
+
+
+def _served(kind: Literal["decode", "prefill"], size: int, variant: Variant) -> Variant:
+    """The variant that serves another: beside a large prefill a draw takes no time, and is a step less to compile."""
+    return "plain" if kind == "prefill" and size > FINER_FROM and variant == "greedy" else variant
