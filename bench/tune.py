@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from bench import attention
 from bench.workloads import DTYPES, AttentionWorkload
-from jattn_kernels.mosaic.sm90.decode_tiles import arrangements, choose_tiles, shape_of
-from jattn_kernels.mosaic.sm90.tuned_tiles import VARIABLE, Arrangement, Shape, line
+from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement, Shape, line
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import arrangements, choose_tiles, shape_of
 
 TUNED: tuple[AttentionWorkload, ...] = tuple(
     AttentionWorkload(batch=24, ctx=4096, d=d, kv=kv, verify=verify, rope=rope)  # too few for extend's kernel

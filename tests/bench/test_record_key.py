@@ -10,7 +10,7 @@ from bench.record_key import RecordKey, current_key, difference, sources_sha
 
 @pytest.fixture
 def root(tmp_path):
-    for name in ("attention.py", "mosaic/sm90/tiles.py", "reference/masks.py"):
+    for name in ("attention.py", "mosaic/sm90/common/tiles.py", "reference/masks.py"):
         file = tmp_path / "kernels" / "jattn_kernels" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(name)
@@ -30,7 +30,7 @@ def never(root):
     raise AssertionError("nothing is lowered where no file has changed")
 
 
-@pytest.mark.parametrize("name", ["attention.py", "mosaic/sm90/tiles.py", "new.py"])
+@pytest.mark.parametrize("name", ["attention.py", "mosaic/sm90/common/tiles.py", "new.py"])
 def test_sources_follow_every_file_that_may_be_lowered(root, name):
     before = sources_sha(root)
     edit(root, name)

@@ -6,8 +6,8 @@ import pytest
 
 from bench import tune
 from bench.workloads import AttentionWorkload
-from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
-from jattn_kernels.mosaic.sm90.tuned_tiles import VARIABLE, Arrangement
+from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_tiles
 
 WORKLOAD = AttentionWorkload(batch=32, ctx=4096)
 RULE, OTHER = Arrangement(3, 2, 1), Arrangement(4, 1, 2)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.combine import combine_parts
-from jattn_kernels.mosaic.sm90.decode import Parts
-from jattn_kernels.mosaic.sm90.decode_queries import in_parts
-from jattn_kernels.mosaic.sm90.decode_tiles import choose_tiles
-from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
-from jattn_kernels.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, takes
+from jattn_kernels.mosaic.sm90.decode.kernel import Parts
+from jattn_kernels.mosaic.sm90.decode.merge_splits import combine_parts
+from jattn_kernels.mosaic.sm90.decode.rows import in_parts
+from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_tiles
 from tests.kernels.harness.interpreter import interpreted
 
 _SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jattn_kernels import AttentionSpec
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_schedule import choose_tiles
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.schedule import choose_tiles
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
 

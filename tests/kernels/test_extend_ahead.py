@@ -3,9 +3,9 @@
 import pytest
 
 from jattn_kernels import AttentionSpec
-from jattn_kernels.mosaic.sm90 import extend
-from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend import entry as extend
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.prepass import readies_ahead
 from tests.kernels.harness.case_table import assert_close, build
 from tests.kernels.harness.extend_calls import (
     DTYPES,

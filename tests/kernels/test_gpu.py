@@ -10,8 +10,9 @@ import pytest
 import jattn_kernels
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import implementations
-from jattn_kernels.mosaic.sm90 import extend, many_rows
-from jattn_kernels.mosaic.sm90.extend_ahead import readies_ahead
+from jattn_kernels.mosaic.sm90 import paged_decode as many_rows
+from jattn_kernels.mosaic.sm90.extend import entry as extend
+from jattn_kernels.mosaic.sm90.extend.prepass import readies_ahead
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of

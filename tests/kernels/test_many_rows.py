@@ -10,9 +10,10 @@ import pytest
 from jattn_kernels import AttentionSpec
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90 import extend, many_rows
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, choose_tiles
-from jattn_kernels.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90 import paged_decode as many_rows
+from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.extend import entry as extend
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, choose_tiles
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
 

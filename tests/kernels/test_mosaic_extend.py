@@ -10,11 +10,11 @@ import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend
-from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
-from jattn_kernels.mosaic.sm90.extend_tile import TileRows, Unit
+from jattn_kernels.mosaic.sm90.extend import entry as extend
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.entry import make_schedule, paged_extend, ragged_extend
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
+from jattn_kernels.mosaic.sm90.extend.work_tile import TileRows, Unit
 from tests.kernels.harness.case_table import assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
 from tests.kernels.harness.extend_calls import (

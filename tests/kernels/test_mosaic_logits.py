@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec
-from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
 
 
 @pytest.mark.parametrize("cap", [1e-3, 5.0, 30.0, 50.0, 51.0, 1e3, 1e4, 1e6, 1e30])

@@ -10,7 +10,7 @@ import pytest
 
 from jattn_kernels import AttentionSpec, attention, serve, shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.call import Device, default_device
-from jattn_kernels.mosaic.sm90 import paged
+from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from tests.kernels.harness.case_table import Case, Inputs, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
 

@@ -6,7 +6,8 @@ import pytest
 
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend, paged
+from jattn_kernels.mosaic.sm90.decode import split_kv as paged
+from jattn_kernels.mosaic.sm90.extend import entry as extend
 from tests.kernels.harness.interpreter import interpreted
 
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, rope_theta=1e4)

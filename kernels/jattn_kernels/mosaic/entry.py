@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, NormCall
-from jattn_kernels.mosaic.sm90 import extend, many_rows, rms_norm, rotate_and_write
+from jattn_kernels.mosaic.sm90 import paged_decode as many_rows
+from jattn_kernels.mosaic.sm90 import rms_norm, rotate_and_write
+from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.operands import AttentionOperands, AttentionOptions, NormOperands, Operands, RotaryOperands
 
 

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 
 from jattn_kernels.call import AttentionCall, Call, NormCall, Operation
 from jattn_kernels.implementation import Implementation
+from jattn_kernels.lowering.mask_words import MOST_TOKENS
 from jattn_kernels.mosaic.entry import OPERATIONS, make_schedule, run
 from jattn_kernels.mosaic.sm90 import rms_norm
-from jattn_kernels.mosaic.sm90.mask_words import MOST_TOKENS
 from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once
 
 _HOPPER = (9, 0)

@@ -11,9 +11,9 @@ import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend
-from jattn_kernels.mosaic.sm90.extend import make_schedule, paged_extend, ragged_extend
-from jattn_kernels.mosaic.sm90.extend_schedule import choose_tiles
+from jattn_kernels.mosaic.sm90.extend import entry as extend
+from jattn_kernels.mosaic.sm90.extend.entry import make_schedule, paged_extend, ragged_extend
+from jattn_kernels.mosaic.sm90.extend.schedule import choose_tiles
 from tests.kernels.harness.case_table import CASES
 from tests.kernels.harness.interpreter import interpreted
 

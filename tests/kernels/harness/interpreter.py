@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.common import tiles
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.mosaic.sm90 import tiles
+from jattn_kernels.mosaic.sm90.common import tiles
 
 _THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MOST_COLUMNS = 8192  # 64 a thread

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.paged import stacked
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.decode.split_kv import stacked
 from jattn_kernels.spec import AttentionSpec
 
 _THREADS, _LANES = 128, 32

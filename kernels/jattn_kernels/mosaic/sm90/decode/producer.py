@@ -9,9 +9,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Items, Operands, Scratch
-from jattn_kernels.mosaic.sm90.tiles import PoolPlace
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.tiles import PoolPlace
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Item, Items, Operands, Scratch
 
 
 def read_items(operands: Operands) -> Items:

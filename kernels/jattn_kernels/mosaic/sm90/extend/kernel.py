@@ -35,21 +35,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_memory import ExtendMemory
-from jattn_kernels.mosaic.sm90.extend_ready import ExtendReady
-from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import (
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.logits import LOG2E
+from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, PageCopies
+from jattn_kernels.mosaic.sm90.extend.converter import ExtendReady
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.producer import ExtendMemory
+from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS
+from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendTiles,
     heads_per_tile,
     staged_pieces,
 )
-from jattn_kernels.mosaic.sm90.extend_scratch import ExtendScratch, extend_scratch
-from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, TileRows, Tiles, Unit
-from jattn_kernels.mosaic.sm90.logits import LOG2E
-from jattn_kernels.mosaic.sm90.row_copies import RowCopies
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, PageCopies
+from jattn_kernels.mosaic.sm90.extend.shared_memory import ExtendScratch, extend_scratch
+from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, TileRows, Tiles, Unit
 from jattn_kernels.spec import AttentionSpec
 
 _MEMORY, _READYING = COMPUTE_WARPGROUPS, COMPUTE_WARPGROUPS + 1  # numbers of warpgroups

@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, query_columns, staged_columns, staged_query_columns
-from jattn_kernels.mosaic.sm90.extend_tile import TilePair, Tiles
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendTiles, query_columns, staged_columns, staged_query_columns
+from jattn_kernels.mosaic.sm90.extend.work_tile import TilePair, Tiles
 from jattn_kernels.spec import AttentionSpec
 
 

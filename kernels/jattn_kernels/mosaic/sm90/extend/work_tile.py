@@ -9,10 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.extend_schedule import staged_pieces
-from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.extend.schedule import staged_pieces
 from jattn_kernels.spec import AttentionSpec
 
 _MASK_BITS = 32  # of a word

@@ -7,7 +7,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, PoolPlace
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, PoolPlace
 
 
 @dataclasses.dataclass(frozen=True)

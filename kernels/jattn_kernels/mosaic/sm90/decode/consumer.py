@@ -10,11 +10,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Item, Items, Operands, Scratch
-from jattn_kernels.mosaic.sm90.decode_memory import turns_of, walk
-from jattn_kernels.mosaic.sm90.logits import LOG2E, base2_logits
-from jattn_kernels.mosaic.sm90.readied import Turn, turn_keys, turn_queries_back, widen
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.convert import Turn, turn_keys, turn_queries_back, widen
+from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Item, Items, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode.producer import turns_of, walk
 
 _THREADS = 128
 _OF_ROWS = plgpu.Layout.WGMMA.reduce(0)

@@ -10,11 +10,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendTiles, staged_pieces
-from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, Tiles, Unit, clear_unowned
-from jattn_kernels.mosaic.sm90.row_copies import RowCopies
-from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
+from jattn_kernels.mosaic.sm90.common.tiles import PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendTiles, staged_pieces
+from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, Tiles, Unit, clear_unowned
 from jattn_kernels.spec import AttentionSpec
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.rope import turned
 from jattn_kernels.spec import AttentionSpec
 

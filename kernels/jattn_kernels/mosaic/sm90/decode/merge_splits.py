@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode import Parts
-from jattn_kernels.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.decode.kernel import Parts
+from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 
 _THREADS = 128
 _AT_A_TIME = (16, 4)  # parts

@@ -11,10 +11,10 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_rows import owners
-from jattn_kernels.mosaic.sm90.ready_pages import ready_pages
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, PageCopies, rows_of_best_copy
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, PageCopies, rows_of_best_copy
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.prepass_kernel import ready_pages
+from jattn_kernels.mosaic.sm90.extend.rows import owners
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.spec import AttentionSpec
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, key_bounds
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.lowering.key_bounds import KeyBounds, key_bounds
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
 COMPUTE_WARPGROUPS = 2  # that compute: an item's tiles

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_compute import Compute
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Operands, Scratch
-from jattn_kernels.mosaic.sm90.decode_memory import copy_all, read_items
-from jattn_kernels.mosaic.sm90.readied import Readied
-from jattn_kernels.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.convert import Readied
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode.consumer import Compute
+from jattn_kernels.mosaic.sm90.decode.producer import copy_all, read_items
+from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 
 _MEMORY_REGISTERS = 40
 _COMPUTE_REGISTERS = {2: 232, 3: 152}  # of a thread, where so many compute warpgroups share an SM

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.tuned_tiles import VARIABLE, Arrangement, Shape, tuned
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement, Shape, tuned
 from jattn_kernels.spec import AttentionSpec
 
 _BLOCK_KV = 64

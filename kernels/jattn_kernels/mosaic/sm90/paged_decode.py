@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90 import extend, paged
-from jattn_kernels.mosaic.sm90.extend_schedule import ExtendSchedule, heads_per_tile, tokens_per_item
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS, num_sms
-from jattn_kernels.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, num_sms
+from jattn_kernels.mosaic.sm90.decode import split_kv as paged
+from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.extend import entry as extend
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, heads_per_tile, tokens_per_item
 from jattn_kernels.spec import AttentionSpec
 
 _MANY_ROWS = 48  # from here on decode's kernel falls behind by more than uneven lengths may cost

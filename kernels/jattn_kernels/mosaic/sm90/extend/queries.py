@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
-from jattn_kernels.mosaic.sm90.decode_queries import in_parts, in_range
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_rows import owners
+from jattn_kernels.mosaic.sm90.decode.rows import in_parts, in_range
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.rows import owners
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import logit_factors
 from jattn_kernels.spec import AttentionSpec

@@ -15,11 +15,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.key_turns import KeyTurns, TurnTables
-from jattn_kernels.mosaic.sm90.readied import widen_tile
-from jattn_kernels.mosaic.sm90.tiles import PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.convert import widen_tile
+from jattn_kernels.mosaic.sm90.common.key_rotation import KeyTurns, TurnTables
+from jattn_kernels.mosaic.sm90.common.tiles import PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
 from jattn_kernels.spec import AttentionSpec
 
 

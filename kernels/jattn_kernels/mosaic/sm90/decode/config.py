@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from jattn_kernels.mosaic.sm90 import tiles
-from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, value_columns
-from jattn_kernels.mosaic.sm90.tiles import PageCopies
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.tiles import PageCopies
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, value_columns
 from jattn_kernels.spec import AttentionSpec
 
 _NARROW_TILE_COLUMNS = 128  # of numbers of 8 bits

@@ -16,10 +16,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_tile import Operands, TilePair, Tiles, Unit, clear_unowned
-from jattn_kernels.mosaic.sm90.key_turns import KeyTurns
-from jattn_kernels.mosaic.sm90.readied import widen_tile
+from jattn_kernels.mosaic.sm90.common.convert import widen_tile
+from jattn_kernels.mosaic.sm90.common.key_rotation import KeyTurns
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, Tiles, Unit, clear_unowned
 
 
 @dataclasses.dataclass(frozen=True)

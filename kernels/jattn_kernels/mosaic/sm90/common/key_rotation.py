@@ -13,8 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.readied import Turn, turn_of, turn_pairs, turned_on
-from jattn_kernels.mosaic.sm90.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.convert import Turn, turn_of, turn_pairs, turned_on
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.rope import shrink_of
 from jattn_kernels.spec import AttentionSpec
 

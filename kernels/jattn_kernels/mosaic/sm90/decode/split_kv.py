@@ -7,20 +7,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
+from jattn_kernels.lowering.mask_words import mask_words
 from jattn_kernels.merge import sink_share
-from jattn_kernels.mosaic.sm90.combine import combine_parts
-from jattn_kernels.mosaic.sm90.decode import decode
-from jattn_kernels.mosaic.sm90.decode_config import DecodeConfig, Operands
-from jattn_kernels.mosaic.sm90.decode_queries import by_head, in_parts, in_range, padded
-from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles, choose_tiles, value_columns
-from jattn_kernels.mosaic.sm90.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
-from jattn_kernels.mosaic.sm90.mask_words import mask_words
-from jattn_kernels.mosaic.sm90.readied import turn_of
-from jattn_kernels.mosaic.sm90.split_queries import split_queries, takes
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, num_sms
+from jattn_kernels.mosaic.sm90.common.convert import turn_of
+from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, takes
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, num_sms
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
+from jattn_kernels.mosaic.sm90.decode.kernel import decode
+from jattn_kernels.mosaic.sm90.decode.merge_splits import combine_parts
+from jattn_kernels.mosaic.sm90.decode.rows import by_head, in_parts, in_range, padded
+from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule, split_at_multiples, split_evenly
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_tiles, value_columns
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import head_scales, logit_factors
-from jattn_kernels.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.spec import AttentionSpec
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jattn_kernels.mosaic.sm90.decode_tiles import DecodeTiles
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles
 from jattn_kernels.spec import AttentionSpec
 
 MANTISSA_BITS, EXPONENT = 23, 0x7F800000  # of a float32

@@ -7,23 +7,23 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
-from jattn_kernels.mosaic.sm90.extend_ahead import made_ready, readies_ahead, turned_rows
-from jattn_kernels.mosaic.sm90.extend_formats import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend_kernel import ExtendKernel
-from jattn_kernels.mosaic.sm90.extend_queries import Queries, prepared
-from jattn_kernels.mosaic.sm90.extend_rows import COMPUTE_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
-from jattn_kernels.mosaic.sm90.extend_schedule import (
+from jattn_kernels.mosaic.sm90.common.key_rotation import TurnTables
+from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, rows_of_best_copy
+from jattn_kernels.mosaic.sm90.decode.split_kv import stacked
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.kernel import ExtendKernel
+from jattn_kernels.mosaic.sm90.extend.prepass import made_ready, readies_ahead, turned_rows
+from jattn_kernels.mosaic.sm90.extend.queries import Queries, prepared
+from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendSchedule,
     ExtendTiles,
     choose_tiles,
     extend_schedule,
     is_own,
 )
-from jattn_kernels.mosaic.sm90.extend_tile import Operands
-from jattn_kernels.mosaic.sm90.key_turns import TurnTables
-from jattn_kernels.mosaic.sm90.paged import stacked
-from jattn_kernels.mosaic.sm90.row_copies import RowCopies
-from jattn_kernels.mosaic.sm90.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, rows_of_best_copy
+from jattn_kernels.mosaic.sm90.extend.work_tile import Operands
 from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 

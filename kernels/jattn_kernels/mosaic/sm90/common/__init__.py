@@ -1,0 +1,1 @@
+"""What the Hopper kernels share: tiles, copies, logits, conversion, rotation."""
