@@ -12,11 +12,10 @@ from jattn.backend import AttentionLayer, BackendOptions
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.executor import executor as executor_module
-from jattn.serving.executor import mixing
 from jattn.serving.executor.mixing import mixed_rows
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
-from jattn_kernels.call import AttentionCall, Device
+from jattn_kernels.call import Device
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_model
 
@@ -221,7 +220,7 @@ HOPPER, CPU = Device("gpu", (9, 0)), Device("cpu")
     ],
 )
 def test_steps_mix_where_the_kernels_go_by_a_work_list(monkeypatch, device, layer, options, config, rows):
-    monkeypatch.setattr(mixing, "AttentionCall", functools.partial(AttentionCall, device=device))
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: device)
     config = EngineConfig(**{"num_pages": 64, "max_num_seqs": 16} | config)
     options = BackendOptions(
         **{"max_context_len": 1024, "page_size": 16, "max_num_seqs": 16, "dtype": "bfloat16"} | options
