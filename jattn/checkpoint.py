@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jattn.safetensors_file import SafetensorsFile
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth")
 
 
@@ -40,8 +42,7 @@ class Checkpoint:
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"`path` must be the path of a checkpoint folder. Got {path!r}.")
         self.path = Path(path)
-        if not self.path.is_dir():
-            raise FileNotFoundError(f"`path` must be a checkpoint folder. Got {str(path)!r}.")
+        check_folder(self.path, "path")
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"`path` must be a folder with a `config.json`. Got {str(path)!r}.")
         self.config = read_json(self.path / "config.json")
@@ -49,6 +50,7 @@ class Checkpoint:
         generation_config = self.path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
         self.max_context_len: int | None = None
+        self._on_read: Callable[[], None] = lambda: None
         self._files, self._listing = self._open_weights()
 
     @property
@@ -73,7 +75,15 @@ class Checkpoint:
         file = self._files[name]
         if shape is not None and (stored := file.shape(name)) != shape:
             raise ValueError(f"Tensor {name!r} of {file.path} must have shape {list(shape)}. Got {list(stored)}.")
-        return file.read(name, piece)
+        tensor = file.read(name, piece)
+        self._on_read()
+        return tensor
+
+    def watched(self, on_read: Callable[[], None]) -> "Checkpoint":
+        """The checkpoint, which calls `on_read` after each tensor that is read of it."""
+        watched = copy.copy(self)
+        watched._on_read = on_read
+        return watched
 
     def for_context(self, max_context_len: int | None) -> "Checkpoint":
         """The checkpoint as it is to be served: what a model computes may depend on it (LongRoPE).
@@ -153,6 +163,23 @@ class Checkpoint:
             if name not in shards[shard].names:
                 raise ValueError(f"{self.path / shard} must hold the tensor {name!r}, which {_INDEX} places there.")
         return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Says where to get the checkpoint whose name stands in place of a folder.
+
+    Args:
+        name: What the caller calls the argument.
+
+    Raises:
+        FileNotFoundError: There is no folder of this path.
+    """
+    if path.is_dir():
+        return
+    sentence = f"`{name}` must be a checkpoint folder. Got {str(path)!r}."
+    if not path.exists() and _HUB_NAME.fullmatch(str(path)):
+        sentence += f" If that is a model's name, `hf download {path} --local-dir {path.name}` makes a folder of it."
+    raise FileNotFoundError(sentence)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jattn.progress import shown
 
 _COMPILING_AT_ONCE = min(8, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
@@ -55,22 +54,13 @@ class CompiledSteps:
 
 def compile_steps(plans: Mapping[Hashable, StepPlan], *, progress: bool = False) -> CompiledSteps:
     """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`."""
-    bar = Progress(
-        TextColumn("Compiling steps"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not (progress and sys.stderr.isatty()),
-    )
-    with bar, ThreadPoolExecutor(_COMPILING_AT_ONCE) as pool:
-        task = bar.add_task("compile", total=len(plans))
+    bar = shown("Compiling steps", len(plans), wanted=progress)
+    with bar as advance, ThreadPoolExecutor(_COMPILING_AT_ONCE) as pool:
         compiling = {pool.submit(_lowered(plan).compile): key for key, plan in plans.items()}
         executables = {}
         for done in as_completed(compiling):
             executables[compiling[done]] = done.result()
-            bar.advance(task)
+            advance()
     return CompiledSteps({key: executables[key] for key in plans})
 
 

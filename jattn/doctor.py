@@ -14,6 +14,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from jattn.devices import started_devices
+from jattn.no_device import NoDeviceError
 from jattn_kernels.call import AttentionCall, Device, Operation, default_device
 from jattn_kernels.dispatch import choose
 from jattn_kernels.spec import AttentionSpec
@@ -38,6 +40,7 @@ class Facts:
         device_names: Of JAX's devices.
         device: JAX's default device; None if JAX cannot start.
         jax_error: Why JAX cannot start.
+        warnings: What it said while it started.
         jax_platforms: What JAX was told to run on; empty if nothing.
     """
 
@@ -47,6 +50,7 @@ class Facts:
     device_names: tuple[str, ...] = ()
     device: Device | None = None
     jax_error: str | None = None
+    warnings: tuple[str, ...] = ()
     jax_platforms: str = ""
 
 
@@ -90,14 +94,14 @@ def clashes(facts: Facts) -> list[str]:
                 f"Got {facts.driver}."
             )
     if facts.jax_error:
-        found.append(f"JAX cannot start: {facts.jax_error}")
+        found.append(facts.jax_error)
     elif facts.has_nvidia_gpu and plugins and facts.device and facts.device.platform != "gpu":
         told = f"`JAX_PLATFORMS` is {facts.jax_platforms!r}" if facts.jax_platforms else "`JAX_PLATFORMS` is not set"
         found.append(
             f"JAX does not use the NVIDIA GPU, although {' and '.join(plugins)} is installed: {told}; "
             f"its default device is {facts.device.platform}."
         )
-    return found
+    return found + [f"JAX said while it started: {warning}" for warning in facts.warnings]
 
 
 def served(device: Device) -> list[Served]:
@@ -123,6 +127,22 @@ def served(device: Device) -> list[Served]:
     return found
 
 
+def by_reason(rows: list[Served]) -> list[tuple[str, str, str]]:
+    """The calls that are served alike, in one row: which they are, by what, and why."""
+    alike: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for row in rows:
+        operations = alike.setdefault((row.implementation or "none", row.reason), {})
+        operations.setdefault(row.operation, []).append(row.dtype)
+    found = []
+    for (implementation, reason), operations in alike.items():
+        by_dtypes: dict[str, list[str]] = {}
+        for operation, dtypes in operations.items():
+            by_dtypes.setdefault(", ".join(dtypes), []).append(operation)
+        calls = "; ".join(f"{', '.join(names)} of {dtypes}" for dtypes, names in by_dtypes.items())
+        found.append((calls, implementation, reason))
+    return found
+
+
 def gather() -> Facts:
     """The facts of this machine."""
     driver = _driver()
@@ -133,10 +153,11 @@ def gather() -> Facts:
         jax_platforms=jax.config.jax_platforms or "",
     )
     try:
-        names = tuple(f"{device.platform} {device.id}: {device.device_kind}" for device in jax.devices())
-        return dataclasses.replace(found, device_names=names, device=default_device())
-    except RuntimeError as error:
-        return dataclasses.replace(found, jax_error=" ".join(str(error).split()))
+        devices, warnings = started_devices()
+    except NoDeviceError as error:
+        return dataclasses.replace(found, jax_error=str(error))
+    names = tuple(f"{device.platform} {device.id}: {device.device_kind}" for device in devices)
+    return dataclasses.replace(found, device_names=names, device=default_device(), warnings=tuple(warnings))
 
 
 def show(facts: Facts, console: Console) -> bool:
@@ -154,10 +175,7 @@ def show(facts: Facts, console: Console) -> bool:
             f"Attention with {EXAMPLE.num_q_heads} query and {EXAMPLE.num_kv_heads} KV heads of width "
             f"{EXAMPLE.head_dim}, or latent rows of {MLA_EXAMPLE.head_dim}, pages of {EXAMPLE_PAGE_SIZE} tokens"
         )
-        rows = [
-            (f"{row.operation} {row.dtype}", row.implementation or "none", row.reason) for row in served(facts.device)
-        ]
-        _print_rows(console, caption, ("call", "served by", "why"), rows)
+        _print_rows(console, caption, ("calls", "served by", "why"), by_reason(served(facts.device)))
     for sentence in found:
         console.print(f"clash: {sentence}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     if not found:

@@ -28,4 +28,5 @@ def llm(monkeypatch):
     monkeypatch.setattr(
         jattn.checkpoint, "Checkpoint", lambda _: types.SimpleNamespace(generation_config=LLM.generation_config)
     )
+    monkeypatch.setattr(jattn.checkpoint, "check_folder", lambda *_: None)
     return LLM

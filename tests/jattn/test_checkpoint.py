@@ -227,3 +227,10 @@ def test_checkpoint_is_cut_to_layers_that_it_has(folder, layers, num_layers):
     total = layers.get("num_hidden_layers")
     with pytest.raises(ValueError, match=rf"at most the checkpoint's `num_hidden_layers`={total}. Got {num_layers}"):
         Checkpoint(folder).cut_down(num_layers)
+
+
+@pytest.mark.parametrize(("path", "is_name"), [("someone/a-model.1", True), ("/nowhere/at/all", False), ("one", False)])
+def test_path_that_is_no_folder_but_may_be_a_name_tells_how_to_download_it(path, is_name):
+    with pytest.raises(FileNotFoundError, match=r"`path` must be a checkpoint folder\. Got '.*'") as refused:
+        Checkpoint(path)
+    assert (f"`hf download {path} --local-dir" in str(refused.value)) == is_name

@@ -1,5 +1,6 @@
 """The command line hands on what it was told, prints text in order, and answers bad input with one sentence."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -10,11 +11,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import jattn.checkpoint
 from jattn import cli
+from jattn.cli import inputs, output
+from jattn.no_device import NoDeviceError
+from jattn.progress import shown
+from jattn.serving.config import EngineConfig
 from jattn.serving.request import DraftCounts, SamplingParams
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.harness.fake_llm import Delta, Stats, generate, run
+
+CHECK_FOLDER = jattn.checkpoint.check_folder
 
 
 def test_version_is_the_packages():
@@ -39,9 +47,7 @@ def test_generate_hands_on_the_defaults(llm):
     assert generate("--prompt", "x").exit_code == 0
     assert llm.path == Path("folder")
     assert llm.prompts == ["x"]
-    sizes = {"page_size": 16, "num_pages": None, "max_num_seqs": 8, "max_context_len": None}
-    kinds = {"dtype": "auto", "kv_cache_dtype": "auto", "full_sampling": False, "speculative": None}
-    assert llm.options == kinds | sizes
+    assert EngineConfig(**llm.options) == EngineConfig(full_sampling=False)
     assert llm.sampling_params == SamplingParams(temperature=0.8)
 
 
@@ -88,11 +94,23 @@ def test_generate_hands_on_every_flag(llm):
     flags = "--max-tokens 5 --temperature 0.1 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
     flags += " --n 3 --min-tokens 2 --min-p 0.25 --repetition-penalty 1.5 --stop a --stop bc"
     flags += " --presence-penalty -0.5 --frequency-penalty 0.75 --kv-cache-dtype fp8_e5m2"
-    sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64"
+    sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64 --prefill-tokens 32"
+    sizes += " --max-chunk-tokens 16 --no-mixed-steps --backend flashinfer --implementation xla --debug-checks"
     assert generate("--prompt", "x", *flags.split(), *sizes.split()).exit_code == 0
-    sizes = {"page_size": 8, "num_pages": 20, "max_num_seqs": 2, "max_context_len": 64}
-    kinds = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2", "full_sampling": True, "speculative": None}
-    assert llm.options == kinds | sizes
+    assert EngineConfig(**llm.options) == EngineConfig(
+        dtype="bfloat16",
+        kv_cache_dtype="fp8_e5m2",
+        page_size=8,
+        num_pages=20,
+        max_num_seqs=2,
+        max_context_len=64,
+        prefill_tokens=32,
+        max_chunk_tokens=16,
+        mixed_steps=False,
+        backend="flashinfer",
+        implementation="xla",
+        debug_checks=True,
+    )
     assert llm.sampling_params == SamplingParams(
         n=3,
         max_tokens=5,
@@ -149,18 +167,18 @@ def test_generate_takes_prompts_then_those_of_the_file(llm, tmp_path):
 
 def test_generate_without_prompt_uses_the_default_ones(llm):
     assert generate().exit_code == 0
-    assert llm.prompts == list(cli.DEFAULT_PROMPTS)
+    assert llm.prompts == list(inputs.DEFAULT_PROMPTS)
 
 
 def test_generate_without_model_uses_the_announced_checkpoint(llm, monkeypatch):
     announced = types.SimpleNamespace(load=lambda: lambda: Path("bundled"))
-    monkeypatch.setattr(cli, "entry_points", lambda **named: [announced] * (named["name"] == "default"))
+    monkeypatch.setattr(inputs, "entry_points", lambda **named: [announced] * (named["name"] == "default"))
     assert run("generate").exit_code == 0
     assert llm.path == Path("bundled")
 
 
 def test_generate_without_model_or_checkpoint_is_an_error(llm, monkeypatch):
-    monkeypatch.setattr(cli, "entry_points", lambda **_: [])
+    monkeypatch.setattr(inputs, "entry_points", lambda **_: [])
     result = run("generate")
     assert result.exit_code == 2
     assert result.stderr == "error: `--model` must be given: no installed package brings a default checkpoint.\n"
@@ -208,13 +226,13 @@ def test_generate_prints_the_first_unfinished_text_live(llm, capsys):
             yield delta
             shown.append(capsys.readouterr().out)
 
-    cli._print_text(deltas(), prompts)
+    output.print_text(deltas(), prompts)
     assert shown == ["==> 1 of 2 <==\nX:", "a", "b\n\n==> 2 of 2 <==\nY:c", "d", "\n"]
 
 
 def test_generate_keeps_control_characters_from_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    cli._print_text([Delta(0, "a\x1b[2J\x9b\r\tb\n", "stop")], ["x"])
+    output.print_text([Delta(0, "a\x1b[2J\x9b\r\tb\n", "stop")], ["x"])
     assert capsys.readouterr().out == "a\ufffd[2J\ufffd\ufffd\tb\n"
 
 
@@ -290,9 +308,9 @@ def test_generate_bug_keeps_its_traceback(llm):
 )
 def test_output_that_takes_no_text_is_one_sentence(output, sentence):
     program = (
-        "import sys, typer; from jattn import cli\n"
+        "import sys, typer; from jattn.cli import output, sentences\n"
         "try:\n"
-        "    with cli._sentences_for_errors(): cli._check_output(); cli._write('text')\n"
+        "    with sentences.sentences_for_errors(): output.check_output(); output._write('text')\n"
         "except typer.Exit as exit: sys.exit(exit.exit_code)"
     )
     shell = ["sh", "-c", f'exec "$0" -c "$1" {output}', sys.executable, program]
@@ -318,7 +336,7 @@ def test_generate_empty_path_is_bad_usage(llm, flag):
     [
         (b"\xff\xfe", "`--prompt-file` must be UTF-8 text"),
         (b" \n\n", "`--prompt-file` must hold at least one prompt"),
-        (None, "No such file or directory"),
+        (None, "`--prompt-file` must be a file, or - for standard input"),
     ],
 )
 def test_generate_bad_prompt_file_is_named(llm, tmp_path, content, sentence):
@@ -361,3 +379,46 @@ def test_generate_bad_sampling_flag_is_refused_before_the_model_loads(llm, flags
 @pytest.mark.parametrize("arguments", [["--dtype", "int8"], ["--max-tokens", "many"], ["--nonsense"]])
 def test_generate_bad_usage_exits_2(llm, arguments):
     assert generate(*arguments).exit_code == 2
+
+
+def test_generate_reads_prompts_from_standard_input(llm):
+    arguments = ["generate", "--model", "folder", "--prompt-file", "-"]
+    assert CliRunner().invoke(cli.app, arguments, input="first\n\nsecond\n").exit_code == 0
+    assert llm.prompts == ["first", "second"]
+
+
+@pytest.mark.parametrize("flag", ["--model", "--draft-model"])
+def test_generate_tells_how_to_get_a_model_that_is_a_name(llm, monkeypatch, flag):
+    monkeypatch.setattr(jattn.checkpoint, "check_folder", CHECK_FOLDER)
+    draft = ["--model", Path(__file__).parent, "--speculative", "draft-model"] if flag == "--draft-model" else []
+    result = run("generate", *draft, flag, "someone/some-model")
+    assert result.exit_code == 2
+    assert f"error: `{flag}` must be a checkpoint folder" in result.stderr
+    assert "`hf download someone/some-model --local-dir some-model`" in result.stderr
+    assert not hasattr(llm, "path")
+
+
+def test_generate_logs_what_goes_on_off_a_terminal(llm):
+    class Loading(llm):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            with shown("Loading weights", 3, wanted=True):
+                pass
+
+    sys.modules["jattn.serving.frontend.llm"].LLM = Loading
+    lines = generate("--prompt", "x").stderr.splitlines()
+    assert lines[0] == "Loading weights: 3"
+    assert lines[1].startswith("Loading weights took ")
+    assert not logging.getLogger("jattn").handlers
+
+
+def test_generate_on_a_machine_without_a_device_is_one_sentence(llm):
+    llm.init_error = NoDeviceError("JAX cannot start.")
+    assert generate("--prompt", "x").stderr == "error: JAX cannot start.\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_help_shows_no_value_for_a_flag_that_takes_none(arguments):
+    result = run(*arguments)
+    assert "--" in result.stdout
+    assert "<bool>" not in result.stdout

@@ -55,6 +55,33 @@ def test_every_knob_reaches_the_engine(monkeypatch):
     assert configs == [EngineConfig(**given)]
 
 
+@pytest.fixture
+def no_engine(monkeypatch):
+    """LLM stands before it makes its engine."""
+
+    def stop(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(llm_module, "Engine", stop)
+
+
+def test_weights_that_load_are_logged_off_a_terminal(no_engine, caplog):
+    with caplog.at_level("INFO", "jattn"), pytest.raises(InterruptedError):
+        jattn.LLM(checkpoint_path())
+    assert [record.message.split(":")[0] for record in caplog.records][:1] == ["Loading weights"]
+    caplog.clear()
+    with caplog.at_level("INFO", "jattn"), pytest.raises(InterruptedError):
+        jattn.LLM(checkpoint_path(), progress=False)
+    assert not caplog.records
+
+
+def test_what_jax_says_while_it_starts_is_a_warning_of_jattn(no_engine, monkeypatch, caplog):
+    monkeypatch.setattr(llm_module, "started_devices", lambda: ([], ["A plug-in failed."]))
+    with pytest.raises(InterruptedError):
+        jattn.LLM(checkpoint_path())
+    assert [(record.name, record.message) for record in caplog.records] == [("jattn", "A plug-in failed.")]
+
+
 def test_unknown_knob_is_pythons_own_error():
     with pytest.raises(TypeError, match="max_num_seq"):
         jattn.LLM(checkpoint_path(), max_num_seq=1)

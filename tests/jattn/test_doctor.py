@@ -1,13 +1,16 @@
 """`jattn doctor` names what does not work together, and what serves each call, from facts that a test can make up."""
 
 import io
+import logging
+import types
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from jattn import cli, doctor
+from jattn import cli, devices, doctor
 from jattn.doctor import Facts, clashes, parse_driver, served, show
+from jattn.no_device import NoDeviceError
 from jattn_kernels.call import Device
 
 CUDA13 = {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2"}
@@ -55,7 +58,8 @@ def test_clashes_finds_nothing_where_all_is_well(fine):
         (facts(CUDA12, "524.9", HOPPER), "jax-cuda12-plugin needs an NVIDIA driver of version 525 or newer"),
         (facts(CUDA13, "580.1", jax_platforms="cpu"), "`JAX_PLATFORMS` is 'cpu'; its default device is cpu."),
         (facts(CUDA13, "580.1"), "although jax-cuda13-plugin is installed: `JAX_PLATFORMS` is not set"),
-        (facts(CUDA13, "580.1", None, jax_error="no backend"), "JAX cannot start: no backend"),
+        (facts(CUDA13, "580.1", None, jax_error="JAX cannot start: no backend."), "JAX cannot start: no backend."),
+        (facts(CUDA13, warnings=("jax_plugins.xla_cuda13 failed",)), "started: jax_plugins.xla_cuda13 failed"),
     ],
 )
 def test_clashes_names_a_clash_in_one_sentence(wrong, sentence):
@@ -95,8 +99,10 @@ def test_show_is_plain_lines_in_a_pipe():
     well, text = shown(facts({"jax": "0.11.2"}, device_names=("cpu 0: cpu",)))
     lines = text.splitlines()
     assert well
+    assert text.count("is the first choice") == 1
     assert {"devices\tcpu 0: cpu", "NVIDIA driver\tnone", "jax\t0.11.2", "jax-triton\tnot installed"} <= set(lines)
-    assert any(line.startswith("paged_extend float16\txla\t") for line in lines)
+    calls = "paged_decode, paged_extend, ragged_extend, mla_decode, mla_extend, rotate_and_write"
+    assert any(line.startswith(f"{calls} of bfloat16, float16, float32\txla\t") for line in lines)
     assert lines[-1] == "No clash is known for this machine."
 
 
@@ -133,13 +139,45 @@ def test_gather_finds_this_machine():
 
 
 def test_gather_bears_a_jax_that_cannot_start(monkeypatch):
-    def fail():
-        raise RuntimeError("Unable to initialize\n backend 'cuda'")
-
-    monkeypatch.setattr(doctor.jax, "devices", fail)
+    monkeypatch.setattr(devices.jax, "devices", raising(RuntimeError("Unable to initialize\n backend 'cuda'")))
     found = doctor.gather()
-    assert found.jax_error == "Unable to initialize backend 'cuda'"
+    assert found.jax_error == "JAX cannot start: Unable to initialize backend 'cuda'."
     assert found.device is None
+
+
+def raising(error):
+    def raise_it():
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(AssertionError(), "no such device was found"), (RuntimeError("Unable to start."), "Unable to start")],
+)
+def test_jax_that_cannot_start_is_a_sentence(monkeypatch, error, reason):
+    monkeypatch.setattr(devices.jax, "devices", raising(error))
+    monkeypatch.setattr(devices.jax, "config", types.SimpleNamespace(jax_platforms="cuda"))
+    with pytest.raises(NoDeviceError, match=f"^JAX cannot start with `JAX_PLATFORMS`='cuda': {reason}.$"):
+        devices.started_devices()
+
+
+def test_what_jax_says_while_it_starts_is_told_in_lines_of_its_own(monkeypatch, caplog):
+    logger = logging.getLogger("jax._src.xla_bridge")
+
+    def start():
+        try:
+            raise RuntimeError("no driver")
+        except RuntimeError:
+            logger.exception("Exception when calling initialize()")
+        return []
+
+    monkeypatch.setattr(devices.jax, "devices", start)
+    assert devices.started_devices() == ([], ["Exception when calling initialize(): no driver"])
+    assert not caplog.records
+    logger.warning("Afterwards JAX is heard as before.")
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

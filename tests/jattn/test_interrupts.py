@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from jattn import cli
+from jattn.cli.interrupts import Interrupts
 from tests.jattn.harness.fake_llm import Delta, generate
 
 
@@ -51,7 +51,7 @@ def test_generate_interrupt_that_got_lost_while_loading_still_counts(llm):
 def test_generate_leaves_an_ignored_interrupt_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with cli.Interrupts() as interrupts:
+        with Interrupts() as interrupts:
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             assert list(interrupts.deltas([1, 2])) == [1, 2]
     finally:

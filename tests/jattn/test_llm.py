@@ -210,6 +210,11 @@ def test_sampling_params_must_match_the_prompts(llm):
         llm.generate(PROMPTS, [GREEDY, GREEDY])
 
 
+def test_without_sampling_params_the_checkpoints_own_are_taken(llm):
+    ((request,),) = llm._requests(PROMPTS[0], None)
+    assert request.params == llm.get_default_sampling_params() == jattn.SamplingParams(temperature=0.7, top_p=0.9)
+
+
 @pytest.mark.parametrize("params", [{"temperature": 0}, [None], 5])
 def test_sampling_params_that_are_none_are_refused(llm, params):
     with pytest.raises(ValueError, match="`sampling_params` must be `SamplingParams`, or several"):

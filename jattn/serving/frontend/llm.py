@@ -9,12 +9,15 @@ from typing import Any
 
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
+from jattn.devices import started_devices
 from jattn.model import model_class
+from jattn.progress import logger, shown
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.fitting import check_fits
 from jattn.serving.frontend.chat import ChatTemplate
 from jattn.serving.frontend.config_fields import takes_fields_of
+from jattn.serving.frontend.default_sampling import default_sampling
 from jattn.serving.frontend.outputs import Delta, RequestOutput, SequenceReader, gather
 from jattn.serving.frontend.prompts import Prompt, listed
 from jattn.serving.frontend.text import Tokenizer
@@ -65,6 +68,8 @@ class LLM:
 
     @takes_fields_of(EngineConfig)
     def __init__(self, path: str | Path, config: EngineConfig):
+        for warning in started_devices()[1]:
+            logger.warning("%s", warning)
         use_persistent_cache()
         checkpoint = Checkpoint(path).for_context(config.max_context_len)
         self.tokenizer = Tokenizer(checkpoint.path)
@@ -72,8 +77,10 @@ class LLM:
         eos_token_ids = _eos_token_ids(checkpoint)
         drafter = config.speculative if isinstance(config.speculative, DraftModel) else None
         dtype = computing_dtype(config)
+        self._default_params = SamplingParams(**default_sampling(checkpoint.generation_config, checkpoint.path))
         check_fits(config, checkpoint, num_eos_ids=len(eos_token_ids))
-        model = model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)
+        with shown("Loading weights", len(checkpoint.tensor_names), wanted=config.progress) as advance:
+            model = model_class(checkpoint.architecture).from_checkpoint(checkpoint.watched(advance), dtype=dtype)
         self.engine = Engine(
             model,
             config,
@@ -88,6 +95,10 @@ class LLM:
     def stats(self) -> RunStats:
         """Figures of the call that this thread began last, up to now if it still runs."""
         return self._latest.stats
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the checkpoint's authors sample: what its generation_config.json says, and else the defaults."""
+        return self._default_params
 
     def generate(
         self,
@@ -108,7 +119,7 @@ class LLM:
 
         Args:
             messages: A conversation, as for `ChatTemplate.render`, or a list of them.
-            sampling_params: One for all or one for each; None is `SamplingParams()`.
+            sampling_params: One for all or one for each; None is `get_default_sampling_params()`.
             options: Of `ChatTemplate.render`.
 
         Raises:
@@ -141,7 +152,7 @@ class LLM:
 
         Args:
             prompts: Texts or token ids, bare or as vLLM's mappings of them; one alone will do.
-            sampling_params: One for all or one for each; None is `SamplingParams()`.
+            sampling_params: One for all or one for each; None is `get_default_sampling_params()`.
 
         Raises:
             ValueError: A prompt cannot be served; none was started.
@@ -152,7 +163,7 @@ class LLM:
         """A request for each sequence of each prompt."""
         prompts = listed(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self._default_params] * len(prompts)
         is_several = isinstance(sampling_params, Sequence)
         if not is_several or not all(isinstance(params, SamplingParams) for params in sampling_params):
             raise ValueError(f"`sampling_params` must be `SamplingParams`, or several. Got {sampling_params!r}.")

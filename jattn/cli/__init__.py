@@ -1,0 +1,58 @@
+"""The command line: `jattn generate` and `jattn doctor`."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from jattn.cli.generate_command import generate
+from jattn.cli.help_page import Command, Group
+from jattn.cli.output import check_output, writing
+from jattn.cli.sentences import sentences_for_errors
+
+# jax takes seconds to import, so the commands import the library when they run, and --help does not.
+
+app = typer.Typer(
+    name="jattn",
+    cls=Group,
+    help="Attention over a paged KV cache for JAX, and the serving loop around it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(cls=Command)(generate)
+
+
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"jattn {version('jattn')}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(cls=Command)
+def doctor() -> None:
+    """Show the devices, what serves each kind of attention call and why, versions, and known clashes.
+
+    The exit code is 1 if something is known not to work together.
+    """
+    with sentences_for_errors():
+        check_output()
+
+        from rich.console import Console
+
+        from jattn.doctor import gather, show
+
+        facts = gather()
+        with writing():
+            if not show(facts, Console()):
+                raise typer.Exit(1)

@@ -1,0 +1,48 @@
+"""Flags that are EngineConfig's fields."""
+
+import enum
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from jattn.serving.config import Knob, knobs
+
+_PANEL = "Engine"
+
+
+def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each knob that the command line has; it gets their values as keywords."""
+    found = {name: (field, knob) for name, (field, knob) in knobs().items() if knob.flag}
+    flags = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_annotation(name, field, knob)
+        )
+        for name, (field, knob) in found.items()
+    ]
+    own = [parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != "knobs"]
+
+    @functools.wraps(command)
+    def with_knobs(**given: Any) -> None:
+        chosen = {name: given[name].value for name in found if isinstance(given.get(name), enum.Enum)}
+        command(**given | chosen)
+
+    with_knobs.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
+    with_knobs.__annotations__ = command.__annotations__ | {flag.name: flag.annotation for flag in flags}
+    return with_knobs
+
+
+def _annotation(name: str, field: Any, knob: Knob) -> Any:
+    kind = typing.get_args(field.type)[0]
+    declared = [f"--{name.replace('_', '-')}"]
+    if kind == bool | None:
+        declared = [f"{declared[0]}/--no-{declared[0][2:]}"]
+    options = typer.Option(*declared, help=knob.help, rich_help_panel=_PANEL)
+    if knob.choices:
+        kind = enum.StrEnum(name, {choice: choice for choice in knob.choices})
+    elif kind in (str, str | None):
+        options.metavar = "NAME"
+    return Annotated[kind, options]

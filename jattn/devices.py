@@ -1,0 +1,46 @@
+"""JAX's devices, started with a sentence where JAX itself would show a traceback."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jattn.no_device import NoDeviceError
+
+
+def started_devices() -> tuple[list[Any], list[str]]:
+    """JAX's devices, and what it said while it started.
+
+    Raises:
+        NoDeviceError: It cannot start; the sentence says why.
+    """
+    with _warnings_of_jax() as said:
+        try:
+            return jax.devices(), said
+        except (RuntimeError, AssertionError) as error:  # it asserts where every platform asked for was passed over
+            reasons = [" ".join(str(error).split()) or "no such device was found", *said]
+            told = f" with `JAX_PLATFORMS`={jax.config.jax_platforms!r}" if jax.config.jax_platforms else ""
+            raise NoDeviceError(f"JAX cannot start{told}: {' '.join(reasons).rstrip('.')}.") from error
+
+
+@contextlib.contextmanager
+def _warnings_of_jax() -> Iterator[list[str]]:
+    """Collects what JAX would log, tracebacks as their last lines; a plug-in that fails logs one of 20 lines."""
+    said: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        error = record.exc_info[1] if record.exc_info else None
+        reason = f": {error}" if error is not None and str(error) not in record.getMessage() else ""
+        said.append(" ".join(f"{record.getMessage()}{reason}".split()))
+        return False
+
+    logger = logging.getLogger("jax._src.xla_bridge")
+    logger.addFilter(keep)
+    try:
+        yield said
+    finally:
+        logger.removeFilter(keep)
