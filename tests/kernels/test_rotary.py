@@ -93,7 +93,8 @@ def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, 
 @pytest.mark.parametrize("blocks", [1, 12])
 def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeypatch, blocks):
     given = arguments(6, 2, 128, "NHD")
-    monkeypatch.setattr(sm90, "_BLOCKS", blocks)
+    monkeypatch.setattr(sm90, "_BLOCKS_PER_SM", 1)
+    monkeypatch.setattr(sm90.tiles, "num_sms", lambda: blocks)
     spec = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=128)
     with interpreted():
         results = mosaic_rotate_and_write(*given, 1, spec=spec)

@@ -14,7 +14,7 @@ from jattn.flashinfer import FlashInferAttnBackend
 from jattn.forward_batch import ForwardBatch, ReqToTokenPool
 from jattn.kv_pool import KVGroup, KVPool
 from jattn.spec_info import EagleDraftInput
-from jattn.vllm import v1_flash_attention
+from jattn.surfaces.vllm import v1_flash_attention
 from tests.jattn.harness.common_batches import (
     CONTEXT,
     DRAFT_STEP,
