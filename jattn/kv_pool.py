@@ -152,18 +152,30 @@ class KVPool:
         """
         slots = integers("slots", slots, "tokens")
         k, v = array("k", k, "tokens", "heads", "width"), array("v", v, "tokens", "heads", "width")
-        old = self.group(group)
-        k_pages, v_pages = write_pages(
-            old.k,
-            old.v,
-            k,
-            v,
-            slots,
-            layout=old.page_layout,
-            layer_index=layer_index,
-            **scale_arrays(k_scale=k_scale, v_scale=v_scale),
-        )
-        return self._with(group, k_pages, v_pages)
+        self.group(group)
+        return self._heads_written(group, layer_index, slots, k, v, **scale_arrays(k_scale=k_scale, v_scale=v_scale))
+
+    def written(
+        self,
+        layer: PoolLayer,
+        slots: Int[Array, " T"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K Hv"] | None,
+        k_scale: Float[Array, "..."] | None = None,
+        v_scale: Float[Array, "..."] | None = None,
+    ) -> "KVPool":
+        """The pool with a layer's new rows at `slots`, of arrays that are known to fit; see `set_kv_buffer`."""
+        old = self.groups[layer.group]
+        if old.v is not None:
+            return self._heads_written(layer.group, layer.layer_id, slots, k, v, k_scale=k_scale, v_scale=v_scale)
+        c_kv, k_pe = jnp.split(k[:, 0], (layer.v_head_dim,), axis=-1)
+        pages = write_latent_pages(old.k, c_kv, k_pe, slots, layer_index=layer.layer_id, kv_scale=k_scale)
+        return self._with(layer.group, pages, None)
+
+    def _heads_written(self, group: int, layer_index, slots, k, v, **scales) -> "KVPool":
+        old = self.groups[group]
+        pages = write_pages(old.k, old.v, k, v, slots, layout=old.page_layout, layer_index=layer_index, **scales)
+        return self._with(group, *pages)
 
     def get_key_buffer(
         self, layer_id: Int[Array, ""] | int, group: int = 0
@@ -207,9 +219,7 @@ class KVPool:
             raise ValueError(
                 f"`cache_k` must be [tokens, 1, {width}], the latent rows. Got cache_k.shape={cache_k.shape}."
             )
-        c_kv, k_pe = jnp.split(cache_k[:, 0], (layer.v_head_dim,), axis=-1)
-        pages = write_latent_pages(old.k, c_kv, k_pe, loc, layer_index=layer.layer_id, kv_scale=k_scale)
-        return self._with(layer.group, pages, None)
+        return self.written(layer, loc, cache_k, None, k_scale)
 
     def _by_slot(self, pages: Array, layer_id: Int[Array, ""] | int, group: int) -> Array:
         with in_words(layer_index="layer_id"):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jattn.attention.paged import PagedAttentionBackend
 from jattn.backend import BACKENDS, AttentionLayer, BackendOptions, EngineBackend, backend_class
 from jattn.flash_attention import FlashAttentionBackend
 from jattn.flashinfer import FlashInferAttnBackend
@@ -18,7 +19,8 @@ WINDOWED = dataclasses.replace(LAYER, sliding_window_size=7)
 def test_backends_go_by_their_names():
     assert backend_class("flash_attention") is FlashAttentionBackend
     assert backend_class("flashinfer") is FlashInferAttnBackend
-    with pytest.raises(ValueError, match=r"`backend` must be one of flash_attention, flashinfer. Got 'nothing'"):
+    assert backend_class("paged") is PagedAttentionBackend
+    with pytest.raises(ValueError, match=r"`backend` must be one of flash_attention, flashinfer, paged. Got 'nothing'"):
         backend_class("nothing")
 
 

@@ -3,7 +3,7 @@
 from jattn.backend import AttentionLayer, BackendOptions
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.config import EngineConfig
-from jattn.surfaces.sglang.config import spec_of
+from jattn.attention.specs import spec_of
 from jattn_kernels.dispatch import works_per_sequence
 
 # Tokens of a request. Extend does not cut a sequence's keys, as decode does: over more of them its unit would take

@@ -9,10 +9,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import in_words, instance, integers, scale_arrays, whole
-from jattn.backend import WORDS, AttentionLayer, checked_rows
+from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput, tree_of
+from jattn.surfaces.checks import WORDS, checked_rows
 from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
 from jattn.surfaces.flashinfer.places import Places, pages_of_requests, places_of, split_encoder

@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from jattn.arguments import check_whole, in_words, instance, shown, whole_number
-from jattn.backend import AttentionLayer, BackendOptions
+from jattn.attention.backend import BackendOptions
+from jattn.attention.layer import AttentionLayer
 from jattn.dtype_names import named_dtype
 from jattn.kv_cache_dtype import cache_dtype, stored_dtype
 from jattn.surfaces.flashinfer.metadata import WrapperDispatch, should_use_tensor_core

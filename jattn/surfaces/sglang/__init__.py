@@ -1,8 +1,9 @@
 """SGLang's FlashAttention backend over jattn's kernels."""
 
+from jattn.attention.specs import spec_of
 from jattn.local_attention import make_local_attention_virtual_batches
 from jattn.surfaces.sglang.backend import FlashAttentionBackend
-from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig, cdiv, spec_of
+from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig, cdiv
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 from jattn.surfaces.sglang.multi_step import FlashAttentionMultiStepBackend
 

@@ -3,16 +3,17 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_whole, in_words, instance, integers, scale_arrays, whole
-from jattn.backend import WORDS, AttentionLayer, BackendOptions, checked_rows
+from jattn.attention.backend import BackendOptions
+from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
-from jattn.kv_pool import KVGroup, KVPool
-from jattn.rotary import Angles, rotate
+from jattn.kv_pool import KVPool
+from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
+from jattn.surfaces.checks import WORDS, checked_rows
 from jattn.surfaces.sglang.building import (
     NOWHERE,
     Drafting,
@@ -27,8 +28,6 @@ from jattn.surfaces.sglang.building import (
 from jattn.surfaces.sglang.checks import check_call
 from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
-from jattn.surfaces.sglang.reading import Reading, kind_of, reading
-from jattn_kernels import mla_decode, mla_extend, paged_decode, paged_extend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,8 @@ class FlashAttentionBackend:
         instance("options", options, BackendOptions)
         facts = dataclasses.asdict(options)
         del facts["max_num_seqs"]
-        return cls(FlashAttentionConfig(layers=layers, **facts))
+        arch = "MLA" if any(layer.kv == "latent" for layer in layers) else "MHA"
+        return cls(FlashAttentionConfig(layers=layers, attention_arch=arch, **facts))
 
     @property
     def max_context_len(self) -> int:
@@ -167,13 +167,7 @@ class FlashAttentionBackend:
         pool: KVPool,
     ) -> tuple[Float[Array, "T N H"], KVPool]:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
-        slots = metadata.slots[layer.group]
-        if self.config.is_fp8:
-            q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
-            pool = pool.set_kv_buffer(layer, slots, rotate(k, *angles), v, layer.k_scale, layer.v_scale)
-            return rotate(q, *angles), pool
-        implementation = self.config.implementation
-        return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, implementation=implementation)
+        return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata.attention, pool)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length that fills a bucket's unused rows."""
@@ -323,44 +317,17 @@ class FlashAttentionBackend:
     def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
         instance("metadata", metadata, FlashAttentionMetadata)
         q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        layer = self.config.paged_layer(layer)
         check_call(q, layer, metadata, pool, self.config, self.speculative_num_steps)
+        if self.config.is_fp8:
+            scales = scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale)
+            layer = dataclasses.replace(layer, **scales)
         if save_kv_cache:
             pool = self._saved(pool, layer, forward_batch, metadata, k, v)
-        group = pool.groups[layer.group]
-        read = reading(layer, forward_batch.forward_mode, metadata, self.config, group.page_layout)
-        out = self._attend(self._stored(q, layer), group, layer, read, self._schedule(layer, metadata))
-        return out.reshape(*q.shape[:-1], -1).astype(q.dtype), pool
-
-    def _attend(self, q: Array, group: KVGroup, layer: AttentionLayer, read: Reading, schedule) -> Array:
-        k_scale, v_scale = self._scales(layer)
-        positions = read.q_positions
-        if read.q_len is not None:
-            q = q.reshape(-1, read.q_len, *q.shape[1:])
-            positions = None if positions is None else positions.reshape(-1, read.q_len)
-        options = {
-            "spec": read.spec,
-            "layer_index": layer.layer_id,
-            "q_positions": positions,
-            "custom_mask": read.custom_mask,
-            "implementation": self.config.implementation,
-        }
-        places = (read.page_table, read.seq_lens)
-        q_nope, q_pe = jnp.split(q, (layer.v_head_dim,), axis=-1) if read.operation.startswith("mla") else (q, q)
-        starts = read.cu_q_lens
-        scales = {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule}
-        match read.operation:
-            case "mla_decode":
-                out = mla_decode(q_nope, q_pe, group.k, *places, kv_scale=k_scale, **options)
-            case "mla_extend":
-                assert starts is not None
-                out = mla_extend(q_nope, q_pe, group.k, *places, starts, kv_scale=k_scale, **options)
-            case "paged_decode":
-                out = paged_decode(q, group.k, group.v, *places, **scales, **options)
-            case _:
-                assert starts is not None
-                out = paged_extend(q, group.k, group.v, *places, starts, **scales, **options)
-        assert isinstance(out, jax.Array)
-        return out.reshape(-1, *out.shape[-2:])
+        out, pool = self.config.paged_backend.forward_extend(
+            self._stored(q, layer), None, None, layer, forward_batch, metadata.attention, pool
+        )
+        return out.astype(q.dtype), pool
 
     def _saved(self, pool: KVPool, layer, forward_batch, metadata, k, v) -> KVPool:
         if (k is None) != (v is None):
@@ -370,13 +337,8 @@ class FlashAttentionBackend:
         slots = forward_batch.encoder_out_cache_loc if layer.is_cross_attention else metadata.slots[layer.group]
         if slots is None:
             raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are. Got None.")
-        return pool.set_kv_buffer(layer, slots, k, v, *self._scales(layer))
-
-    def _scales(self, layer: AttentionLayer) -> tuple[Array | None, Array | None]:
-        if not self.config.is_fp8:
-            return None, None
-        scales = scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale)
-        return scales["k_scale"], scales["v_scale"]
+        scales = (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
+        return pool.set_kv_buffer(layer, slots, k, v, *scales)
 
     def _stored(self, q: Array, layer: AttentionLayer) -> Array:
         """The queries, in the pool's dtype if that is asked for."""
@@ -384,11 +346,6 @@ class FlashAttentionBackend:
             return q
         limit = float(jnp.finfo(self.config.stored_dtype).max)
         return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(self.config.stored_dtype)
-
-    def _schedule(self, layer: AttentionLayer, metadata: FlashAttentionMetadata):
-        """The work list of the layer's kind, if the backend knows it; which page layout it has does not matter."""
-        kinds = [kind_of(known) for known in self.config.layers]
-        return metadata.schedules[kinds.index(kind_of(layer))] if kind_of(layer) in kinds else None
 
 
 def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:

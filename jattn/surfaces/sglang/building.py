@@ -7,12 +7,12 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
 from jattn.arguments import integers
+from jattn.attention.metadata import AttentionMetadata
 from jattn.forward_batch import ForwardBatch, ForwardMode, with_columns
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput, tree_of
 from jattn.surfaces.sglang.config import FlashAttentionConfig, cdiv
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
-from jattn.surfaces.sglang.reading import kind_of, work_list
 
 NOWHERE = jnp.iinfo(jnp.int32).max
 
@@ -195,27 +195,31 @@ def build(
         cu_q_lens = jnp.arange(batch_size + 1, dtype=jnp.int32) * q_len
     assert cu_q_lens is not None
     mask, q_positions = _tree(mode, seq_lens, spec_info, drafting, config)
-    window = config.sliding_window_size
-    metadata = FlashAttentionMetadata(
-        cache_seqlens_int32=cache_lens,
-        max_seq_len_q=slots[0].shape[0] if q_len is None else q_len,
+    window, tables, num_tokens = config.sliding_window_size, places.page_tables, slots[0].shape[0]
+    attention = AttentionMetadata(
+        page_tables=tables,
+        seq_lens=cache_lens,
+        cu_q_lens=cu_q_lens if q_len is None else None,
+        q_len=q_len,
+        slots=slots,
+        q_positions=q_positions,
+        custom_mask=mask,
+        encoder_page_table=places.encoder_page_table,
+        encoder_lens=encoder_lens,
+    )
+    return FlashAttentionMetadata(
+        attention=config.paged_backend.with_schedules(attention),
+        max_seq_len_q=num_tokens if q_len is None else q_len,
         max_seq_len_k=config.max_context_len,
         cu_seqlens_q=cu_q_lens,
         cu_seqlens_k=_cumulative(cache_lens),
         window_size=(-1, -1) if window is None else (window, 0),
-        page_tables=places.page_tables,
         encoder_cu_seqlens_k=None if encoder_lens is None else _cumulative(encoder_lens),
         encoder_max_seq_len_k=0 if encoder_lens is None else config.max_context_len,
         encoder_lens_int32=encoder_lens,
         encoder_page_table=places.encoder_page_table,
-        local_attn_metadata=_local(cache_lens, cu_q_lens, places.page_tables, slots[0].shape[0], q_len, mask, config),
-        slots=slots,
-        schedules=(),
-        custom_mask=mask,
-        q_positions=q_positions,
+        local_attn_metadata=_local(cache_lens, cu_q_lens, tables, num_tokens, q_len, mask, config),
     )
-    kinds = map(kind_of, config.layers)
-    return dataclasses.replace(metadata, schedules=tuple(work_list(kind, mode, metadata, config) for kind in kinds))
 
 
 def _local(cache_lens, cu_q_lens, page_tables, num_tokens: int, q_len: int | None, mask, config: FlashAttentionConfig):

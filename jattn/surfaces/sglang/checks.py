@@ -1,6 +1,6 @@
 """What FlashAttentionBackend checks of a layer's call: that metadata, pool and layer belong together."""
 
-from jattn.backend import AttentionLayer
+from jattn.attention.layer import AttentionLayer
 from jattn.kv_pool import KVGroup, KVPool
 from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
@@ -22,11 +22,11 @@ def check_call(
     if q.shape[0] != tokens:
         raise ValueError(f"`q` must have a row for each of the batch's {tokens} tokens. Got q.shape={q.shape}.")
     _check_group(pool.groups[layer.group], layer, config)
-    _check_tree(layer, metadata, config, steps)
+    _check_tree(layer, metadata, steps)
 
 
 def _check_group(group: KVGroup, layer: AttentionLayer, config: FlashAttentionConfig) -> None:
-    if (group.v is None) != (config.use_mla and not layer.is_cross_attention):
+    if (group.v is None) != (layer.kv == "latent"):
         raise ValueError(
             "`pool` must hold latent rows where `attention_arch` is MLA, and keys and values elsewhere. "
             f"Got group {group.name!r} with attention_arch={config.attention_arch}."
@@ -43,13 +43,11 @@ def _check_group(group: KVGroup, layer: AttentionLayer, config: FlashAttentionCo
         )
 
 
-def _check_tree(
-    layer: AttentionLayer, metadata: FlashAttentionMetadata, config: FlashAttentionConfig, steps: int
-) -> None:
+def _check_tree(layer: AttentionLayer, metadata: FlashAttentionMetadata, steps: int) -> None:
     """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
     if metadata.custom_mask is None or layer.is_cross_attention:
         return
-    if layer.chunk_size is not None or (layer.use_irope and config.attention_chunk_size is not None):
+    if layer.chunk_size is not None:
         raise NotImplementedError("Chunked layers do not serve drafted trees; draft chains, topk=1.")
     depth = max(metadata.max_seq_len_q, steps)
     if 0 <= layer.sliding_window_size < depth:

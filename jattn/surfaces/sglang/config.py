@@ -1,13 +1,15 @@
 """What SGLang's backend reads from its model runner, as one static object."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from jattn.arguments import check_whole, instance, whole
-from jattn.backend import AttentionLayer
+from jattn.attention.backend import BackendOptions
+from jattn.attention.layer import AttentionLayer
+from jattn.attention.paged import PagedAttentionBackend
 from jattn.dtype_names import named_dtype
 from jattn.kv_cache_dtype import is_fp8, stored_dtype
-from jattn_kernels.spec import AttentionSpec, PageLayout
 
 
 def cdiv(a: int, b: int) -> int:
@@ -98,6 +100,37 @@ class FlashAttentionConfig:
         """Whether layers read latent rows."""
         return self.attention_arch == "MLA" and not self.disable_mla
 
+    @functools.cached_property
+    def paged_backend(self) -> PagedAttentionBackend:
+        """What attends for every backend of this configuration."""
+        options = BackendOptions(
+            max_context_len=self.max_context_len,
+            page_size=self.page_size,
+            max_num_seqs=1,  # bounds nothing
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            implementation=self.implementation,
+        )
+        return PagedAttentionBackend.for_model(tuple(map(self.paged_layer, self.layers)), options)
+
+    def paged_layer(self, layer: AttentionLayer) -> AttentionLayer:
+        """A layer whose own fields say what SGLang's backend says of it.
+
+        Raises:
+            ValueError: It has chunks of two sizes.
+        """
+        if layer.is_cross_attention:
+            return layer
+        chunk_size = layer.chunk_size
+        if layer.use_irope and self.attention_chunk_size is not None:
+            if chunk_size not in (None, self.attention_chunk_size):
+                raise ValueError(
+                    "`chunk_size` of a layer with `use_irope` must be None or the backend's `attention_chunk_size`. "
+                    f"Got chunk_size={chunk_size}, attention_chunk_size={self.attention_chunk_size}."
+                )
+            chunk_size = self.attention_chunk_size
+        return dataclasses.replace(layer, chunk_size=chunk_size, kv="latent" if self.use_mla else "heads")
+
     @property
     def is_fp8(self) -> bool:
         """Whether the pool is stored in fp8, and scales are used."""
@@ -122,28 +155,3 @@ class CudaGraphState:
     max_bs: int
     max_num_tokens: int
     max_pages: int
-
-
-def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> AttentionSpec:
-    """A layer's facts in the kernels' words.
-
-    The backend's `attention_chunk_size` is no part of them: virtual batches keep to it.
-
-    Raises:
-        ValueError: A layer of cross attention has a window.
-    """
-    window = layer.sliding_window_size if layer.sliding_window_size >= 0 else None
-    if layer.is_cross_attention and window is not None:
-        raise ValueError(f"`sliding_window_size` must be -1 in cross attention. Got {layer.sliding_window_size}.")
-    return AttentionSpec(
-        num_q_heads=layer.tp_q_head_num,
-        num_kv_heads=layer.tp_k_head_num,
-        head_dim=layer.head_dim,
-        v_head_dim=layer.v_head_dim,
-        sm_scale=layer.scaling,
-        logits_soft_cap=layer.logit_cap or None,
-        causal=not layer.is_cross_attention,
-        window_left=window,
-        chunk_size=layer.chunk_size,
-        page_layout=page_layout,
-    )

@@ -1,4 +1,4 @@
-"""FlashAttentionMetadata: what the kernels read about a batch, built once and reused by every layer."""
+"""FlashAttentionMetadata: what the kernels read about a batch by SGLang's names, and what only its users read."""
 
 import dataclasses
 import functools
@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Int
+
+from jattn.attention.metadata import AttentionMetadata
 
 
 @typing.no_type_check
@@ -18,20 +20,14 @@ class FlashAttentionMetadata:
     Which fields are None follows from the backend's configuration and from what the batch has, never from its values.
 
     Attributes:
-        cache_seqlens_int32: Keys of each sequence, this pass's tokens included; 0 is padding.
-        max_seq_len_q, max_seq_len_k: Bounds, in tokens; static. In decode, drafting and target verify each sequence has
-            exactly `max_seq_len_q` tokens.
+        attention: What attention reads; the other fields are for SGLang's users alone.
+        max_seq_len_q, max_seq_len_k: Bounds, in tokens; static.
         cu_seqlens_q: Where each sequence's queries begin.
         cu_seqlens_k: Where its keys would, one after the other.
         window_size: The model's window, (left, right), own key not counted; static, (-1, -1) is none.
-        page_tables: One for each group of the pool; of an encoder-decoder model, those of the decoder's keys.
         encoder_cu_seqlens_k, encoder_max_seq_len_k, encoder_lens_int32, encoder_page_table: The same of the encoder's
             keys.
-        local_attn_metadata: For layers with `use_irope`.
-        slots: For each group of the pool, where this pass's keys and values go.
-        schedules: For each of the backend's kinds of layer the kernels' work list; None where they need none.
-        custom_mask: Which keys the tokens of a drafted tree see, in place of the causal rule.
-        q_positions: The positions of those tokens.
+        local_attn_metadata: The chunks that layers with `use_irope` keep to.
     """
 
     @typing.no_type_check
@@ -58,24 +54,49 @@ class FlashAttentionMetadata:
             """The pages in the pool's first group."""
             return self.local_block_tables[0]
 
-    cache_seqlens_int32: Int[Array, " B"]
+    attention: AttentionMetadata
     max_seq_len_q: int = dataclasses.field(default=0, metadata={"static": True})
     max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
     cu_seqlens_q: Int[Array, " B+1"]
     cu_seqlens_k: Int[Array, " B+1"]
     window_size: tuple[int, int] = dataclasses.field(default=(-1, -1), metadata={"static": True})
-    page_tables: tuple[Int[Array, "B max_pages"], ...]
     encoder_cu_seqlens_k: Int[Array, " B+1"] | None = None
     encoder_max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
     encoder_lens_int32: Int[Array, " B"] | None = None
     encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
     local_attn_metadata: LocalAttentionMetadata | None = None
-    slots: tuple[Int[Array, " T"], ...]
-    schedules: tuple[Any, ...]
-    custom_mask: Bool[Array, " M"] | None = None
-    q_positions: Int[Array, " T"] | None = None
+
+    @property
+    def cache_seqlens_int32(self) -> Int[Array, " B"]:
+        """Keys of each sequence, this pass's tokens included; 0 is padding."""
+        return self.attention.seq_lens
+
+    @property
+    def page_tables(self) -> tuple[Int[Array, "B max_pages"], ...]:
+        """One for each group of the pool; of an encoder-decoder model, those of the decoder's keys."""
+        return self.attention.page_tables
 
     @property
     def page_table(self) -> Int[Array, "B max_pages"]:
         """The pages in the pool's first group."""
-        return self.page_tables[0]
+        return self.attention.page_tables[0]
+
+    @property
+    def slots(self) -> tuple[Int[Array, " T"], ...]:
+        """For each group of the pool, where this pass's keys and values go."""
+        return self.attention.slots
+
+    @property
+    def schedules(self) -> tuple[Any, ...]:
+        """For each of the backend's kinds of layer the kernels' work list; None where they need none."""
+        return self.attention.schedules
+
+    @property
+    def custom_mask(self) -> Bool[Array, " M"] | None:
+        """Which keys the tokens of a drafted tree see, in place of the causal rule."""
+        return self.attention.custom_mask
+
+    @property
+    def q_positions(self) -> Int[Array, " T"] | None:
+        """The positions of those tokens."""
+        return self.attention.q_positions

@@ -1,0 +1,1 @@
+"""The core under every surface: layers, backends, metadata, and attention over pages."""

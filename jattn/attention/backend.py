@@ -1,0 +1,150 @@
+"""AttentionBackend: what stands between a model and the kernels, and how a model and an engine call it."""
+
+import dataclasses
+import typing
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.arguments import array, instance
+from jattn.attention.layer import AttentionLayer
+from jattn.forward_batch import ForwardBatch
+from jattn.kv_pool import KVPool
+from jattn.rotary import Angles, rotate
+
+
+@typing.runtime_checkable
+class AttentionBackend(Protocol):
+    """SGLang's attention backend made functional: metadata is returned, the pool is passed and returned.
+
+    An implementation is static and hashable and holds no arrays. The metadata's type is its own affair.
+    """
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> Any:
+        """Metadata of a batch, once for all layers; jit-able."""
+        ...
+
+    def forward_extend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"] | None,
+        v: Float[Array, "T K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: Any,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; many tokens a sequence."""
+        ...
+
+    def forward_decode(
+        self,
+        q: Float[Array, "B N H"],
+        k: Float[Array, "B K H"] | None,
+        v: Float[Array, "B K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: Any,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "B N Hv"], KVPool]:
+        """Writes this pass's keys and values, then attends; one token a sequence."""
+        ...
+
+
+@typing.runtime_checkable
+class SavesRotated(Protocol):
+    """A backend that can turn queries and keys and save keys and values at once."""
+
+    def save_rotated(
+        self, qkv: Float[Array, "T heads H"], angles: Angles, layer: AttentionLayer, metadata: Any, pool: KVPool
+    ) -> tuple[Float[Array, "T N H"], KVPool] | None:
+        """Turned queries, and the pool with this pass's turned keys and values; None if it does not serve the layer."""
+        ...
+
+
+def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
+    """Sends a layer's call to the method for the batch's phase; models call this one."""
+    instance("forward_batch", forward_batch, ForwardBatch)
+    is_decode = forward_batch.forward_mode.is_decode_or_idle()
+    phase = backend.forward_decode if is_decode else backend.forward_extend
+    return phase(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+
+
+def forward_rotary(
+    backend: AttentionBackend,
+    qkv: Float[Array, "T heads H"],
+    angles: Angles,
+    layer: AttentionLayer,
+    forward_batch: ForwardBatch,
+    metadata: Any,
+    pool: Any,
+) -> tuple[Float[Array, "T N Hv"], Any]:
+    """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
+
+    Args:
+        qkv: A token's query heads, then its key heads, then as many value heads.
+
+    Raises:
+        ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
+            those turn in part, which their model does.
+    """
+    instance("layer", layer, AttentionLayer)
+    if layer.kv == "latent":
+        raise ValueError(
+            "`layer` must have keys and values of heads: latent rows turn in part, use `forward`. Got kv='latent'."
+        )
+    qkv = array("qkv", qkv, "tokens", "heads", "head_dim")
+    heads = layer.tp_q_head_num + layer.tp_k_head_num + layer.tp_v_head_num
+    if qkv.shape[1] != heads:
+        raise ValueError(f"`qkv` must have the layer's {heads} query, key and value heads. Got qkv.shape={qkv.shape}.")
+    shapes = [array("angles", part, "tokens", "pairs").shape for part in angles]
+    if len(shapes) != 2 or shapes[0] != shapes[1] or shapes[0][0] != qkv.shape[0]:
+        raise ValueError(
+            f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
+        )
+    saved = backend.save_rotated(qkv, angles, layer, metadata, pool) if isinstance(backend, SavesRotated) else None
+    if saved is not None:
+        return forward(backend, saved[0], None, None, layer, forward_batch, metadata, saved[1], save_kv_cache=False)
+    q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
+    return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """What an engine says to the backend of its model's layers.
+
+    Attributes:
+        max_context_len: Longest request, in tokens.
+        page_size: Tokens a page.
+        max_num_seqs: Most sequences of a batch.
+        dtype: Name of the dtype of queries, keys and values.
+        kv_cache_dtype: What the pool stores; auto, or a name of DTYPE_NAMES.
+        implementation: Which kernels to use; None lets dispatch choose.
+        speculative_num_draft_tokens: Tokens of a row that a step verifies; 1 is plain decode.
+    """
+
+    max_context_len: int
+    page_size: int
+    max_num_seqs: int
+    dtype: str
+    kv_cache_dtype: str = "auto"
+    implementation: str | None = None
+    speculative_num_draft_tokens: int = 1
+
+
+@typing.runtime_checkable
+class EngineBackend(AttentionBackend, Protocol):
+    """A backend that an engine can make for its model."""
+
+    @classmethod
+    def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "EngineBackend":
+        """The backend of a model's layers, one given of each kind.
+
+        Raises:
+            ValueError: A value contradicts its rule.
+            NotImplementedError: The backend does not serve such layers.
+        """
+        ...

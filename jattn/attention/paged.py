@@ -1,0 +1,162 @@
+"""PagedAttentionBackend: the serving engine's own, which trusts the batches that the engine builds."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.attention.backend import BackendOptions
+from jattn.attention.layer import AttentionLayer
+from jattn.attention.metadata import AttentionMetadata
+from jattn.attention.paged_call import attend_pages, schedule_of_call
+from jattn.attention.specs import LayerKind, kind_of
+from jattn.forward_batch import ForwardBatch
+from jattn.kv_cache_dtype import stored_dtype
+from jattn.kv_pool import KVPool
+from jattn.rotary import Angles, rotate
+from jattn_kernels.dispatch import works_per_sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionBackend:
+    """Static and hashable. Batches say their pages, and come as the engine makes them: nothing is checked twice.
+
+    Attributes:
+        kinds: Of the model's layers: each has a schedule.
+        options: What the engine says.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    options: BackendOptions
+
+    @classmethod
+    def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "PagedAttentionBackend":
+        """The backend of a model's layers, one given of each kind."""
+        return cls(tuple(dict.fromkeys(map(kind_of, layers))), options)
+
+    @property
+    def max_context_len(self) -> int:
+        """Longest sequence, in tokens."""
+        return self.options.max_context_len
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.options.page_size
+
+    @functools.cached_property
+    def _stored_dtype(self) -> Any:
+        return stored_dtype(self.options.kv_cache_dtype, self.options.dtype)
+
+    @property
+    def _is_fp8(self) -> bool:
+        return self._stored_dtype.itemsize == 1
+
+    def mixes(self) -> bool:
+        """Whether each sequence's extend costs what its own length asks for and no more, in every kind of layer."""
+        return all(
+            works_per_sequence(
+                "mla_extend" if kind.latent else "paged_extend",
+                spec=kind.spec,
+                dtype=self.options.dtype,
+                kv_dtype=self._stored_dtype,
+                page_size=self.page_size,
+                features=("layer_index",),
+                implementation=self.options.implementation,
+            )
+            for kind in self.kinds
+        )
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> AttentionMetadata:
+        """Metadata of a batch, once for all layers; jit-able. This is where a batch is decode or extend."""
+        mode, lens, q_len = forward_batch.forward_mode, forward_batch.seq_lens, None
+        if mode.is_target_verify():
+            q_len = self.options.speculative_num_draft_tokens
+            lens = jnp.where(lens > 0, lens + q_len, 0)
+        elif mode.is_decode_or_idle():
+            q_len = 1
+            lens = jnp.zeros_like(lens) if mode.is_idle() else lens
+        return self.with_schedules(
+            AttentionMetadata(
+                page_tables=forward_batch.page_tables,
+                seq_lens=lens,
+                cu_q_lens=forward_batch.cu_q_lens if q_len is None else None,
+                q_len=q_len,
+                slots=forward_batch.out_cache_loc,
+                encoder_page_table=forward_batch.encoder_page_table,
+                encoder_lens=forward_batch.encoder_lens,
+            )
+        )
+
+    def with_schedules(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """Metadata with the schedules of the backend's kinds of layer."""
+        schedules = tuple(self._schedule(kind, metadata) for kind in self.kinds)
+        return dataclasses.replace(metadata, kinds=self.kinds, schedules=schedules)
+
+    def forward_extend(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "S K H"] | None,
+        v: Float[Array, "S K Hv"] | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+        save_kv_cache: bool = True,
+    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+        """Writes this pass's keys and values, if there are any, then attends. The pool may be donated."""
+        scales = (layer.k_scale, layer.v_scale) if self._is_fp8 else (None, None)
+        if save_kv_cache and k is not None:
+            slots = forward_batch.encoder_out_cache_loc if layer.is_cross_attention else metadata.slots[layer.group]
+            assert slots is not None
+            pool = pool.written(layer, slots, k, v, *scales)
+        group, kind = pool.groups[layer.group], kind_of(layer)
+        out = attend_pages(
+            q,
+            group.k,
+            group.v,
+            metadata.read_by(kind, layer.group),
+            spec=kind_of(layer, group.page_layout).spec,
+            latent=kind.latent,
+            layer_index=layer.layer_id,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            schedule=metadata.schedule_of(kind),
+            implementation=self.options.implementation,
+        )
+        return out, pool
+
+    forward_decode = forward_extend
+
+    def save_rotated(
+        self,
+        qkv: Float[Array, "T heads H"],
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N H"], KVPool]:
+        """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
+        slots = metadata.slots[layer.group]
+        if self._is_fp8:
+            q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
+            pool = pool.written(layer, slots, rotate(k, *angles), v, layer.k_scale, layer.v_scale)
+            return rotate(q, *angles), pool
+        implementation = self.options.implementation
+        return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, implementation=implementation)
+
+    def _schedule(self, kind: LayerKind, metadata: AttentionMetadata) -> Any:
+        if kind.latent or (kind.is_cross and metadata.encoder_lens is None):
+            return None
+        return schedule_of_call(
+            metadata.read_by(kind, 0),
+            spec=kind.spec,
+            num_tokens=metadata.slots[0].shape[0],
+            dtype=self.options.dtype,
+            kv_dtype=self._stored_dtype,
+            page_size=self.page_size,
+            features=("layer_index", "k_scale", "v_scale") if self._is_fp8 else ("layer_index",),
+            implementation=self.options.implementation,
+        )

@@ -1,0 +1,87 @@
+"""A call over pages: its schedule, and attention itself, whether sequences have as many queries each or not."""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn.attention.metadata import QueriesOverPages
+from jattn_kernels import make_schedule, mla_decode, mla_extend, paged_decode, paged_extend
+from jattn_kernels.spec import AttentionSpec
+
+
+def schedule_of_call(
+    read: QueriesOverPages,
+    *,
+    spec: AttentionSpec,
+    num_tokens: int,
+    dtype: Any,
+    kv_dtype: Any,
+    page_size: int,
+    features: Collection[str] = (),
+    implementation: str | None = None,
+) -> Any:
+    """The schedule of a call, once a batch for all layers of a kind; None where its kernels need none.
+
+    Args:
+        num_tokens: Queries of all sequences.
+        dtype, kv_dtype: Of queries and pages.
+        features: Names of the kernels' optional arguments that the calls will be given beside those of `read`.
+    """
+    if read.q_start is not None and (spec.window_left is not None or spec.chunk_size is not None):
+        return None  # a schedule's keys are those that the last queries of a sequence see
+    of_read = [name for name in ("q_start", "q_positions", "custom_mask") if getattr(read, name) is not None]
+    return make_schedule(
+        read.seq_lens,
+        read.cu_q_lens,
+        spec=spec,
+        num_tokens=num_tokens if read.q_len is None else read.q_len,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        operation="paged_extend" if read.q_len is None else "paged_decode",
+        max_seq_len=read.page_table.shape[1] * page_size,
+        features=(*of_read, *features),
+        implementation=implementation,
+    )
+
+
+def attend_pages(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "..."],
+    v_pages: Float[Array, "..."] | None,
+    read: QueriesOverPages,
+    *,
+    spec: AttentionSpec,
+    latent: bool = False,
+    k_scale: Float[Array, "..."] | None = None,
+    v_scale: Float[Array, "..."] | None = None,
+    schedule: Any = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Output of the queries, and their lse if asked for.
+
+    Args:
+        k_pages: Latent rows too, or keys and values in one array; `v_pages` is then None.
+        options: What else the kernels take and `read` has not.
+    """
+    decode, positions = read.q_len is not None, read.q_positions
+    if decode:
+        q = q.reshape(-1, read.q_len, *q.shape[1:])
+        positions = None if positions is None else positions.reshape(-1, read.q_len)
+    options |= {"spec": spec, "q_start": read.q_start, "q_positions": positions, "custom_mask": read.custom_mask}
+    places = (read.page_table, read.seq_lens) if decode else (read.page_table, read.seq_lens, read.cu_q_lens)
+    attend: Any
+    if latent:
+        attend = mla_decode if decode else mla_extend
+        parts = (*jnp.split(q, (spec.value_dim,), axis=-1), k_pages)
+        options["kv_scale"] = k_scale
+    else:
+        attend = paged_decode if decode else paged_extend
+        parts = (q, k_pages, v_pages)
+        options |= {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule}
+    result = attend(*parts, *places, return_lse=return_lse, **options)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), result) if decode else result

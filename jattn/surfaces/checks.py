@@ -1,0 +1,49 @@
+"""What the backends of SGLang and pymllm check of a layer's call, and what they call the kernels' arguments."""
+
+from typing import Any
+
+from jattn.arguments import array, instance
+from jattn.attention.layer import AttentionLayer
+from jattn.forward_batch import ForwardBatch
+from jattn.kv_pool import KVPool
+
+# What the kernels' names are called in a call of a backend.
+WORDS = {
+    "k_pages": "pool",
+    "v_pages": "pool",
+    "slots": "out_cache_loc",
+    "layer_index": "layer.layer_id",
+    "num_q_heads": "layer.tp_q_head_num",
+    "num_kv_heads": "layer.tp_k_head_num",
+    "head_dim": "layer.head_dim",
+    "v_head_dim": "layer.v_head_dim",
+    "sm_scale": "layer.scaling",
+    "logits_soft_cap": "layer.logit_cap",
+    "window_left": "layer.sliding_window_size",
+    "k_scale": "layer.k_scale",
+    "v_scale": "layer.v_scale",
+    "kv_scale": "layer.k_scale",
+    "cache_k": "k",
+    "cache_v": "v",
+    "loc": "out_cache_loc",
+}
+
+
+def checked_rows(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, pool: Any) -> tuple[Any, Any, Any]:
+    """What a layer's call hands over, `q`, `k` and `v` as JAX's arrays; the last two may be None.
+
+    Raises:
+        ValueError: An argument is of another type or shape than the layer says.
+    """
+    instance("layer", layer, AttentionLayer)
+    instance("forward_batch", forward_batch, ForwardBatch)
+    instance("pool", pool, KVPool)
+    if layer.group >= len(pool.groups):
+        raise ValueError(f"`layer.group` must be one of the {len(pool.groups)} groups of `pool`. Got {layer.group}.")
+    q = array("q", q, "tokens", "heads", "head_dim")
+    if q.shape[1:] != (layer.tp_q_head_num, layer.head_dim):
+        raise ValueError(
+            f"`q` must be [tokens, {layer.tp_q_head_num}, {layer.head_dim}], the layer's heads. Got q.shape={q.shape}."
+        )
+    k, v = (x if x is None else array(name, x, "tokens", "heads", "head_dim") for name, x in (("k", k), ("v", v)))
+    return q, k, v
