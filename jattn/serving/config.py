@@ -104,8 +104,13 @@ class EngineConfig:
     smallest_decode_bucket: Annotated[int, Knob("Rows of the smallest decode step; more are compiled by doubling.")] = 8
     smallest_prefill_bucket: Annotated[int, Knob("Tokens of the smallest prefill step, likewise.")] = 64
     backend: Annotated[
-        str, Knob("Which surface serves attention.", flag=True, choices=("flash_attention", "flashinfer"))
-    ] = "flash_attention"
+        str,
+        Knob(
+            "Which backend serves attention: the engine's own, or one of another engine's names.",
+            flag=True,
+            choices=("paged", "flash_attention", "flashinfer"),
+        ),
+    ] = "paged"
     implementation: Annotated[str | None, Knob("Which attention kernels; dispatch chooses by default.", flag=True)] = (
         None
     )

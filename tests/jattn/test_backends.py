@@ -44,8 +44,8 @@ def test_engine_that_drafts_through_flashinfer_is_refused_in_the_engines_words()
     ("other", "message"),
     [
         ({"tp_q_head_num": 2}, r"must have the same heads, .* Got heads and widths \[\(2, 2, 16\), \(4, 2, 16\)\]"),
-        ({"sliding_window_size": 9}, r"one window or none: use `flash_attention`. .* windows \[7, 9\]"),
-        ({"chunk_size": 8}, "`chunk_size` must be None in layers of a FlashInfer backend: use `flash_attention`"),
+        ({"sliding_window_size": 9}, r"one window or none: use `paged`. .* windows \[7, 9\]"),
+        ({"chunk_size": 8}, "`chunk_size` must be None in layers of a FlashInfer backend: use `paged`"),
     ],
 )
 def test_model_whose_layers_flashinfer_cannot_tell_apart_is_refused(other, message):

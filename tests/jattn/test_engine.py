@@ -95,7 +95,7 @@ def test_flashinfers_surface_serves_the_same_text(model, engine):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("backend", ["flash_attention", "flashinfer"])
+@pytest.mark.parametrize("backend", ["paged", "flashinfer"])
 def test_text_over_fp8_pages_does_not_depend_on_where_its_prompt_is_cut(model, backend):
     texts = []
     for prefill_tokens in (96, 8):

@@ -94,14 +94,14 @@ class FlashInferConfig:
         if options.speculative_num_draft_tokens > 1:
             raise NotImplementedError(
                 "`speculative` must be None with `backend` flashinfer, whose verification takes a tree's mask: use "
-                f"flash_attention. Got {options.speculative_num_draft_tokens - 1} drafted tokens a step."
+                f"paged. Got {options.speculative_num_draft_tokens - 1} drafted tokens a step."
             )
         shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in layers}
         windows = {layer.sliding_window_size for layer in layers} - {-1}
         if len(shapes) != 1 or len(windows) > 1:
             raise NotImplementedError(
                 "The layers of a FlashInfer backend must have the same heads, and one window or none: use "
-                f"`flash_attention`. Got heads and widths {sorted(shapes)}, windows {sorted(windows)}."
+                f"`paged`. Got heads and widths {sorted(shapes)}, windows {sorted(windows)}."
             )
         for layer in layers:
             refuse_chunks(layer)
@@ -189,6 +189,6 @@ def refuse_chunks(layer: AttentionLayer) -> None:
     """
     if layer.chunk_size is not None:
         raise NotImplementedError(
-            "`chunk_size` must be None in layers of a FlashInfer backend: use `flash_attention`. "
+            "`chunk_size` must be None in layers of a FlashInfer backend: use `paged`. "
             f"Got layer.chunk_size={layer.chunk_size}."
         )
