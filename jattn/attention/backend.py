@@ -148,3 +148,7 @@ class EngineBackend(AttentionBackend, Protocol):
             NotImplementedError: The backend does not serve such layers.
         """
         ...
+
+    def mixes(self) -> bool:
+        """Whether decodes may share a launch with prompts: whether a sequence's extend costs what it has to do."""
+        ...

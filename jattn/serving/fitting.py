@@ -27,6 +27,4 @@ def check_fits(config: EngineConfig, checkpoint: Checkpoint, *, num_eos_ids: int
     if draft is not None:
         served = TargetAndDraft(served, draft, max_context_len=sizes.max_context_len)
     check_pool_fits(served.kv_groups, sizes)
-    layers, options = served.attention_layers, sizes.backend_options
-    backend_class(config.backend).for_model(layers, options)
-    mixed_rows(sizes, layers, options)
+    mixed_rows(sizes, backend_class(config.backend).for_model(served.attention_layers, sizes.backend_options))

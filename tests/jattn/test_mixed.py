@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.attention.paged import PagedAttentionBackend
 from jattn.backend import AttentionLayer, BackendOptions
+from jattn.flashinfer import FlashInferAttnBackend
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.executor import executor as executor_module
@@ -225,4 +227,20 @@ def test_steps_mix_where_the_kernels_go_by_a_work_list(monkeypatch, device, laye
     options = BackendOptions(
         **{"max_context_len": 1024, "page_size": 16, "max_num_seqs": 16, "dtype": "bfloat16"} | options
     )
-    assert mixed_rows(config, (dataclasses.replace(LAYER, **layer),), options) == rows
+    layers = (dataclasses.replace(LAYER, **layer),)
+    assert mixed_rows(config, PagedAttentionBackend.for_model(layers, options)) == rows
+
+
+def test_flashinfers_backend_is_asked_for_the_operations_that_it_calls(monkeypatch):
+    """Its prompts attend to their own keys unpaged, unless the pool rounds them."""
+    asked = []
+    monkeypatch.setattr(
+        "jattn.surfaces.flashinfer.backend.works_per_sequence", lambda name, **facts: asked.append(name) or True
+    )
+    options = BackendOptions(max_context_len=1024, page_size=16, max_num_seqs=16, dtype="bfloat16")
+    assert mixed_rows(EngineConfig(num_pages=64), FlashInferAttnBackend.for_model((LAYER,), options)) > 0
+    assert set(asked) == {"ragged_extend", "paged_extend"}
+    asked.clear()
+    options = dataclasses.replace(options, kv_cache_dtype="fp8")
+    assert mixed_rows(EngineConfig(num_pages=64), FlashInferAttnBackend.for_model((LAYER,), options)) > 0
+    assert asked == ["paged_extend"]

@@ -55,7 +55,7 @@ class Executor:
             served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
         options = config.backend_options
         backend = backend_class(config.backend).for_model(served.attention_layers, options)
-        self._mixed_rows = mixed_rows(config, served.attention_layers, options)
+        self._mixed_rows = mixed_rows(config, backend)
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
         self._make_state = functools.partial(empty_state, config, model.vocab_size)
         graph, self.weights = nnx.split(served)

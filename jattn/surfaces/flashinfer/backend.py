@@ -20,6 +20,7 @@ from jattn.surfaces.flashinfer.places import Places, pages_of_requests, places_o
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 from jattn.surfaces.sglang import CudaGraphState
 from jattn_kernels import merge_state
+from jattn_kernels.dispatch import works_per_sequence
 from jattn_kernels.spec import AttentionSpec
 
 BACKEND_WORDS = WORDS | {"paged_kv_cache": "pool", "paged_kv_cache[0]": "pool", "paged_kv_cache[1]": "pool"}
@@ -133,6 +134,23 @@ class FlashInferAttnBackend(FlashInferConfig):
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.decode_wrappers[self._wrapper_index(layer)]
         return self._attend(plan, q, layer, pool)[0], pool
+
+    def mixes(self) -> bool:
+        """Whether each sequence's extend costs what its own length asks for and no more, in all that it calls."""
+        operations = ("ragged_extend", "paged_extend") if self.kv_cache_dtype == self.q_dtype else ("paged_extend",)
+        return all(
+            works_per_sequence(
+                operation,
+                spec=self.spec(window_left=window),
+                dtype=self.q_dtype,
+                kv_dtype=self.kv_cache_dtype,
+                page_size=self.page_size if operation == "paged_extend" else None,
+                features=("layer_index",) if operation == "paged_extend" else (),
+                implementation=self.implementation,
+            )
+            for operation in operations
+            for window in {None, self.sliding_window_size}
+        )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length that fills a bucket's unused rows in decode: they read page 0, and what they say is ignored."""

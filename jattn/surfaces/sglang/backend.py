@@ -169,6 +169,10 @@ class FlashAttentionBackend:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
         return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata.attention, pool)
 
+    def mixes(self) -> bool:
+        """As the backend that attends."""
+        return self.config.paged_backend.mixes()
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length that fills a bucket's unused rows."""
         return 0
