@@ -157,30 +157,13 @@ def test_accuracy_is_recorded_without_kernels(tmp_path, monkeypatch):
     assert not (tmp_path / "accuracy-kernels.jsonl").exists()
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_record_tests_runs_the_files_that_hold_gpu_tests(tmp_path, monkeypatch, works):
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    (folder / "test_one.py").write_text(
-        f"import pytest\n@pytest.mark.gpu\ndef test_it(): assert {works}\ndef test_other(): assert False\n"
-    )
-    (folder / "test_two.py").write_text("import missing_on_a_gpu_machine")
-    monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
-    recorder = Recorder(tmp_path / "out", {})
-    gpu_record.record_tests(recorder, processes=1)
-    assert recorder.failures == ([] if works else ["tests"])
-    (row,) = read_rows(tmp_path / "out" / ("tests.jsonl" if works else "tests.jsonl.part"))
-    assert row["name"].endswith("::test_it")
-    assert row["outcome"] == ("passed" if works else "failed")
-    assert recorder.unfinished("tests").exists() != works
-
-
-def test_record_tests_takes_up_what_a_run_left(tmp_path, monkeypatch):
+def test_record_tests_runs_the_files_that_hold_gpu_tests_and_takes_up_what_a_run_left(tmp_path, monkeypatch):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_one.py").write_text(
         """
 import pathlib, pytest
 count = pathlib.Path(__file__).with_name("count")
+def test_other(): assert False
 @pytest.mark.gpu
 def test_passes(): count.write_text(count.read_text() + "p")
 @pytest.mark.gpu
@@ -191,11 +174,20 @@ def test_works_the_second_time():
     assert len(count.read_text()) > 2
 """
     )
+    (tmp_path / "tests" / "test_two.py").write_text("import missing_on_a_gpu_machine")
     (tmp_path / "tests" / "count").write_text("")
     monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
-    for _ in range(2):
-        recorder = Recorder(tmp_path / "out", {"kernels_sha": "abc"})
-        gpu_record.record_tests(recorder, processes=1)
+    recorder = Recorder(tmp_path / "out", {"kernels_sha": "abc"})
+    gpu_record.record_tests(recorder, processes=1)
+    assert recorder.failures == ["tests"]
+    assert recorder.unfinished("tests").exists()
+    outcomes = {row["name"].split("::")[1]: row["outcome"] for row in read_rows(tmp_path / "out" / "tests.jsonl.part")}
+    assert outcomes == {"test_passes": "passed", "test_skips": "skipped", "test_works_the_second_time": "failed"}
+
+    recorder = Recorder(tmp_path / "out", {"kernels_sha": "abc"})
+    gpu_record.record_tests(recorder, processes=1)
+    assert recorder.failures == []
+    assert not recorder.unfinished("tests").exists()
     assert (tmp_path / "tests" / "count").read_text() == "pww"
     rows = read_rows(tmp_path / "out" / "tests.jsonl")
     assert [(row["name"].split("::")[1], row["outcome"], row.get("why")) for row in rows] == [

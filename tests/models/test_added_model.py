@@ -72,7 +72,9 @@ def checkpoint(tmp_path, monkeypatch):
 
 def test_added_model_is_found_loaded_and_served(checkpoint):
     model = model_class("SquaredForCausalLM").from_checkpoint(checkpoint, dtype=jnp.float32)
-    config = EngineConfig(num_pages=20, max_num_seqs=1, max_context_len=32, prefill_tokens=16, page_size=8)
+    config = EngineConfig(
+        num_pages=20, max_num_seqs=1, max_context_len=32, prefill_tokens=16, page_size=8, full_sampling=False
+    )
     engine = Engine(model, config)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     request = engine.make_request(prompt, SamplingParams(max_tokens=8, temperature=0.0))

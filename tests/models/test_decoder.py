@@ -1,5 +1,6 @@
 """Every architecture against transformers, through the paged pool and the serving loop; see make_golden.py."""
 
+import contextlib
 import dataclasses
 from importlib.metadata import entry_points
 
@@ -17,6 +18,7 @@ from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn_models.layer_pattern import Segment
 from jattn_models.phi3 import Phi3ForCausalLM
+from tests.careful import compiled_with_care
 from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
@@ -41,14 +43,14 @@ def test_every_announced_architecture_has_a_golden_checkpoint():
     assert len(announced) == 9
 
 
-@pytest.mark.usefixtures("compiled_with_care")
 @pytest.mark.parametrize("case", OTHER_CASES)
 def test_paged_logits_match_transformers(case):
-    assert_run_is_golden(case, page_size=8)
+    # Compiled in haste, phi3_longrope is off by nine tenths of the tolerance, the others by less than half of it.
+    with compiled_with_care() if case == "phi3_longrope" else contextlib.nullcontext():
+        assert_run_is_golden(case, page_size=8)
 
 
 # Windows in some layers, and chunks.
-@pytest.mark.usefixtures("compiled_with_care")
 @pytest.mark.parametrize(
     ("case", "surface", "page_size"),
     [("gemma3", "flashinfer", 8), ("gemma3", "vllm_v1", 16), ("llama4", "vllm_v1", 8)],
@@ -66,7 +68,13 @@ def test_chunked_layers_are_refused_by_a_surface_without_chunks():
 @pytest.mark.parametrize("case", [case for case in OTHER_CASES if case != "phi3_longrope"])
 def test_served_greedy_tokens_match_transformers(case):
     config = EngineConfig(
-        num_pages=40, max_num_seqs=3, max_context_len=80, prefill_tokens=64, prefill_seqs=2, page_size=8
+        num_pages=40,
+        max_num_seqs=3,
+        max_context_len=80,
+        prefill_tokens=64,
+        prefill_seqs=2,
+        page_size=8,
+        full_sampling=False,
     )
     engine = Engine(load(case), config)
     expected = golden(case, "greedy")
