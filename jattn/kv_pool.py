@@ -13,7 +13,7 @@ from jattn.arguments import array, check_whole, in_words, instance, integers, sc
 from jattn.dtype_names import named_dtype
 from jattn.rotary import Angles
 from jattn_kernels import rotate_and_write, write_latent_pages, write_pages
-from jattn_kernels.shapes import check_layer_index
+from jattn_kernels.shapes.arrays import check_layer_index
 from jattn_kernels.spec import PageLayout
 
 

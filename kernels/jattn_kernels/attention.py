@@ -6,11 +6,16 @@ from typing import Any, Unpack, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels import shapes
 from jattn_kernels.call import AttentionCall, Operation, Schedule, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.operands import AttentionKwargs, AttentionOperands, AttentionOptions, names_options
 from jattn_kernels.serve import attend
+from jattn_kernels.shapes.attention import (
+    check_paged_decode,
+    check_paged_extend,
+    check_ragged_extend,
+    check_schedule_sizes,
+)
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -62,7 +67,7 @@ def paged_decode(
         NotImplementedError: No implementation, or not the one asked for, serves this call.
     """
     given = AttentionOptions(**options)
-    page_size = shapes.check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, given, spec)
+    page_size = check_paged_decode(q, k_pages, v_pages, page_table, seq_lens, given, spec)
     operands = AttentionOperands(q=q, k=k_pages, v=v_pages, page_table=page_table, seq_lens=seq_lens, options=given)
     return attend(
         "paged_decode",
@@ -109,7 +114,7 @@ def paged_extend(
         ValueError, NotImplementedError: As `paged_decode`.
     """
     given = AttentionOptions(**options)
-    page_size = shapes.check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, given, spec)
+    page_size = check_paged_extend(q, k_pages, v_pages, page_table, seq_lens, cu_q_lens, given, spec)
     operands = AttentionOperands(
         q=q,
         k=k_pages,
@@ -159,7 +164,7 @@ def ragged_extend(
         ValueError, NotImplementedError: As `paged_decode`.
     """
     given = AttentionOptions(**options)
-    shapes.check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, given, spec)
+    check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, given, spec)
     operands = AttentionOperands(q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, options=given)
     return attend(
         "ragged_extend",
@@ -211,7 +216,7 @@ def make_schedule(
         operation = "paged_decode" if cu_q_lens is None else "paged_extend"
     if operation not in get_args(Operation):
         raise ValueError(f"`operation` must be one of {', '.join(get_args(Operation))}. Got operation={operation!r}.")
-    shapes.check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, page_size, max_seq_len, spec)
+    check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, page_size, max_seq_len, spec)
     dtype = jnp.dtype(dtype)
     call = AttentionCall(
         operation=operation,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn_kernels.shapes import check_merge, check_merge_of_two
+from jattn_kernels.shapes.merge import check_merge, check_merge_of_two
 
 
 def merge_states(

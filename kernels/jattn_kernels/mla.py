@@ -4,9 +4,9 @@ from typing import Any, Unpack
 
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels import mla_shapes
 from jattn_kernels.operands import AttentionOperands, AttentionOptions, LatentKwargs, names_options
 from jattn_kernels.serve import attend
+from jattn_kernels.shapes.latent import check_mla_decode, check_mla_extend
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -41,7 +41,7 @@ def mla_decode(
         ValueError, NotImplementedError: As `paged_decode`.
     """
     given = _options(dict(options))
-    page_size = mla_shapes.check_mla_decode(q_nope, q_pe, latent_pages, page_table, seq_lens, given, spec)
+    page_size = check_mla_decode(q_nope, q_pe, latent_pages, page_table, seq_lens, given, spec)
     operands = AttentionOperands(
         q=q_nope, q_pe=q_pe, k=latent_pages, page_table=page_table, seq_lens=seq_lens, options=given
     )
@@ -82,7 +82,7 @@ def mla_extend(
         ValueError, NotImplementedError: As `paged_decode`.
     """
     given = _options(dict(options))
-    page_size = mla_shapes.check_mla_extend(q_nope, q_pe, latent_pages, page_table, seq_lens, cu_q_lens, given, spec)
+    page_size = check_mla_extend(q_nope, q_pe, latent_pages, page_table, seq_lens, cu_q_lens, given, spec)
     operands = AttentionOperands(
         q=q_nope,
         q_pe=q_pe,

@@ -12,7 +12,7 @@ from jattn_kernels.dispatch import choose
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
-from jattn_kernels.shapes import check_are_arrays, check_float, check_layer_index
+from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
 
 
 def rms_norm(

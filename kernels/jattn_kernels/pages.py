@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.mla_shapes import check_latent_rows
 from jattn_kernels.scales import head_scales
-from jattn_kernels.shapes import PageGeometry, check_are_arrays, check_int32, check_page_rows, paged_geometry
+from jattn_kernels.shapes.arrays import check_are_arrays, check_int32
+from jattn_kernels.shapes.latent import check_latent_rows
+from jattn_kernels.shapes.pages import PageGeometry, check_page_rows
 from jattn_kernels.spec import CombinedPool, PageLayout, is_whole
 
 
@@ -36,8 +37,7 @@ def write_pages(
     Raises:
         ValueError: A shape or dtype is wrong, or `layout` or `combined_pool` is unknown.
     """
-    facts, _ = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=combined_pool, layer_index=layer_index)
-    check_page_rows(
+    facts = check_page_rows(
         k_pages,
         v_pages,
         k,

@@ -8,7 +8,8 @@ from jattn_kernels.call import AttentionCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.operands import RotaryOperands
 from jattn_kernels.rotation import check_angles
-from jattn_kernels.shapes import check_are_arrays, check_axes, check_page_rows, check_sizes, paged_geometry
+from jattn_kernels.shapes.arrays import check_are_arrays, check_axes, check_sizes
+from jattn_kernels.shapes.pages import check_page_rows
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
 
@@ -52,8 +53,9 @@ def rotate_and_write(
         )
     check_angles(cos, sin, "qkv", qkv)
     rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
-    check_page_rows(k_pages, v_pages, rows, rows, slots, layout=layout, combined_pool=None, layer_index=layer_index)
-    facts, _ = paged_geometry(k_pages, v_pages, layout=layout, combined_pool=None, layer_index=layer_index)
+    facts = check_page_rows(
+        k_pages, v_pages, rows, rows, slots, layout=layout, combined_pool=None, layer_index=layer_index
+    )
     qkv, cos, sin, k_pages, v_pages, slots = (jnp.asarray(x) for x in (qkv, cos, sin, k_pages, v_pages, slots))
     operands = RotaryOperands(
         qkv=qkv, cos=cos, sin=sin, k_pages=k_pages, v_pages=v_pages, slots=slots, layer_index=layer_index

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jattn_kernels.shapes import check_are_arrays, check_axes
+from jattn_kernels.shapes.arrays import check_are_arrays, check_axes
 
 
 def rotate(

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jattn_kernels.call import AttentionCall, Operation, Schedule, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.operands import AttentionOperands
-from jattn_kernels.shapes import brief
+from jattn_kernels.shapes.arrays import brief
 from jattn_kernels.spec import AttentionSpec
 
 

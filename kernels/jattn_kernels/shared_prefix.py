@@ -15,15 +15,8 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend
 from jattn_kernels.merge import merge_states, sink_share
 from jattn_kernels.operands import HeadOptions, names_options
-from jattn_kernels.shapes import (
-    brief,
-    check_are_arrays,
-    check_axes,
-    check_int32,
-    check_one_a_head,
-    check_sizes,
-    check_spec,
-)
+from jattn_kernels.shapes.arrays import brief, check_are_arrays, check_axes, check_int32, check_sizes, check_spec
+from jattn_kernels.shapes.options import check_one_a_head
 from jattn_kernels.spec import AttentionSpec
 
 

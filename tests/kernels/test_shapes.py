@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, shapes
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels import AttentionSpec
+from jattn_kernels.operands import AttentionOptions
+from jattn_kernels.shapes import attention, merge, pages
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=8)
 NARROW = dataclasses.replace(SPEC, v_head_dim=6)
@@ -71,7 +72,7 @@ def check(function, arguments, change):
     ],
 )
 def test_check_paged_decode_returns_the_page_size(change):
-    assert check(shapes.check_paged_decode, DECODE, change) == 16
+    assert check(attention.check_paged_decode, DECODE, change) == 16
 
 
 BAD_DECODE = [
@@ -140,23 +141,23 @@ BAD_DECODE = [
 @pytest.mark.parametrize(("change", "sentence"), BAD_DECODE)
 def test_check_paged_decode_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check(shapes.check_paged_decode, DECODE, change)
+        check(attention.check_paged_decode, DECODE, change)
 
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        (shapes.check_paged_decode, DECODE),
-        (shapes.check_paged_extend, EXTEND),
-        (shapes.check_ragged_extend, RAGGED),
+        (attention.check_paged_decode, DECODE),
+        (attention.check_paged_extend, EXTEND),
+        (attention.check_ragged_extend, RAGGED),
         (
-            shapes.check_schedule_sizes,
+            attention.check_schedule_sizes,
             dict.fromkeys(("seq_lens", "cu_q_lens", "num_tokens", "page_size", "max_seq_len")),
         ),
     ],
 )
 def test_checks_reject_what_is_no_spec(function, arguments):
-    if function is not shapes.check_schedule_sizes:
+    if function is not attention.check_schedule_sizes:
         arguments = arguments | options()
     with pytest.raises(ValueError, match=r"`spec` must be an AttentionSpec\. Got a dict\."):
         inspect.unwrap(function)(**arguments, spec={})
@@ -166,15 +167,15 @@ def test_checks_reject_what_is_no_spec(function, arguments):
 def test_check_paged_decode_rejects_a_layer_that_is_no_integer(layer_index):
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
     with pytest.raises(ValueError, match=r"`layer_index` must be an int or an int32 scalar\. Got layer_index="):
-        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
+        check(attention.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
 
 
 def test_check_paged_decode_takes_scales_of_each_layer_exactly_if_pages_have_layers():
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
     given = options(layer_index=0, k_scale=zeros(2, 2), v_scale=zeros(2))
-    assert check(shapes.check_paged_decode, DECODE, stacked | given) == 16
+    assert check(attention.check_paged_decode, DECODE, stacked | given) == 16
     with pytest.raises(ValueError, match=r"or \[2, 2\] \(one row a layer\)\. Got .* v_scale.shape=\(3, 2\)"):
-        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=0, v_scale=zeros(3, 2)))
+        check(attention.check_paged_decode, DECODE, stacked | options(layer_index=0, v_scale=zeros(3, 2)))
 
 
 @pytest.mark.parametrize("kind", [int, np.int32, jnp.int32])
@@ -182,7 +183,7 @@ def test_check_paged_decode_takes_scales_of_each_layer_exactly_if_pages_have_lay
 def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index, kind):
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
     with pytest.raises(ValueError, match=rf"`layer_index` must be in 0 \.\. 1\. Got layer_index={layer_index}"):
-        check(shapes.check_paged_decode, DECODE, stacked | options(layer_index=kind(layer_index)))
+        check(attention.check_paged_decode, DECODE, stacked | options(layer_index=kind(layer_index)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,7 @@ def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index, kind):
 )
 def test_check_paged_extend_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check(shapes.check_paged_extend, EXTEND, change)
+        check(attention.check_paged_extend, EXTEND, change)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_check_paged_extend_says_what_is_wrong(change, sentence):
 )
 def test_check_ragged_extend_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        check(shapes.check_ragged_extend, RAGGED, change)
+        check(attention.check_ragged_extend, RAGGED, change)
 
 
 @pytest.mark.parametrize(
@@ -249,15 +250,15 @@ def test_check_ragged_extend_says_what_is_wrong(change, sentence):
 )
 def test_check_page_rows_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        shapes.check_page_rows(**(WRITE | change))
+        pages.check_page_rows(**(WRITE | change))
 
 
 @pytest.mark.parametrize(("outs", "lses"), [((2, 5, 3, 4), (1, 5, 3)), ((0, 5, 3, 4), (0, 5, 3)), ((4,), ())])
 def test_check_merge_rejects_parts_that_do_not_belong_together(outs, lses):
     with pytest.raises(ValueError, match=r"`lses` must have the shape of `outs` without its last axis"):
-        shapes.check_merge(zeros(*outs), zeros(*lses))
+        merge.check_merge(zeros(*outs), zeros(*lses))
 
 
 def test_check_merge_takes_floats_only():
     with pytest.raises(ValueError, match=r"`outs` must be one of float32, .* Got outs.dtype=int32"):
-        shapes.check_merge(ints(2, 5, 3, 4), zeros(2, 5, 3))
+        merge.check_merge(ints(2, 5, 3, 4), zeros(2, 5, 3))

@@ -6,8 +6,9 @@ import inspect
 import jax.numpy as jnp
 import pytest
 
-from jattn_kernels import AttentionSpec, mla_shapes
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels import AttentionSpec
+from jattn_kernels.operands import AttentionOptions
+from jattn_kernels.shapes import latent
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=10, v_head_dim=8, sm_scale=0.3)
 
@@ -57,7 +58,7 @@ WRITE = {
     ],
 )
 def test_check_mla_decode_returns_the_page_size(change):
-    assert mla_shapes.check_mla_decode(**(DECODE | change)) == 16
+    assert latent.check_mla_decode(**(DECODE | change)) == 16
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_check_mla_decode_returns_the_page_size(change):
 )
 def test_check_mla_decode_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        inspect.unwrap(mla_shapes.check_mla_decode)(**(DECODE | change))
+        inspect.unwrap(latent.check_mla_decode)(**(DECODE | change))
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,9 @@ def test_check_mla_decode_says_what_is_wrong(change, sentence):
     ],
 )
 def test_check_mla_extend_says_what_is_wrong(change, sentence):
-    assert mla_shapes.check_mla_extend(**EXTEND) == 16
+    assert latent.check_mla_extend(**EXTEND) == 16
     with pytest.raises(ValueError, match=sentence):
-        mla_shapes.check_mla_extend(**(EXTEND | change))
+        latent.check_mla_extend(**(EXTEND | change))
 
 
 @pytest.mark.parametrize(
@@ -124,4 +125,4 @@ def test_check_mla_extend_says_what_is_wrong(change, sentence):
 )
 def test_check_latent_rows_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
-        mla_shapes.check_latent_rows(**(WRITE | change))
+        latent.check_latent_rows(**(WRITE | change))

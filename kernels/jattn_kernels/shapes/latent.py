@@ -1,8 +1,18 @@
-"""Trace-time checks of calls over latent pages, as `shapes` has them for K and V."""
+"""Checks of whole calls of attention over latent pages, and of rows that are written into those."""
 
-from jattn_kernels import shapes
-from jattn_kernels.call import AttentionOptions
-from jattn_kernels.shapes import PageGeometry
+from jattn_kernels.operands import AttentionOptions
+from jattn_kernels.shapes.arrays import (
+    check_are_arrays,
+    check_dtypes,
+    check_float,
+    check_int32,
+    check_layer_index,
+    check_one_row_a_sequence,
+    check_spec,
+    same_dtype,
+)
+from jattn_kernels.shapes.options import check_options, check_scale
+from jattn_kernels.shapes.pages import PageGeometry, check_table
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -15,8 +25,8 @@ def check_mla_decode(
         ValueError: A shape or dtype is wrong, or the spec is not one of absorbed MLA.
     """
     facts = _check_queries_and_pages(q_nope, q_pe, ("B", "Q", "N"), latent_pages, options, spec)
-    shapes.check_table(page_table, seq_lens)
-    shapes.check_one_row_a_sequence("q_nope", q_nope, seq_lens)
+    check_table(page_table, seq_lens)
+    check_one_row_a_sequence("q_nope", q_nope, seq_lens)
     _check_options(options, seq_lens, q_nope.shape[:2], facts, spec)
     return facts.page_size
 
@@ -30,8 +40,8 @@ def check_mla_extend(
         ValueError: A shape or dtype is wrong, or the spec is not one of absorbed MLA.
     """
     facts = _check_queries_and_pages(q_nope, q_pe, ("T", "N"), latent_pages, options, spec)
-    shapes.check_table(page_table, seq_lens)
-    shapes.check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
+    check_table(page_table, seq_lens)
+    check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
     _check_options(options, seq_lens, q_nope.shape[:1], facts, spec)
     return facts.page_size
 
@@ -42,7 +52,7 @@ def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale)
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    shapes.check_are_arrays(latent_pages=latent_pages, c_kv=c_kv, k_pe=k_pe)
+    check_are_arrays(latent_pages=latent_pages, c_kv=c_kv, k_pe=k_pe)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
     if c_kv.ndim != 2 or k_pe.ndim != 2 or c_kv.shape[1] + k_pe.shape[1] != facts.head_dim:
         raise ValueError(
@@ -53,10 +63,10 @@ def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale)
         raise ValueError(
             f"`c_kv` and `k_pe` must have one row a slot. Got c_kv.shape={c_kv.shape}, k_pe.shape={k_pe.shape}."
         )
-    shapes.same_dtype("c_kv", c_kv, "k_pe", k_pe)
-    shapes.check_float("c_kv", c_kv)
-    shapes.check_int32("slots", slots, c_kv.shape[:1])
-    shapes.check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
+    same_dtype("c_kv", c_kv, "k_pe", k_pe)
+    check_float("c_kv", c_kv)
+    check_int32("slots", slots, c_kv.shape[:1])
+    check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
     return facts
 
 
@@ -72,10 +82,10 @@ def latent_geometry(latent_pages, *, layer_index) -> PageGeometry:
             "`latent_pages` must be [P, page_size, W] and not empty, with a leading L exactly if `layer_index` is "
             f"given. Got latent_pages.shape={latent_pages.shape}."
         )
-    shapes.check_float("latent_pages", latent_pages)
+    check_float("latent_pages", latent_pages)
     *layers, num_pages, page_size, width = latent_pages.shape
     if stacked:
-        shapes.check_layer_index(layer_index, layers[0])
+        check_layer_index(layer_index, layers[0])
     return PageGeometry(layers[0] if stacked else None, num_pages, page_size, 1, width)
 
 
@@ -83,7 +93,7 @@ def _check_queries_and_pages(
     q_nope, q_pe, axes: tuple[str, ...], latent_pages, options: AttentionOptions, spec: AttentionSpec
 ) -> PageGeometry:
     _check_spec(spec)
-    shapes.check_are_arrays(q_nope=q_nope, q_pe=q_pe, latent_pages=latent_pages)
+    check_are_arrays(q_nope=q_nope, q_pe=q_pe, latent_pages=latent_pages)
     for name, q, width in (("q_nope", q_nope, spec.value_dim), ("q_pe", q_pe, spec.head_dim - spec.value_dim)):
         if q.ndim != len(axes) + 1 or 0 in q.shape or q.shape[-2:] != (spec.num_q_heads, width):
             raise ValueError(
@@ -94,18 +104,18 @@ def _check_queries_and_pages(
         raise ValueError(
             f"`q_nope` and `q_pe` must have the same rows. Got q_nope.shape={q_nope.shape}, q_pe.shape={q_pe.shape}."
         )
-    shapes.same_dtype("q_nope", q_nope, "q_pe", q_pe)
+    same_dtype("q_nope", q_nope, "q_pe", q_pe)
     facts = latent_geometry(latent_pages, layer_index=options.layer_index)
     if facts.head_dim != spec.head_dim:
         raise ValueError(
             f"`latent_pages` must have rows of head_dim={spec.head_dim}. Got latent_pages.shape={latent_pages.shape}."
         )
-    shapes.check_dtypes("q_nope", q_nope, "latent_pages", latent_pages)
+    check_dtypes("q_nope", q_nope, "latent_pages", latent_pages)
     return facts
 
 
 def _check_spec(spec: AttentionSpec) -> None:
-    shapes.check_spec(spec)
+    check_spec(spec)
     if spec.num_kv_heads != 1 or spec.value_dim >= spec.head_dim:
         raise ValueError(
             "`spec` of absorbed MLA must have num_kv_heads=1 and a v_head_dim smaller than its head_dim. "
@@ -125,5 +135,5 @@ def _check_spec(spec: AttentionSpec) -> None:
 def _check_options(
     options: AttentionOptions, seq_lens, q_shape: tuple[int, ...], facts: PageGeometry, spec: AttentionSpec
 ) -> None:
-    shapes.check_scale("kv_scale", options.k_scale, 1, rows=facts.num_layers, row="layer")
-    shapes.check_options(options, num_seqs=seq_lens.shape[0], q_shape=q_shape, num_layers=facts.num_layers, spec=spec)
+    check_scale("kv_scale", options.k_scale, 1, rows=facts.num_layers, row="layer")
+    check_options(options, num_seqs=seq_lens.shape[0], q_shape=q_shape, num_layers=facts.num_layers, spec=spec)

@@ -1,0 +1,72 @@
+"""Checks of the optional arguments of attention."""
+
+import jax.numpy as jnp
+
+from jattn_kernels.operands import AttentionOptions
+from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_int32
+from jattn_kernels.spec import AttentionSpec
+
+
+def check_options(
+    options: AttentionOptions, *, num_seqs: int, q_shape: tuple[int, ...], num_layers: int | None, spec: AttentionSpec
+) -> None:
+    """Checks the optional arguments of a call whose pages have `num_layers`, None without that axis.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    for name, shape in (("q_start", (num_seqs,)), ("kv_start", (num_seqs,)), ("q_positions", q_shape)):
+        if getattr(options, name) is not None:
+            check_int32(name, getattr(options, name), shape)
+    mask = options.custom_mask
+    if mask is not None:
+        check_are_arrays(custom_mask=mask)
+        if mask.dtype != jnp.bool_ or mask.ndim != 1:
+            raise ValueError(
+                f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
+            )
+    for name in ("alibi_slopes", "sinks"):
+        check_one_a_head(name, getattr(options, name), spec)
+    heads = spec.num_kv_heads
+    check_scale("q_scale", options.q_scale, heads, rows=num_seqs, row="sequence")
+    for name in ("k_scale", "v_scale"):
+        check_scale(name, getattr(options, name), heads, rows=num_layers, row="layer")
+
+
+def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
+    """Checks numbers, or None, for each query head.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    if array is None:
+        return
+    check_are_arrays(**{name: array})
+    if array.shape != (spec.num_q_heads,) or array.dtype.name not in FLOATS:
+        raise ValueError(
+            f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "
+            f"Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
+        )
+
+
+def check_scale(name: str, scale, num_kv_heads: int, *, rows: int | None, row: str) -> None:
+    """Checks a scale; the number of its axes alone says what it is for.
+
+    Args:
+        rows: Of a scale of two axes, each for one `row`; None if it may not have two.
+
+    Raises:
+        ValueError: Its shape or dtype is wrong.
+    """
+    if scale is None:
+        return
+    if not hasattr(scale, "dtype"):
+        raise ValueError(f"`{name}` must be None or an array of floats. Got {name}={scale!r}.")
+    forms = {(): "a scalar", (num_kv_heads,): f"[{num_kv_heads}] (one a KV head)"}
+    if rows is not None:
+        forms[rows, num_kv_heads] = f"[{rows}, {num_kv_heads}] (one row a {row})"
+    if scale.dtype.name not in FLOATS or scale.shape not in forms:
+        raise ValueError(
+            f"`{name}` must be floats, {' or '.join(forms.values())}. "
+            f"Got {name}.dtype={scale.dtype}, {name}.shape={scale.shape}."
+        )
