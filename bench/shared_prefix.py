@@ -38,13 +38,11 @@ class SharedPrefixWorkload(AttentionWorkload):
         return shared_prefix_schedule(jnp.int32(self.prefix), seq_lens - self.prefix, **facts)
 
     def call(self, arrays: Arrays, pool: jax.Array, implementation: str | None) -> jax.Array:
-        # Behind a barrier a slice is copied: as a view a kernel would refuse it at an odd multiple of 128 bytes.
-        own_pages = jax.lax.optimization_barrier(arrays.page_table[1:])
         out = shared_prefix_decode(
             *arrays[:3],
             arrays.page_table[0],
             jnp.int32(self.prefix),
-            own_pages,
+            arrays.page_table[1:],
             arrays.seq_lens - self.prefix,
             spec=self.spec,
             schedule=arrays.schedule,

@@ -81,6 +81,62 @@ def test_mosaic_extend_readies_keys_the_other_way_too(monkeypatch, case):
     assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
 
 
+_NARROW = spec_of(num_q_heads=1, num_kv_heads=1, head_dim=64)  # a token's queries take 128 bytes
+_VIEWS = {"page_size": 8, "kv_lens": (130, 1, 64, 0, 248, 90), "alibi": True, "spec": _NARROW}
+_SCALED = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
+
+
+@pytest.mark.parametrize(
+    ("case", "ahead"),
+    [
+        *((case_of(operation, "views", **_VIEWS), False) for operation in ("paged_decode", "ragged_extend")),
+        *((case_of("paged_extend", "views", **_VIEWS), ahead) for ahead in (False, True)),
+        (case_of("paged_decode", "views_scaled", **_SCALED, spec=spec_of(num_q_heads=32, num_kv_heads=32)), False),
+    ],
+    ids=["decode", "ragged", "extend", "extend_ahead", "decode_scaled"],
+)
+def test_mosaic_takes_what_begins_128_bytes_into_a_larger_array(monkeypatch, case, ahead):
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    monkeypatch.setattr(extend, "readies_ahead", lambda *facts, **sizes: ahead)
+    inputs = build(case)
+    kwargs = dict(inputs.kwargs)
+    given = [*inputs.args, *(kwargs.pop(name) for name in ("alibi_slopes",) if name in kwargs)]
+    skipped = [next((n for n in (1, 32) if n * x[0].nbytes % 256 == 128), 0) for x in given]
+    larger = [jnp.concatenate([jnp.zeros((n, *x.shape[1:]), x.dtype), x]) for n, x in zip(skipped, given, strict=True)]
+
+    @jax.jit
+    def attend(larger):
+        parts = [x[n:] for n, x in zip(skipped, larger, strict=True)]
+        named = {"alibi_slopes": parts[-1]} if case.alibi else {}
+        args = parts[: len(inputs.args)]
+        run = getattr(jattn_kernels, case.operation)
+        return run(*args, **kwargs, **named, return_lse=True, implementation="mosaic")
+
+    assert any(skipped) or case.kv_scale is not None
+    assert_close(case, inputs, *attend(larger), narrow_products=True)
+
+
+def test_mosaic_decode_may_be_stacked_by_a_scan():
+    """A step's lse of 32 heads is 128 bytes: every second row of the stack begins at an odd multiple of them."""
+    if default_device().compute_capability != HOPPER:
+        pytest.skip("only Hopper has these kernels")
+    case = case_of("paged_decode", "stacked", kv_lens=(130,), q_lens=(1,), padding_rows=0, spec=spec_of(num_q_heads=32))
+    inputs = build(case)
+
+    @jax.jit
+    def attend():
+        def step(carry, _):
+            found = jattn_kernels.paged_decode(*inputs.args, **inputs.kwargs, return_lse=True, implementation="mosaic")
+            return carry, found
+
+        return jax.lax.scan(step, None, length=4)[1]
+
+    outs, lses = attend()
+    for out, lse in zip(outs, lses, strict=True):
+        assert_close(case, inputs, out, lse)
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("facts", [{}, {"window_left": 200}, {"logits_soft_cap": 5.0}, {"rope_theta": 1e4}], ids=str)
 def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(facts, kv_dtype):

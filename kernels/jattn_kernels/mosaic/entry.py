@@ -1,6 +1,5 @@
 """What dispatch runs: the call's operands as the kernels' own entries take them."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from jattn_kernels.call import AttentionCall, Call, NormCall
 from jattn_kernels.mosaic.sm90 import paged_decode as many_rows
 from jattn_kernels.mosaic.sm90 import rms_norm, rotate_and_write
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.operands import AttentionOperands, AttentionOptions, NormOperands, Operands, RotaryOperands
+from jattn_kernels.operands import AttentionOperands, NormOperands, Operands, RotaryOperands
 
 
 def run(call: Call, operands: Operands) -> Any:
@@ -31,17 +30,17 @@ def make_schedule(
 
 
 def _paged_decode(call: AttentionCall, operands: AttentionOperands) -> Any:
-    return many_rows.paged_decode(*_paged(operands), options=_with_own_rows(operands.options), **_facts(call))
+    return many_rows.paged_decode(*_paged(operands), options=operands.options, **_facts(call))
 
 
 def _paged_extend(call: AttentionCall, operands: AttentionOperands) -> Any:
     arrays: Any = *_paged(operands), operands.cu_q_lens
-    return extend.paged_extend(*arrays, options=_with_own_rows(operands.options), **_facts(call))
+    return extend.paged_extend(*arrays, options=operands.options, **_facts(call))
 
 
 def _ragged_extend(call: AttentionCall, operands: AttentionOperands) -> Any:
     arrays: Any = operands.q, operands.k, operands.v, operands.cu_q_lens, operands.cu_kv_lens
-    return extend.ragged_extend(*arrays, options=_with_own_rows(operands.options), spec=call.spec)
+    return extend.ragged_extend(*arrays, options=operands.options, spec=call.spec)
 
 
 def _rotate_and_write(call: AttentionCall, operands: RotaryOperands) -> Any:
@@ -67,18 +66,3 @@ def _paged(operands: AttentionOperands) -> Any:
 
 def _facts(call: AttentionCall) -> dict[str, Any]:
     return {"spec": call.spec, "page_size": call.page_size}
-
-
-def _with_own_rows(options: AttentionOptions) -> AttentionOptions:
-    """The options with a layer's own row in place of scales of all layers, where a row is an odd multiple of 128 bytes.
-
-    XLA would hand a kernel every second layer's as a view that Mosaic refuses; a sum is no view.
-    """
-
-    def own_row(scales: Any) -> Any:
-        if scales is None or scales.ndim != 2 or scales.shape[1] * scales.dtype.itemsize % 256 != 128:
-            return scales
-        is_layer = jnp.arange(scales.shape[0]) == options.layer_index
-        return jnp.sum(jnp.where(is_layer[:, None], scales, jnp.zeros_like(scales)), axis=0)
-
-    return dataclasses.replace(options, k_scale=own_row(options.k_scale), v_scale=own_row(options.v_scale))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch
 
 _THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MOST_COLUMNS = 8192  # 64 a thread
@@ -39,15 +39,11 @@ def rms_norm(
         inverse = lax.rsqrt((numbers * numbers).sum() / columns + eps)
         out_ref[row] = (numbers * inverse * (factor + offset)).astype(x.dtype)
 
-    run: Any = plgpu.kernel(
+    run = launch.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(x.shape[0],),
         grid_names=("row",),
-        num_threads=1,
-        thread_name="warpgroup",
         kernel_name="rms_norm",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tiles.interpret_params(),
     )
     return run(x, scale, layer_index.reshape(1))

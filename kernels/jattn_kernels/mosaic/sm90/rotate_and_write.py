@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.decode.split_kv import stacked
 from jattn_kernels.spec import AttentionSpec
 
@@ -126,19 +126,16 @@ def rotate_and_write(
             _when((first >= num_q_heads) & (first < first_value), functools.partial(write_keys, first, halves))
             _when(first >= first_value, functools.partial(write_values, first, halves))
 
-    run: Any = plgpu.kernel(
+    run = launch.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_q_heads, 2, half), qkv.dtype),
         grid=(groups // groups_a_block, num_tokens),  # the last axis may be long
         grid_names=("block", "token"),
-        num_threads=1,
-        thread_name="warpgroup",
         kernel_name="rotate_and_write",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tiles.interpret_params(),
     )
     tokens_of_pages = (-1, num_kv_heads, 2, half) if by_token else (-1, num_kv_heads, page_size, 2, half)
     k_ref, v_ref = (jax.new_ref(pages.reshape(tokens_of_pages)) for pages in (k_layers, v_layers))
     q = run(qkv.reshape(num_tokens, num_heads, 2, half), cos, sin, slots, layer, k_ref, v_ref)
-    k_pages, v_pages = jax.freeze(k_ref).reshape(k_pages.shape), jax.freeze(v_ref).reshape(v_pages.shape)
+    written = launch.frozen(k_ref, v_ref)
+    k_pages, v_pages = (new.reshape(old.shape) for new, old in zip(written, (k_pages, v_pages), strict=True))
     return q.reshape(num_tokens, num_q_heads, head_dim), k_pages, v_pages

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.mosaic.sm90.decode.rows import (
     EXPONENT,
     MANTISSA_BITS,
@@ -68,7 +68,7 @@ def split_queries(
         """What a number's bits mean, as a vector: of one alone Mosaic does not know it."""
         return lax.bitcast_convert_type(jnp.full((numbers,), bits), jnp.float32)
 
-    run: Any = plgpu.kernel(
+    run = launch.kernel(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct((batch_size, parts, heads, numbers), dtype),
@@ -76,11 +76,7 @@ def split_queries(
         ],
         grid=(heads, batch_size),  # the last axis may be long
         grid_names=("head", "sequence"),
-        num_threads=1,
-        thread_name="warpgroup",
         kernel_name="split_queries",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tiles.interpret_params(),
     )
     split, size = run(q.reshape(batch_size, heads, numbers), *(() if factor is None else (factor,)))
     return split.reshape(batch_size, parts, *q.shape[1:]), size

@@ -11,7 +11,7 @@ never wait for the start of a block. A sequence of one part is done here; those 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.convert import Readied
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, Scratch
 from jattn_kernels.mosaic.sm90.decode.consumer import Compute
@@ -54,7 +54,7 @@ def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -
     shape = (operands.q.shape[0], heads, config.row_blocks * config.rows)
     part_shape = (schedule.items.shape[0], heads, config.row_blocks * config.sizes.block_rows)
     leaves, tree = jax.tree.flatten(operands)
-    run: Any = plgpu.kernel(
+    run = launch.kernel(
         functools.partial(_block, config, tree),
         out_type=[
             jax.ShapeDtypeStruct((*shape, config.width), config.out_dtype),
@@ -65,10 +65,7 @@ def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -
         grid=(schedule.workers.shape[0], heads, config.row_blocks),
         grid_names=("worker", "head", "rows"),
         num_threads=config.sizes.warpgroups + 1,
-        thread_name="warpgroup",
         kernel_name="paged_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tiles.interpret_params(),
     )
     return Parts(*run(*leaves))
 

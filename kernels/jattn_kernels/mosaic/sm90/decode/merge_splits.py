@@ -7,7 +7,6 @@ sequence that is alone, which has all workers, as many at a time as registers ca
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.mosaic.sm90.decode.kernel import Parts
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 
@@ -82,20 +81,17 @@ def combine_parts(
             vector = jnp.where(lane < (row + 1) * width, numbers[row], vector)
         return vector
 
-    run: Any = plgpu.kernel(
+    run = launch.kernel(
         kernel,
         grid=(num_vectors, heads, schedule.split.shape[0]),
         grid_names=("vector", "head", "split"),
-        num_threads=1,
-        thread_name="warpgroup",
         kernel_name="merge_parts",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tiles.interpret_params(),
     )
     outs = parts.part_outs.reshape(num_parts, heads, padded_rows // rows, lanes)
     out, lse = jax.new_ref(parts.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(parts.lse)
     run(outs, parts.part_lses, schedule.split, out, lse)
-    return jax.freeze(out).reshape(parts.out.shape), jax.freeze(lse)
+    merged, merged_lse = launch.frozen(out, lse)
+    return merged.reshape(parts.out.shape), merged_lse
 
 
 def _merge_some(step, carry, *, load, first, end, spread, parts):

@@ -35,7 +35,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E
 from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, PageCopies
@@ -114,7 +114,7 @@ class ExtendKernel:
         """Output by token, and lse of each item's rows: float32 [items, blocks of heads, warpgroups, 64]."""
         num_items = operands.items.shape[0]
         leaves, tree = jax.tree.flatten(operands)
-        run: Any = plgpu.kernel(
+        run = launch.kernel(
             functools.partial(self._entry, tree),
             out_type=[
                 jax.ShapeDtypeStruct((*operands.q.shape[:2], self.spec.value_dim), self.formats.out),
@@ -123,10 +123,7 @@ class ExtendKernel:
             grid=(self.blocks(num_items),),
             grid_names=("block",),
             num_threads=_READYING + 1 if self.formats.readies else _MEMORY + 1,
-            thread_name="warpgroup",
             kernel_name="paged_extend",
-            compiler_params=plgpu.CompilerParams(approx_math=True),
-            interpret=tiles.interpret_params(),
         )
         return run(*leaves)
 

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.convert import widen_tile
 from jattn_kernels.mosaic.sm90.common.key_rotation import KeyTurns, TurnTables
 from jattn_kernels.mosaic.sm90.common.tiles import PageCopies, PoolPlace
@@ -65,16 +65,12 @@ def ready_pages(
     leaves, tree = jax.tree.flatten(_Operands(k, v, page_table, seq_lens, layer, turns))
     num_seqs = seq_lens.shape[0]
     shape = (num_seqs * num_tiles, spec.num_kv_heads, copies.block_kv)
-    run: Any = plgpu.kernel(
+    run = launch.kernel(
         functools.partial(_entry, spec, formats, copies, tree),
         out_type=[jax.ShapeDtypeStruct((*shape, width), formats.product) for width in (spec.head_dim, spec.value_dim)],
         grid=(num_seqs, num_tiles, spec.num_kv_heads),
         grid_names=("sequence", "tile", "head"),
-        num_threads=1,
-        thread_name="warpgroup",
         kernel_name="ready_pages",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=tiles.interpret_params(),
     )
     k_tiles, v_tiles = run(*leaves)
     return k_tiles, v_tiles
