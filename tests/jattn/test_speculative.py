@@ -269,9 +269,9 @@ def chosen_after_each(logits, params):
 
 def texts(prompts, drafter, dtype=jnp.float32, **fields):
     """Greedy texts of an engine that compiles for them alone."""
-    config = dataclasses.replace(PLAIN, speculative=drafter, **fields)
+    config = dataclasses.replace(PLAIN, speculative=drafter, dtype=jnp.dtype(dtype).name, **fields)
     draft = DRAFT.load(checkpoint(), dtype=dtype) if drafter is DRAFT else None
-    engine = Engine(bundled(jnp.dtype(dtype).name), config, draft_model=draft, dtype=dtype)
+    engine = Engine(bundled(config.dtype), config, draft_model=draft)
     requests = served(engine, prompts, [GREEDY] * len(prompts))
     assert drafter is None or sum(request.drafts.accepted for request in requests)
     return [request.generated for request in requests]
