@@ -78,6 +78,8 @@ def _without_derivative(operands: AttentionOperands) -> AttentionOperands:
     places = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer) and jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
+    if not places:
+        return operands
     for place, leaf in zip(places, _same(*(leaves[i] for i in places)), strict=True):
         leaves[place] = leaf
     return tree.unflatten(leaves)
