@@ -7,10 +7,9 @@ import pytest
 
 from jattn.checkpoint import Checkpoint
 from jattn.serving.engine import Engine
-from jattn.serving.executor import executor as executor_module
 from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
 from jattn.serving.steps.drafting import Drafter, NgramDrafting
-from tests.jattn.harness.tiny import CONFIG, tiny_model
+from tests.jattn.harness.tiny import CONFIG, plans_of, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -57,11 +56,10 @@ def test_engine_wants_a_draft_model_exactly_where_one_drafts():
             Engine(tiny_model(), dataclasses.replace(CONFIG, speculative=speculative), draft_model=tiny_model())
 
 
-def test_pool_and_pages_hold_the_drafts_keys_too(monkeypatch):
+def test_pool_and_pages_hold_the_drafts_keys_too():
     """The request's room includes its drafted tokens, and the pool both models' keys."""
-    monkeypatch.setattr(executor_module, "compile_steps", lambda plans, *, progress: plans)
     config = dataclasses.replace(CONFIG, speculative=DraftModel(num_layers=2, num_draft_tokens=5))
-    engine = Engine(tiny_model(), config, draft_model=tiny_model())
+    engine = plans_of(config, draft_model=tiny_model())
     assert [group.name for group in engine.executor.pool.groups] == ["layers", "draft layers"]
     assert {group.k.shape for group in engine.executor.pool.groups} == {(2, 17, 4, 2, 8)}
     assert engine.executor.state.page_table.shape == (4, 18)  # 64 tokens and 5 drafted ones

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.serving.engine import Engine
 from jattn.serving.request import RequestStatus
-from tests.jattn.harness.tiny import CONFIG, run, sampled, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import run, sampled, tiny_engine, with_steps_of
 
 LONG_PROMPT = list(range(100, 140))  # 10 of the pool's 16 pages
 
@@ -147,7 +146,7 @@ def test_pages_that_hold_nan_serve_their_next_owner_unharmed(engine, poison, mon
 
 
 def test_engine_waits_for_its_launches_before_it_goes(monkeypatch):
-    engine = Engine(tiny_model(), CONFIG)
+    engine = with_steps_of(tiny_engine())
     requests = [engine.make_request([1, 2, 3], sampled(seed, 40)) for seed in range(2)]
     for request in requests:
         engine.add(request)

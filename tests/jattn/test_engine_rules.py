@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.engine import Engine
-from jattn.serving.executor import executor as executor_module
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.sampler import SamplingState, sample
 from tests.jattn.harness import one_pass
-from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, plans_of, run, tiny_engine, tiny_model
 
 CONTEXT = CONFIG.max_context_len
 
@@ -241,10 +239,8 @@ def test_request_beyond_the_bounds_is_refused(engine, asked_for, sentence):
 
 
 @pytest.fixture
-def small_engine(monkeypatch):
-    """Its steps are the plans for them."""
-    monkeypatch.setattr(executor_module, "compile_steps", lambda plans, *, progress: plans)
-    return Engine(tiny_model(), dataclasses.replace(CONFIG, full_sampling=False))
+def small_engine():
+    return plans_of(dataclasses.replace(CONFIG, full_sampling=False))
 
 
 def test_engine_without_full_sampling_compiles_and_holds_none_of_it(small_engine):

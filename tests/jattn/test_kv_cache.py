@@ -1,17 +1,14 @@
 """The KV-cache manager, and requests whose first tokens are in the pool before they come."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 
-from jattn.serving.engine import Engine
 from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.request import Request, SamplingParams
-from jattn.serving.steps.drafting import NgramDrafting
 from jattn.serving.steps.loop_state import NOT_KNOWN
-from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, drafting_engine, one_variant, run, tiny_engine
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB, 22).tolist()  # two launches' worth
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -69,22 +66,14 @@ def test_shared_pages_are_not_asked_of_the_free_ones():
     assert kv_cache.num_free == 0
 
 
-@functools.cache
-def drafting_engine():
-    """Tests share it, and leave it idle."""
-    drafter = NgramDrafting(num_draft_tokens=3)
-    return Engine(tiny_model(), dataclasses.replace(CONFIG, num_pages=24, speculative=drafter))
-
-
 @pytest.fixture(params=[tiny_engine, drafting_engine], ids=["plain", "drafting"])
 def engine(request, monkeypatch):
     engine = request.param()
-    manager = (
-        SharingManager(24, CONFIG.page_size) if engine.config.speculative else SharingManager(17, CONFIG.page_size)
-    )
+    manager = SharingManager(engine.config.num_pages, CONFIG.page_size)
     monkeypatch.setattr(engine, "kv_cache", manager)
     monkeypatch.setattr(engine.scheduler, "_kv_cache", manager)
-    return engine
+    with one_variant("full"):
+        yield engine
 
 
 def heir_of(engine, prompt, params):

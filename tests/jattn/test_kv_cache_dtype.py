@@ -12,7 +12,7 @@ from jattn.dtype_names import DTYPE_NAMES
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
-from tests.jattn.harness.tiny import CONFIG, VOCAB, run, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, one_variant, run, tiny_engine, tiny_model
 
 FP8 = {"fp8": jnp.float8_e4m3fn, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
@@ -44,7 +44,8 @@ def served(engine):
 
 
 def test_engine_with_an_fp8_pool_is_close_to_one_without():
-    engine = Engine(tiny_model(), dataclasses.replace(CONFIG, kv_cache_dtype="fp8_e4m3"))
+    with one_variant("full"):
+        engine = Engine(tiny_model(), dataclasses.replace(CONFIG, kv_cache_dtype="fp8_e4m3"))
     for requests in (served(engine), served(tiny_engine())):
         assert [len(request.generated) for request in requests] == [8, 8, 8]
     for leaf in jax.tree.leaves(engine.executor.pool):

@@ -1,35 +1,29 @@
 """Requests that change their logits, ask for log-probabilities or break, under drafting: as under plain decode."""
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.serving.engine import Engine
-from jattn.serving.executor import step_plans
 from jattn.serving.request import SamplingParams
-from jattn.serving.steps.drafting import NgramDrafting
-from tests.jattn.harness.tiny import CONFIG, VOCAB, run, sampled, tiny_model
+from tests.jattn.harness.tiny import VOCAB, drafting_engine, one_variant, run, sampled, tiny_engine
 
 # Rewards what was seen, so that greedy text repeats itself and drafted runs are accepted.
 REPEATING = SamplingParams(max_tokens=30, temperature=0.0, frequency_penalty=-0.5)
 
 
-@functools.cache
 def engines():
-    """Of plain decode, and of drafts; each with the one variant that serves every request."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_plans, "VARIANTS", ("full",))
-        speculative = dataclasses.replace(CONFIG, num_pages=19, speculative=NgramDrafting(num_draft_tokens=3))
-        return Engine(tiny_model(), CONFIG), Engine(tiny_model(), speculative)
+    """Of plain decode, and of drafts."""
+    return tiny_engine(), drafting_engine()
 
 
 @pytest.fixture(autouse=True)
-def full_variant(monkeypatch):
-    monkeypatch.setattr(step_plans, "_asked", lambda requests: "full")
+def full_variant():
+    """The one that serves every request."""
+    with one_variant("full"):
+        yield
 
 
 def random_prompt(seed):

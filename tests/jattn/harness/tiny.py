@@ -1,13 +1,19 @@
-"""A Llama that compiles in a moment, and an engine of one bucket for each step, so that tokens compare exactly."""
+"""A Llama that compiles in a moment, and engines over it that test files share: each compiles what it must."""
 
+import contextlib
+import dataclasses
 import functools
+from collections.abc import Iterator
+from unittest import mock
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
+from jattn.serving.executor import executor, step_plans
 from jattn.serving.request import SamplingParams
+from jattn.serving.steps.drafting import NgramDrafting
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.llama_config import LlamaConfig
 
@@ -39,8 +45,35 @@ def tiny_model():
 
 @functools.cache
 def tiny_engine():
-    """An engine over the model. Tests share it, and leave it idle."""
+    """One bucket for each step, so that tokens compare exactly. Tests share it, and leave it idle."""
     return Engine(tiny_model(), CONFIG)
+
+
+@functools.cache
+def drafting_engine():
+    """Drafts by prompt lookup; serves within `one_variant("full")` alone. Tests share it, and leave it idle."""
+    drafter = NgramDrafting(num_draft_tokens=3)
+    with one_variant("full"):
+        return Engine(tiny_model(), dataclasses.replace(CONFIG, num_pages=19, speculative=drafter))
+
+
+@contextlib.contextmanager
+def one_variant(name) -> Iterator[None]:
+    """Engines made inside compile one variant of each step, and all requests served inside take it."""
+    with mock.patch.multiple(step_plans, VARIANTS=(name,), _asked=lambda requests: name):
+        yield
+
+
+def with_steps_of(other):
+    """A new engine like another one, with its compiled steps."""
+    with mock.patch.object(executor, "compile_steps", return_value=other.executor.compiled_steps):
+        return Engine(tiny_model(), other.config)
+
+
+def plans_of(config, model=None, **arguments):
+    """An engine whose steps are the plans for them, none compiled."""
+    with mock.patch.object(executor, "compile_steps", lambda plans, *, progress: plans):
+        return Engine(model or tiny_model(), config, **arguments)
 
 
 def sampled(seed, max_tokens):
