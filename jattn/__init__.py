@@ -7,7 +7,7 @@ from typing import Any
 # Each is imported when it is first asked for: JAX takes seconds. Editors read `__init__.pyi`.
 _HOMES = {
     "LLM": "jattn.serving.frontend.llm",
-    "SamplingParams": "jattn.serving.request",
+    "SamplingParams": "jattn.serving.sampling_params",
     "EngineConfig": "jattn.serving.config",
     "NgramDrafting": "jattn.serving.steps.drafting",
     "DraftModel": "jattn.serving.steps.draft_model",

@@ -6,7 +6,7 @@ from jattn.serving.frontend.outputs import Delta as Delta
 from jattn.serving.frontend.outputs import RequestOutput as RequestOutput
 from jattn.serving.frontend.prompts import TextPrompt as TextPrompt
 from jattn.serving.frontend.prompts import TokensPrompt as TokensPrompt
-from jattn.serving.request import SamplingParams as SamplingParams
+from jattn.serving.sampling_params import SamplingParams as SamplingParams
 from jattn.serving.steps.draft_model import DraftModel as DraftModel
 from jattn.serving.steps.drafting import NgramDrafting as NgramDrafting
 from jattn.serving.steps.logprobs import Logprob as Logprob

@@ -32,6 +32,9 @@ class Admission:
             ValueError: One is passed; the message says which.
         """
         config = self.config
+        if params.bad_words:
+            raise ValueError(f"`bad_words` need a tokenizer, which `LLM` has. Got {params.bad_words!r}.")
+        params = _with_whole_vocabulary(params, self.vocab_size)
         prompt = list(token_ids(prompt, "Token ids", self.vocab_size))
         if not prompt:
             raise ValueError("A prompt must have at least one token.")
@@ -49,7 +52,7 @@ class Admission:
             number=number,
             prompt=prompt,
             params=params,
-            limit=min(len(prompt) + params.max_tokens, config.max_context_len),
+            limit=min(len(prompt) + (params.max_tokens or config.max_context_len), config.max_context_len),
             stop_ids=stop_ids,
         )
         self._check_full(request)
@@ -60,13 +63,21 @@ class Admission:
         config, params = self.config, request.params
         if request.needs_full_steps and not config.full_sampling:
             raise ValueError(
-                "Penalties, `logit_bias`, `min_tokens`, `logprobs` and `prompt_logprobs` need an engine with "
-                f"`full_sampling`. Got full_sampling={config.full_sampling}."
+                "Penalties, `logit_bias`, `allowed_token_ids`, `bad_words`, `min_tokens`, `logprobs` and "
+                f"`prompt_logprobs` need an engine with `full_sampling`. Got full_sampling={config.full_sampling}."
             )
         bias = params.logit_bias or {}
         token_ids(bias, "The token ids of `logit_bias`", self.vocab_size)
-        if len(bias) > config.max_logit_bias:
-            raise ValueError(f"`logit_bias` must have at most {config.max_logit_bias} tokens. Got {len(bias)}.")
+        allowed = token_ids(params.allowed_token_ids or (), "`allowed_token_ids`", self.vocab_size)
+        for name, tokens in (("logit_bias", bias), ("allowed_token_ids", set(allowed))):
+            if len(tokens) > config.max_logit_bias:
+                raise ValueError(f"`{name}` must have at most {config.max_logit_bias} tokens. Got {len(tokens)}.")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.max_logprobs:
                 raise ValueError(f"`{name}` must be at most {self.max_logprobs}. Got {getattr(params, name)}.")
+
+
+def _with_whole_vocabulary(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The parameters with the vocabulary's size where they ask for all of its log-probabilities."""
+    asked = {name: vocab_size for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1}
+    return dataclasses.replace(params, **asked) if asked else params

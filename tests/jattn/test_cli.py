@@ -361,7 +361,6 @@ def test_generate_bad_prompt_file_is_named(llm, tmp_path, content, sentence):
         ("--top-p 1.5", "top_p"),
         ("--seed -1", "seed"),
         ("--n 0", "n"),
-        ("--n 2 --temperature 0", "n"),
         ("--min-p 1.5", "min_p"),
         ("--min-tokens 500", "min_tokens"),
         ("--repetition-penalty 0", "repetition_penalty"),

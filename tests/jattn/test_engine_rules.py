@@ -37,6 +37,8 @@ def ruled(logits, prompt, output, params):
     logits = logits.copy()
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += np.float32(bias)
+    if params.allowed_token_ids:
+        logits[np.setdiff1d(np.arange(VOCAB), params.allowed_token_ids)] = -np.inf
     if len(output) < params.min_tokens:
         logits[list(params.stop_token_ids)] = -np.inf
     for token in {*prompt, *output}:
@@ -80,6 +82,7 @@ ASKED = {
     "frequency": {"frequency_penalty": -0.4},
     "presence": {"presence_penalty": -1.0},
     "bias": {"logit_bias": {5: 0.5, 77: 0.7, 300: -2.0}},
+    "allowed": {"allowed_token_ids": (5, 77, 300, 4), "logit_bias": {77: -0.4, 9: 50.0}, "presence_penalty": 0.2},
     "min_p": {"temperature": 1.0, "min_p": 0.3, "seed": 3},
     "all": {
         "temperature": 0.7,
@@ -223,12 +226,20 @@ def test_no_stop_token_comes_before_min_tokens(engine, min_tokens):
     assert request.finish_reason == ("stop" if min_tokens < 14 else "length")
 
 
+def test_request_without_a_number_of_tokens_goes_to_the_contexts_end(engine):
+    assert engine.make_request([1, 2], dataclasses.replace(BASE, max_tokens=None)).limit == CONTEXT
+
+
 @pytest.mark.parametrize(
     ("asked_for", "sentence"),
     [
         ({"logprobs": 21}, "`logprobs` must be at most 20. Got 21"),
         ({"prompt_logprobs": 21}, "`prompt_logprobs` must be at most 20. Got 21"),
         ({"logit_bias": dict.fromkeys(range(301), 1)}, "`logit_bias` must have at most 300 tokens. Got 301"),
+        ({"logprobs": -1}, f"`logprobs` must be at most 20. Got {VOCAB}"),
+        ({"allowed_token_ids": range(301)}, "`allowed_token_ids` must have at most 300 tokens. Got 301"),
+        ({"allowed_token_ids": (VOCAB,)}, f"`allowed_token_ids` must be .* below {VOCAB}. Got {VOCAB}"),
+        ({"bad_words": "a"}, "`bad_words` need a tokenizer"),
         ({"logit_bias": {VOCAB: 1}}, f"token ids of `logit_bias` must be .* below {VOCAB}. Got {VOCAB}"),
     ],
 )

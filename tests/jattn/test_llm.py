@@ -221,6 +221,31 @@ def test_sampling_params_that_are_none_are_refused(llm, params):
         llm._requests("a", params)  # the public face is typed, and types are checked in tests
 
 
+def test_prompts_are_truncated_to_their_last_tokens(llm):
+    tokens = list(range(5, 205))
+    for count, expected in ((3, tokens[-3:]), (-1, tokens[-127:]), (500, tokens[:90])):
+        params = dataclasses.replace(GREEDY, truncate_prompt_tokens=count)
+        ((request,),) = llm._requests(tokens if count != 500 else tokens[:90], params)
+        assert request.prompt == expected
+
+
+def test_bad_words_may_not_come_alone_or_after_a_space(llm):
+    first = llm.tokenizer.encode("import", add_special_tokens=False)
+    spaced = llm.tokenizer.encode(" import", add_special_tokens=False)
+    assert len(first) == len(spaced) == 1
+    ((request,),) = llm._requests("x", dataclasses.replace(GREEDY, bad_words=["import"], logit_bias={7: 1.0}))
+    assert set(request.params.logit_bias) == {*first, *spaced, 7}
+    (output,) = llm.generate("x", dataclasses.replace(GREEDY, logit_bias={first[0]: 100}, bad_words=["import"]))
+    assert first[0] not in output.token_ids
+    with pytest.raises(ValueError, match=r"`bad_words` must be words of one token each: .* Got 'qqqqzzzz', of \d"):
+        llm._requests("x", dataclasses.replace(GREEDY, bad_words=["qqqqzzzz"]))
+
+
+def test_greedy_sequences_of_one_prompt_are_equal(llm):
+    (output,) = llm.generate("import os", dataclasses.replace(GREEDY, n=2))
+    assert output.outputs[0].text == output.outputs[1].text != ""
+
+
 SAMPLED = jattn.SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
 
 

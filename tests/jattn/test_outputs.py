@@ -201,3 +201,12 @@ def test_gather_sorts_interleaved_deltas():
     assert (first.text, first.token_ids, first.finish_reason) == ("c", (3,), "length")
     assert (second.text, second.token_ids, second.error) == ("ad", (1, 4), "A sentence.")
     assert second.outputs[0].cumulative_logprob is None
+
+
+def test_without_detokenizing_there_are_tokens_and_no_text(tokenizer):
+    request = new_request(detokenize=False, logprobs=0)
+    request.logprobs = [{token: Logprob(-1.0, 1)} for token in (40, 41)]
+    deltas = read_all(tokenizer, request, [40, 41])
+    assert [delta.token_ids for delta in deltas if delta.token_ids] == [(40,), (41,)]
+    assert {delta.text for delta in deltas} == {""}
+    assert deltas[0].logprobs == ({40: Logprob(-1.0, 1)},)

@@ -23,7 +23,13 @@ from jattn.serving.request import Request, SamplingParams, token_ids
         ("max_tokens", 2.5),
         ("max_tokens", float("nan")),
         ("max_tokens", True),
-        ("seed", -1),
+        ("seed", -2),
+        ("truncate_prompt_tokens", 0),
+        ("bad_words", ("a", "")),
+        ("detokenize", 1),
+        ("structured_outputs", {"json": {}}),
+        ("output_kind", 2),
+        ("spaces_between_special_tokens", False),
         ("seed", 2**32),
         ("seed", 2.7),
         ("temperature", 1e39),
@@ -38,7 +44,7 @@ from jattn.serving.request import Request, SamplingParams, token_ids
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("frequency_penalty", float("nan")),
-        ("logprobs", -1),
+        ("logprobs", -2),
         ("logprobs", 1.5),
         ("prompt_logprobs", True),
     ],
@@ -111,7 +117,9 @@ def test_logit_bias_is_the_requests_own():
             {"min_tokens": 5, "max_tokens": 4},
             "`min_tokens` must be at most `max_tokens`. Got min_tokens=5, max_tokens=4",
         ),
-        ({"n": 2, "temperature": 0}, "`n` must be 1 where `temperature` is 0"),
+        ({"stop": "a", "detokenize": False}, "`stop` needs `detokenize`"),
+        ({"allowed_token_ids": ()}, "`allowed_token_ids` must be None"),
+        ({"allowed_token_ids": (1.5,)}, "`allowed_token_ids` must be whole numbers"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(asked, sentence):
@@ -136,6 +144,12 @@ def test_values_that_do_not_fit_together_are_refused(asked, sentence):
 def test_params_know_what_they_need(asked, rules, logprobs):
     params = SamplingParams(**asked)
     assert (params.has_logit_rules, params.has_logprobs) == (rules, logprobs)
+
+
+def test_values_that_vllm_takes_for_off_or_all_are_taken():
+    params = SamplingParams(n=2, temperature=0, top_k=-1, max_tokens=None, seed=-1, logprobs=-1, min_tokens=500)
+    assert (params.n, params.top_k, params.max_tokens, params.seed, params.logprobs) == (2, 0, None, None, -1)
+    assert SamplingParams(bad_words="a").bad_words == ("a",)
 
 
 def test_sequences_of_n_have_seeds_of_their_own():

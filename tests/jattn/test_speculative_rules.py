@@ -37,6 +37,7 @@ ASKED = {
     "repetition": {"repetition_penalty": 0.6},
     "tiring": {"presence_penalty": -2.0, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {5: 0.7, 77: 0.5}},
+    "allowed": {"allowed_token_ids": (5, 77, 300), "presence_penalty": 0.2},
     "sampled": {"temperature": 0.3, "seed": 3, "top_k": 50, "logprobs": 0},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": (42,), "logit_bias": {42: 1000}},
     "plain": {"frequency_penalty": 0.0},

@@ -104,6 +104,10 @@ def _fill_full(batch: PrefillBatch, i: int, begin: int, chunk: Chunk) -> None:
     rules.presence_penalty[i] = params.presence_penalty
     rules.frequency_penalty[i] = params.frequency_penalty
     bias = params.logit_bias or {}
+    if params.allowed_token_ids:
+        bias = {token: bias.get(token, 0.0) for token in params.allowed_token_ids}
+        rules.bias_ids[i] = params.allowed_token_ids[0]
+        rules.only_listed[i] = True
     rules.bias_ids[i, : len(bias)] = list(bias)
     rules.bias[i, : len(bias)] = list(bias.values())
     rules.prompt_len[i] = len(request.prompt)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
 from jattn.devices import started_devices
@@ -15,6 +17,7 @@ from jattn.progress import logger, shown
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.fitting import check_fits
+from jattn.serving.frontend.bad_words import without_bad_words
 from jattn.serving.frontend.chat import ChatTemplate
 from jattn.serving.frontend.config_fields import takes_fields_of
 from jattn.serving.frontend.default_sampling import default_sampling
@@ -172,12 +175,23 @@ class LLM:
                 "`sampling_params` must be one for all prompts or one for each. "
                 f"Got {len(sampling_params)} for {len(prompts)} prompts."
             )
-        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        sampling_params = [without_bad_words(params, self.tokenizer) for params in sampling_params]
+        ids = [
+            self._truncated(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
         with self._lock:
             return [
                 [self.engine.make_request(prompt, params.of_sequence(i)) for i in range(params.n)]
                 for prompt, params in zip(ids, sampling_params, strict=True)
             ]
+
+    def _truncated(self, prompt: Any, params: SamplingParams) -> Any:
+        """The prompt's last tokens, as many as asked for; at most those that leave room for one token."""
+        count = params.truncate_prompt_tokens
+        if count is None or not isinstance(prompt, Sequence | np.ndarray):
+            return prompt
+        return prompt[-(self.engine.config.max_context_len - 1 if count == -1 else count) :]
 
     def _serve(self, requests: list[list[Request]]) -> Iterator[Delta]:
         stats = self._latest.stats = RunStats(

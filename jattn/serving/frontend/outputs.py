@@ -163,7 +163,7 @@ class SequenceReader:
         is_first, begin = self._num_read == 0, self._num_read
         self._num_read += len(tokens)
         skips_stop_token = reason == "stop" and not params.include_stop_str_in_output
-        text = self._decoder.push(() if skips_stop_token else tokens)
+        text = self._decoder.push(() if skips_stop_token or not params.detokenize else tokens)
         if reason:
             text += self._decoder.finish()
         text = self._stop.push(text, armed=self._num_read > params.min_tokens)
@@ -197,6 +197,8 @@ class SequenceReader:
 
     def _decoded(self, found: Logprobs) -> Logprobs:
         """The same, with the tokens' texts."""
+        if not self.request.params.detokenize:
+            return found
         return {
             token: dataclasses.replace(logprob, decoded_token=self._tokenizer.decode([token], False))
             for token, logprob in found.items()

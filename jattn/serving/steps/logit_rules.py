@@ -19,7 +19,8 @@ class LogitRules:
     Attributes:
         in_force: Whether the row's request asks for any of this; if not, the other fields may be a former request's.
         repetition_penalty, presence_penalty, frequency_penalty: On tokens seen before.
-        bias_ids, bias: Tokens and what is added to their logits; padded with token 0 and 0.
+        bias_ids, bias: Tokens and what is added to their logits; padded with 0 for any of them.
+        only_listed: Whether no other token may come than those of `bias_ids`.
         prompt_len: Tokens of the prompt; those after it are the output.
         min_len: A stop token may not come before this position.
         wants_logprobs: Whether log-probabilities are given with each token.
@@ -31,6 +32,7 @@ class LogitRules:
     frequency_penalty: Float[Array, " B"]
     bias_ids: Int[Array, "B biases"]
     bias: Float[Array, "B biases"]
+    only_listed: Bool[Array, " B"]
     prompt_len: Int[Array, " B"]
     min_len: Int[Array, " B"]
     wants_logprobs: Bool[Array, " B"]
@@ -119,6 +121,7 @@ def empty_rules(num_rows: int, max_logit_bias: int, numpy: Any = jnp) -> LogitRu
         frequency_penalty=zeros(jnp.float32),
         bias_ids=numpy.zeros((num_rows, max_logit_bias), jnp.int32),
         bias=numpy.zeros((num_rows, max_logit_bias), jnp.float32),
+        only_listed=zeros(jnp.bool_),
         prompt_len=zeros(jnp.int32),
         min_len=zeros(jnp.int32),
         wants_logprobs=zeros(jnp.bool_),
@@ -132,7 +135,7 @@ def apply_rules(
     stop_ids: Int[Array, "B stops"],
     positions: Int[Array, " B"],
 ) -> Float[Array, "B V"]:
-    """The logits under each row's rules, in vLLM's order: bias, no early stop, then the penalties.
+    """The logits under each row's rules, in vLLM's order: bias, allowed tokens, no early stop, then the penalties.
 
     Args:
         history: Of these rows.
@@ -142,6 +145,8 @@ def apply_rules(
     num_rows, vocab_size = logits.shape
     row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     ruled = logits.at[row, rules.bias_ids].add(rules.bias.astype(logits.dtype))
+    is_listed = jnp.zeros(logits.shape, jnp.bool_).at[row, rules.bias_ids].set(True)
+    ruled = jnp.where(rules.only_listed[:, None] & ~is_listed, -jnp.inf, ruled)
     is_banned = (positions < rules.min_len)[:, None] & (stop_ids >= 0)
     ruled = ruled.at[row, jnp.where(is_banned, stop_ids, vocab_size)].set(-jnp.inf, mode="drop")
     in_output = history.output_counts > 0
