@@ -109,11 +109,11 @@ def test_xla_refuses_by_name(change, sentence):
     [
         (
             {"spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=64, rope_theta=1e4)},
-            "`mosaic` turns keys of head_dim 128, 256 in paged_decode, not 64",
+            "`mosaic` rotates keys of head_dim 128, 256 in paged_decode, not 64",
         ),
         (
             {"operation": "ragged_extend", "spec": dataclasses.replace(HOPPER_CALL.spec, head_dim=96, rope_theta=1e4)},
-            "`mosaic` turns keys of head_dim 64, 128, 192, 256 in ragged_extend, not 96",
+            "`mosaic` rotates keys of head_dim 64, 128, 192, 256 in ragged_extend, not 96",
         ),
         (
             {

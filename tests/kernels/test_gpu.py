@@ -10,9 +10,9 @@ import pytest
 import jattn_kernels
 from jattn_kernels.call import AttentionCall, default_device
 from jattn_kernels.dispatch import implementations
-from jattn_kernels.mosaic.sm90 import paged_decode as many_rows
+from jattn_kernels.mosaic.sm90 import paged_decode as decode_entry
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.mosaic.sm90.extend.prepass import readies_ahead
+from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of
@@ -52,17 +52,17 @@ def test_gpu_agrees_with_the_oracle(case, implementation):
 def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracle(monkeypatch, case):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    monkeypatch.setattr(many_rows, "num_sms", lambda: 1)
-    monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
+    monkeypatch.setattr(decode_entry, "num_sms", lambda: 1)
+    monkeypatch.setattr(decode_entry, "_MANY_ROWS", 1)
     inputs = build(case)
     batch_size, num_tokens = inputs.args[0].shape[:2]
-    assert many_rows.is_for_extend(case.spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2)
+    assert decode_entry.is_for_extend(case.spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2)
     attend = functools.partial(jattn_kernels.paged_decode, return_lse=True, implementation="mosaic")
     assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
 
 
 def is_readied(case):
-    """Whether it is worth a look both ways, with keys made ready ahead of the kernel and in it."""
+    """Whether it is worth a look both ways, with keys converted ahead of the kernel and in it."""
     is_small = case.page_size == 8 or case.spec.combined_pool is not None
     return is_small or case.spec.rope_theta is not None or case.name.startswith("paged_extend_fp8")
 
@@ -72,10 +72,10 @@ def is_readied(case):
     [case for case in KERNEL_SIZED if case.operation == "paged_extend" and is_readied(case)],
     ids=lambda case: case.name,
 )
-def test_mosaic_extend_readies_keys_the_other_way_too(monkeypatch, case):
+def test_mosaic_extend_converts_keys_the_other_way_too(monkeypatch, case):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    monkeypatch.setattr(extend, "readies_ahead", lambda *facts, **sizes: not readies_ahead(*facts, **sizes))
+    monkeypatch.setattr(extend, "has_prepass", lambda *facts, **sizes: not has_prepass(*facts, **sizes))
     inputs = build(case)
     attend = functools.partial(jattn_kernels.paged_extend, return_lse=True, implementation="mosaic")
     assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
@@ -98,7 +98,7 @@ _SCALED = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "la
 def test_mosaic_takes_what_begins_128_bytes_into_a_larger_array(monkeypatch, case, ahead):
     if default_device().compute_capability != HOPPER:
         pytest.skip("only Hopper has these kernels")
-    monkeypatch.setattr(extend, "readies_ahead", lambda *facts, **sizes: ahead)
+    monkeypatch.setattr(extend, "has_prepass", lambda *facts, **sizes: ahead)
     inputs = build(case)
     kwargs = dict(inputs.kwargs)
     given = [*inputs.args, *(kwargs.pop(name) for name in ("alibi_slopes",) if name in kwargs)]

@@ -11,10 +11,10 @@ import pytest
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.entry import make_schedule, paged_extend, ragged_extend
 from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
-from jattn_kernels.mosaic.sm90.extend.work_tile import TileRows, Unit
+from jattn_kernels.mosaic.sm90.extend.work_tile import TileRows, WorkTile
 from tests.kernels.harness.case_table import assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
 from tests.kernels.harness.extend_calls import (
@@ -54,10 +54,18 @@ def test_rows_that_must_not_depend_on_others_have_all_tiles_masked(batch_invaria
     spec = AttentionSpec(
         num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=batch_invariant, window_left=window_left
     )
-    unit = Unit(item=0, heads=0, sequence=0, first=0, tokens=32, end_tile=5, limit=600, kv_len=632, first_tile=2)
+    work_tile = WorkTile(
+        query_block=0, heads=0, sequence=0, first=0, tokens=32, end_tile=5, limit=600, kv_len=632, first_tile=2
+    )
     ranges = None if window_left is None else (2, 3, 4, 5)
     rows = TileRows(
-        spec=spec, block_kv=128, tile_tokens=16, unit=unit, tokens=jnp.int32(16), limit=jnp.int32(600), ranges=ranges
+        spec=spec,
+        block_kv=128,
+        tile_tokens=16,
+        work_tile=work_tile,
+        tokens=jnp.int32(16),
+        limit=jnp.int32(600),
+        ranges=ranges,
     )
     seen = {what for what, first, end in rows.spans() if what != "skip" and first < end}
     assert seen == ({"masked"} if batch_invariant else {"masked", "whole"})
@@ -65,7 +73,7 @@ def test_rows_that_must_not_depend_on_others_have_all_tiles_masked(batch_invaria
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch, kv_dtype):
-    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, ready_stages=2, blocks=1)
+    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, converted_stages=2, blocks=1)
     monkeypatch.setattr(extend, "choose_tiles", lambda *facts: sizes)
     spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True, window_left=40)
     prompt = chunked_prompt(spec, num_tokens=80, cut=33, kv_dtype=kv_dtype)
@@ -77,7 +85,7 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(interpreter, monkeypatch, kv_dtype):
-    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, ready_stages=2, blocks=1)
+    sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, converted_stages=2, blocks=1)
     monkeypatch.setattr(extend, "choose_tiles", lambda *facts: sizes)
     spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True)
     prompt = prompt_behind(spec, num_tokens=150, kv_dtype=kv_dtype)
@@ -185,9 +193,9 @@ def test_heads_per_tile_leaves_few_rows_empty():
 def test_chosen_tiles_fit_with_as_many_keys_as_a_schedule_expects(head_dim, value_dim, theta):
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim, v_head_dim=value_dim, rope_theta=theta)
     for q_dtype, kv_dtype in DTYPES if (head_dim, value_dim) in FP8_WIDTHS else DTYPES[:1]:
-        formats = ExtendFormats.of(q_dtype, kv_dtype, spec)
-        sizes = choose_tiles(spec, formats)
-        assert [sizes.refuses(spec, formats, page_size) for page_size in (8, 256)] == [None, None]
+        dtypes = ExtendDtypes.of(q_dtype, kv_dtype, spec)
+        sizes = choose_tiles(spec, dtypes)
+        assert [sizes.refuses(spec, dtypes, page_size) for page_size in (8, 256)] == [None, None]
         lens, facts = jnp.array([9], jnp.int32), {"num_tokens": 9, "kv_itemsize": jnp.dtype(kv_dtype).itemsize}
         schedule = jax.eval_shape(functools.partial(make_schedule, spec=spec, **facts), lens, jnp.array([0, 9]))
         assert schedule.block_kv == sizes.block_kv
@@ -203,7 +211,7 @@ def test_chosen_tiles_fit_with_as_many_keys_as_a_schedule_expects(head_dim, valu
 )
 def test_tiles_refuse_what_would_not_compile(sizes, page_size, message):
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128)
-    assert message in sizes.refuses(spec, ExtendFormats.of("bfloat16", "bfloat16", spec), page_size)
+    assert message in sizes.refuses(spec, ExtendDtypes.of("bfloat16", "bfloat16", spec), page_size)
 
 
 @pytest.mark.parametrize(
@@ -240,19 +248,19 @@ def schedule_of(q_lens, kv_lens, num_tokens, **facts):
 def test_schedule_covers_every_token_once_longest_first(window_left):
     num_tokens = 91
     schedule = schedule_of([1, 0, 70, 9], [500, 3, 70, 0], num_tokens, window_left=window_left)
-    items = np.asarray(schedule.items)
-    covered = np.concatenate([np.arange(first, first + tokens) for _, first, tokens, *_ in items])
+    query_blocks = np.asarray(schedule.query_blocks)
+    covered = np.concatenate([np.arange(first, first + tokens) for _, first, tokens, *_ in query_blocks])
     np.testing.assert_array_equal(np.sort(covered), np.arange(num_tokens))
-    first_tiles = 0 if window_left is None else items[:, 6]
-    key_tiles = items[:, 3] - first_tiles
+    first_tiles = 0 if window_left is None else query_blocks[:, 6]
+    key_tiles = query_blocks[:, 3] - first_tiles
     np.testing.assert_array_equal(key_tiles, np.sort(key_tiles)[::-1])
-    assert items[0, 3] == -(-500 // schedule.block_kv)
+    assert query_blocks[0, 3] == -(-500 // schedule.block_kv)
     for token, place in enumerate(np.asarray(schedule.place)):
-        assert items[place // schedule.block_tokens, 1] + place % schedule.block_tokens == token
+        assert query_blocks[place // schedule.block_tokens, 1] + place % schedule.block_tokens == token
 
 
 @pytest.mark.parametrize(
-    ("facts", "item", "tiles"),
+    ("facts", "query_block", "tiles"),
     [
         # 32 tokens at 968 .. 999, 16 a tile of rows; 128 keys a tile of keys.
         ({"window_left": 300}, (5, 8), [[5, 6, 7, 8], [5, 6, 7, 8]]),
@@ -261,7 +269,7 @@ def test_schedule_covers_every_token_once_longest_first(window_left):
         ({"causal": False, "window_left": 10, "window_right": 0}, (7, 8), [[7, 8, 8, 8], [7, 8, 8, 8]]),
     ],
 )
-def test_schedule_skips_tiles_that_no_row_sees_and_knows_those_that_all_see(facts, item, tiles):
+def test_schedule_skips_tiles_that_no_row_sees_and_knows_those_that_all_see(facts, query_block, tiles):
     schedule = schedule_of([32], [1000], 32, **facts)
-    np.testing.assert_array_equal(schedule.items[0, np.array([6, 3])], item)
+    np.testing.assert_array_equal(schedule.query_blocks[0, np.array([6, 3])], query_block)
     np.testing.assert_array_equal(schedule.rows.ranges[0], tiles)

@@ -26,12 +26,12 @@ def split(lens, *, block_kv, workers):
 
 
 def starts_of(schedule, workers):
-    """Where each worker's items begin, and where the last one's end; what stands beside them is checked."""
-    items, rows = np.asarray(schedule.items), np.asarray(schedule.workers)
+    """Where each worker's work tiles begin, and where the last one's end; what stands beside them is checked."""
+    work_tiles, rows = np.asarray(schedule.work_tiles), np.asarray(schedule.workers)
     assert rows.shape == (workers, 7)
     np.testing.assert_array_equal(rows[1:, 0], rows[:-1, 1])
     for begin, end, *first in rows:
-        assert first == (items[begin].tolist() if begin < end else [0] * 5)
+        assert first == (work_tiles[begin].tolist() if begin < end else [0] * 5)
     return np.append(rows[:, 0], rows[-1, 1])
 
 
@@ -41,10 +41,10 @@ def test_split_deals_out_every_tile_evenly(data, size):
     batch_size, workers = size
     lens = data.draw(st.lists(st.integers(0, 400), min_size=batch_size, max_size=batch_size))
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
-    items, starts = np.asarray(schedule.items), starts_of(schedule, workers)
-    used = items[: starts[-1]]
+    work_tiles, starts = np.asarray(schedule.work_tiles), starts_of(schedule, workers)
+    used = work_tiles[: starts[-1]]
     tiles = [-(-length // 16) for length in lens]
-    assert items.shape == (len(lens) + workers - 1, 5)
+    assert work_tiles.shape == (len(lens) + workers - 1, 5)
     assert used[:, 0].tolist() == sorted(used[:, 0])
     for sequence, count in enumerate(tiles):
         own = used[used[:, 0] == sequence]
@@ -56,7 +56,7 @@ def test_split_deals_out_every_tile_evenly(data, size):
     assert schedule.split.tolist() == cut + [[-1] * 3] * (len(schedule.split) - len(cut))
     assert (np.diff(starts) >= 0).all()
     assert starts[0] == 0
-    work = [(items[a:b, 2] - items[a:b, 1]).sum() for a, b in itertools.pairwise(starts)]
+    work = [(work_tiles[a:b, 2] - work_tiles[a:b, 1]).sum() for a, b in itertools.pairwise(starts)]
     even = -(-sum(tiles) // workers)
     assert max(work) <= even * 16 // 15
 
@@ -66,8 +66,8 @@ def test_split_deals_out_every_tile_evenly(data, size):
 )
 def test_split_cuts_where_a_share_ends(lens, counts):
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=4)
-    items = np.asarray(schedule.items)[: schedule.workers[-1, 1]]
-    assert np.unique(items[:, 0], return_counts=True)[1].tolist() == counts
+    work_tiles = np.asarray(schedule.work_tiles)[: schedule.workers[-1, 1]]
+    assert np.unique(work_tiles[:, 0], return_counts=True)[1].tolist() == counts
 
 
 @pytest.mark.parametrize(
@@ -93,21 +93,21 @@ def test_split_cuts_where_a_share_ends(lens, counts):
 )
 def test_split_spares_cuts_where_few_workers_stay_idle_for_it(lens, workers, parts, share):
     schedule = split(jnp.array(lens, jnp.int32), block_kv=16, workers=workers)
-    items, starts = np.asarray(schedule.items), starts_of(schedule, workers)
+    work_tiles, starts = np.asarray(schedule.work_tiles), starts_of(schedule, workers)
     assert starts[-1] == parts
-    assert max((items[a:b, 2] - items[a:b, 1]).sum() for a, b in itertools.pairwise(starts)) == share
+    assert max((work_tiles[a:b, 2] - work_tiles[a:b, 1]).sum() for a, b in itertools.pairwise(starts)) == share
 
 
 @pytest.mark.parametrize("lens", [(640, 70, 0, 33), (0, 0), (16,), (320, 320, 320)])
 def test_split_at_multiples_cuts_every_sequence_there(lens):
     ends = jnp.array(lens, jnp.int32)
-    schedule = split_at_multiples(jnp.zeros_like(ends), ends, block_kv=16, tiles_a_part=4, max_keys=640, workers=3)
-    items, starts = np.asarray(schedule.items), starts_of(schedule, 3)
+    schedule = split_at_multiples(jnp.zeros_like(ends), ends, block_kv=16, tiles_per_split=4, max_keys=640, workers=3)
+    work_tiles, starts = np.asarray(schedule.work_tiles), starts_of(schedule, 3)
     assert starts[0] == 0
     parts = [
         (i, 4 * part, min(4 * part + 4, -(-n // 16))) for i, n in enumerate(lens) for part in range(-(-n // 64) or 1)
     ]
-    assert [tuple(row) for row in items[: starts[-1], :3].tolist()] == parts
+    assert [tuple(row) for row in work_tiles[: starts[-1], :3].tolist()] == parts
 
 
 def test_split_is_the_same_in_jit():
@@ -115,7 +115,7 @@ def test_split_is_the_same_in_jit():
     expected = split_evenly(jnp.zeros_like(lens), lens, block_kv=64, workers=3)
     traced = split(lens, block_kv=64, workers=3)
     assert jax.tree.structure(traced) == jax.tree.structure(expected)
-    np.testing.assert_array_equal(traced.items, expected.items)
+    np.testing.assert_array_equal(traced.work_tiles, expected.work_tiles)
     np.testing.assert_array_equal(traced.workers, expected.workers)
 
 

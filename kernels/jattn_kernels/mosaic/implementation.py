@@ -17,7 +17,7 @@ _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(("paged_decode", "paged_extend", "ragged_extend"), (64, 80, 96, 128, 192, 256)),
     "rotate_and_write": (64, 128, 256),
 }
-_TURNED_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
+_ROTATED_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (128, 256),
     **dict.fromkeys(("paged_extend", "ragged_extend"), (64, 128, 192, 256)),
 }
@@ -59,7 +59,7 @@ def refuses(call: Call) -> str | None:
 
 def _refuses_norm(call: NormCall) -> str | None:
     dtypes = jnp.dtype(call.dtype), jnp.dtype(call.scale_dtype)
-    if call.num_rows == 0 or not rms_norm.takes(call.columns, *dtypes):
+    if call.num_rows == 0 or not rms_norm.supports(call.columns, *dtypes):
         return (
             "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 1,024, of bfloat16 or float16, not "
             f"{call.num_rows} of {call.columns} in {call.dtype} with a scale in {call.scale_dtype}."
@@ -90,9 +90,9 @@ def _refuses_attention(call: AttentionCall) -> str | None:
     for name in _NOT_SERVED[operation]:
         if name in call.features or getattr(spec, name, None):
             return f"`mosaic` does not do `{name}` in {operation}."
-    turned = _TURNED_HEAD_DIMS.get(operation)
-    if turned is not None and spec.rope_theta is not None and spec.head_dim not in turned:
-        return f"`mosaic` turns keys of head_dim {', '.join(map(str, turned))} in {operation}, not {spec.head_dim}."
+    rotated = _ROTATED_HEAD_DIMS.get(operation)
+    if rotated is not None and spec.rope_theta is not None and spec.head_dim not in rotated:
+        return f"`mosaic` rotates keys of head_dim {', '.join(map(str, rotated))} in {operation}, not {spec.head_dim}."
     if operation == "paged_decode" and "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return (
             f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
@@ -100,7 +100,7 @@ def _refuses_attention(call: AttentionCall) -> str | None:
         )
     if operation == "rotate_and_write" and heads_at_once(spec) is None:
         return (
-            "`mosaic` turns heads of which a common divisor of query and key heads has a multiple of 256 numbers, "
+            "`mosaic` rotates heads of which a common divisor of query and key heads has a multiple of 256 numbers, "
             f"not {spec.num_q_heads} and {spec.num_kv_heads} of {spec.head_dim}."
         )
     return None

@@ -25,7 +25,7 @@ PAGED, RAGGED = (
 
 @contextlib.contextmanager
 def interpreted_in_few_blocks() -> Iterator[None]:
-    """The interpreter is slow, and each block takes several units of work, as on a GPU."""
+    """The interpreter is slow, and each block takes several work tiles, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
         with interpreted():

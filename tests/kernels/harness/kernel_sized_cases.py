@@ -164,7 +164,7 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _extend_rope() -> list[tuple[str, dict[str, Any]]]:
-    """Keys turned in the kernel: of all widths and dtypes, at positions near and far, beside other features."""
+    """Keys rotated in the kernel: of all widths and dtypes, at positions near and far, beside other features."""
     far = {"kv_start": (5, 0, 3, 64, 0, 70_000)}
     dtypes = (("bfloat16", None), ("float16", None), ("bfloat16", _FP8[0]), (_FP8[1], _FP8[1]))
     return [

@@ -25,7 +25,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, heads_per_tile, tokens_per_item
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, heads_per_tile, tokens_per_query_block
 from jattn_kernels.spec import AttentionSpec
 
 _MANY_ROWS = 48  # from here on decode's kernel falls behind by more than uneven lengths may cost
@@ -35,8 +35,8 @@ _LEAST_BUSY = 0.9  # of the SMs, if all sequences are of one length: what idles 
 def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_itemsize: int) -> bool:
     """Whether extend's kernel does a decode call.
 
-    It must have what the call asks for, read the keys no more often than decode's, and keep the SMs busy with units of
-    work that are not cut. Results that must not depend on the batch come from one kernel whatever the batch is.
+    It must have what the call asks for, read the keys no more often than decode's, and keep the SMs busy with work
+    tiles that are not cut. Results that must not depend on the batch come from one kernel whatever the batch is.
 
     Args:
         num_tokens: Query tokens a sequence.
@@ -45,11 +45,15 @@ def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_i
     if spec.batch_invariant or spec.rope_theta is not None or kv_itemsize == 1:
         return False
     rows, heads = num_tokens * spec.group_size, heads_per_tile(spec.group_size)
-    units_a_head = spec.group_size // heads * -(-num_tokens // tokens_per_item(heads))
-    units = batch_size * spec.num_kv_heads * units_a_head
+    work_tiles_per_head = spec.group_size // heads * -(-num_tokens // tokens_per_query_block(heads))
+    work_tiles = batch_size * spec.num_kv_heads * work_tiles_per_head
     sms = num_sms()
-    rounds = -(-units // sms)
-    return rows >= _MANY_ROWS and units_a_head <= -(-rows // WGMMA_ROWS) and units >= _LEAST_BUSY * sms * rounds
+    rounds = -(-work_tiles // sms)
+    return (
+        rows >= _MANY_ROWS
+        and work_tiles_per_head <= -(-rows // WGMMA_ROWS)
+        and work_tiles >= _LEAST_BUSY * sms * rounds
+    )
 
 
 def decode_schedule(

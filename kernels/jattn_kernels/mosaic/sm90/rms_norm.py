@@ -14,7 +14,7 @@ _THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MOST_COLUMNS = 8192  # 64 a thread
 
 
-def takes(columns: int, *dtypes: Any) -> bool:
+def supports(columns: int, *dtypes: Any) -> bool:
     """Whether there is a kernel for rows of so many numbers of such dtypes."""
     return (
         columns % (_THREADS * _VECTOR) == 0

@@ -1,6 +1,6 @@
 """Rotary embedding and the write of keys and values into their pages, in one kernel.
 
-grid (blocks, tokens)    one warpgroup: takes a few heads of a token at a time as two halves, turns them in registers,
+grid (blocks, tokens)    one warpgroup: takes a few heads of a token at a time as two halves, rotates them in registers,
                          and puts them where they belong: into q, or into the token's place in the pages
 
 A step of few tokens waits for nothing here but one round trip to memory: so everything is asked for at once, nothing
@@ -28,7 +28,7 @@ _BLOCKS_PER_SM = 4  # as many as run at a time and finish soon
 
 
 def heads_at_once(spec: AttentionSpec) -> int | None:
-    """Heads that are turned together, so that all threads have the same to do; None if the head counts forbid it."""
+    """Heads that are rotated together, so that all threads have the same to do; None if the head counts forbid it."""
     common, least = math.gcd(spec.num_q_heads, spec.num_kv_heads), _THREADS // (spec.head_dim // 2)
     if common % tiles.WARPS == 0:
         return tiles.WARPS
@@ -63,7 +63,7 @@ def rotate_and_write(
     *,
     spec: AttentionSpec,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
-    """Turned queries, and the pages with the token's turned keys and its values at their slots."""
+    """Rotated queries, and the pages with the token's rotated keys and its values at their slots."""
     num_tokens, num_heads, head_dim = qkv.shape
     half, num_q_heads, num_kv_heads = head_dim // 2, spec.num_q_heads, spec.num_kv_heads
     first_value = num_q_heads + num_kv_heads
@@ -75,7 +75,7 @@ def rotate_and_write(
     groups = num_heads // at_once
     divisors = (n for n in range(1, groups + 1) if groups % n == 0)
     most_blocks = _BLOCKS_PER_SM * tiles.num_sms()
-    groups_a_block = next((n for n in divisors if num_tokens * groups <= n * most_blocks), groups)
+    groups_per_block = next((n for n in divisors if num_tokens * groups <= n * most_blocks), groups)
     layout = _layout(at_once, half)
     of_token = layout.reduce(0)
 
@@ -91,14 +91,14 @@ def rotate_and_write(
             ]
 
         # Where a block takes all heads of a token, it is known here whose they are.
-        begun = 0 if groups_a_block == groups else block * groups_a_block * at_once
-        came = [(begun + n * at_once, load_heads(begun + n * at_once)) for n in range(groups_a_block)]
+        begun = 0 if groups_per_block == groups else block * groups_per_block * at_once
+        came = [(begun + n * at_once, load_heads(begun + n * at_once)) for n in range(groups_per_block)]
         cos, sin = (
             lax.broadcast_in_dim(plgpu.load(ref.at[token], layout=of_token, optimized=False), (at_once, half), [1])
             for ref in (cos_ref, sin_ref)
         )
 
-        def turned(halves):
+        def rotated(halves):
             first, second = (part.astype(jnp.float32) for part in halves)
             return [half.astype(qkv.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
 
@@ -112,11 +112,11 @@ def rotate_and_write(
                     pages_ref[page, heads, lax.rem(slot, page_size), part] = numbers
 
         def write_queries(first, halves):
-            for part, numbers in enumerate(turned(halves)):
+            for part, numbers in enumerate(rotated(halves)):
                 q_ref[token, pl.ds(first, at_once), part] = numbers
 
         def write_keys(first, halves):
-            pl.when(is_written)(lambda: write(k_ref, first - num_q_heads, turned(halves)))
+            pl.when(is_written)(lambda: write(k_ref, first - num_q_heads, rotated(halves)))
 
         def write_values(first, halves):
             pl.when(is_written)(lambda: write(v_ref, first - first_value, halves))
@@ -129,7 +129,7 @@ def rotate_and_write(
     run = launch.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_q_heads, 2, half), qkv.dtype),
-        grid=(groups // groups_a_block, num_tokens),  # the last axis may be long
+        grid=(groups // groups_per_block, num_tokens),  # the last axis may be long
         grid_names=("block", "token"),
         kernel_name="rotate_and_write",
     )

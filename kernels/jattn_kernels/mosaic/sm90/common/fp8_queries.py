@@ -29,7 +29,7 @@ _MOST_NUMBERS = 64 * _THREADS  # of a head: 64 registers of a thread
 _ONE = 127 << MANTISSA_BITS  # the bits of 1.0
 
 
-def takes(q_dtype: Any, dtype: Any, spec: AttentionSpec) -> bool:
+def supports(q_dtype: Any, dtype: Any, spec: AttentionSpec) -> bool:
     """Whether there is a kernel for such queries and parts of a dtype: each thread has pairs of a head's numbers."""
     numbers = spec.group_size * spec.head_dim
     is_wide = q_dtype in (jnp.bfloat16, jnp.float16) and jnp.dtype(dtype).itemsize == 1

@@ -1,4 +1,4 @@
-"""What the decode kernel is compiled for, and what it reads."""
+"""Configuration, operands and shared memory of the decode kernel."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import PageCopies
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, value_columns
 from jattn_kernels.spec import AttentionSpec
 
-_NARROW_TILE_COLUMNS = 128  # of numbers of 8 bits
+_NARROW_TILE_COLUMNS = 128  # of 8-bit values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class DecodeConfig:
     Attributes:
         num_tokens: Query tokens a sequence, `group_size` rows each.
         row_blocks: Blocks of rows of a head.
-        heads_a_block: Heads that share one block of 8 rows; each computes all of it.
+        heads_per_block: Heads that share one block of 8 rows; each computes all of it.
         dtype: Of queries, keys and values unless they are fp8, and of the probabilities.
         kv_dtype: Of keys and values.
         out_dtype: Of the output.
@@ -30,7 +30,7 @@ class DecodeConfig:
     page_size: int
     num_tokens: int
     row_blocks: int
-    heads_a_block: int
+    heads_per_block: int
     dtype: Any
     kv_dtype: Any
     out_dtype: Any
@@ -39,7 +39,7 @@ class DecodeConfig:
     @property
     def rows(self) -> int:
         """Rows that a block of one head has of its own."""
-        return self.sizes.block_rows // self.heads_a_block
+        return self.sizes.block_rows // self.heads_per_block
 
     @property
     def width(self) -> int:
@@ -47,18 +47,18 @@ class DecodeConfig:
         return value_columns(self.spec)
 
     @property
-    def widens(self) -> bool:
-        """Whether tiles of values are widened before their products, and those of keys if they are turned too."""
+    def dequantises(self) -> bool:
+        """Whether tiles of values are dequantised before their products, and those of keys if they are rotated too."""
         return self.kv_dtype != self.dtype
 
     @property
-    def turns(self) -> bool:
-        """Whether queries and keys are turned before their product."""
+    def rotates(self) -> bool:
+        """Whether queries and keys are rotated before their product."""
         return self.spec.rope_theta is not None
 
     @property
     def q_copies(self) -> int:
-        """Copies that bring an item's queries: one, or one a part where rows are wider than a tile's.
+        """Copies that bring a work tile's queries: one, or one a part where rows are wider than a tile's.
 
         A copy has five axes at most.
         """
@@ -78,16 +78,16 @@ class Operands(NamedTuple):
             parts. A head's rows fill whole blocks of rows, or several heads share one block.
         k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
         layer: Which layer of the pages.
-        items, workers: Of the schedule.
+        work_tiles, workers: Of the schedule.
         first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
             one token, of each row of a head if several. Of one token, `end` is in the schedule.
         slopes: ALiBi's, of each row of all heads.
         logit_factor: Of the products of a sequence (or of all) and a head.
         out_factor: Of a head's output.
         mask: For each key of a sequence a bit for each token that sees it.
-        tile_turns: Of a rotary embedding the angles' cosine and sine for the first key of each tile. The queries are
-            then turned by their own numbers, float32, and [B, blocks of rows, H, rows].
-        key_turns: The same for each key of any tile, by its number there.
+        tile_rotations: Of a rotary embedding the angles' cosine and sine for the first key of each tile. The queries
+            are then rotated by their own numbers, float32, and [B, blocks of rows, H, rows].
+        key_rotations: The same for each key of any tile, by its number there.
     """
 
     q: Any
@@ -95,7 +95,7 @@ class Operands(NamedTuple):
     v_pages: Any
     page_table: Any
     layer: Any
-    items: Any
+    work_tiles: Any
     workers: Any
     first: Any = None
     end: Any = None
@@ -104,53 +104,53 @@ class Operands(NamedTuple):
     logit_factor: Any = None
     out_factor: Any = None
     mask: Any = None
-    tile_turns: Any = None
-    key_turns: Any = None
+    tile_rotations: Any = None
+    key_rotations: Any = None
 
 
-class Item(NamedTuple):
-    """A part of a sequence: tiles [first, end) of it."""
+class WorkTile(NamedTuple):
+    """A split of a sequence: tiles [first, end) of it, one of `splits`."""
 
     sequence: Any
     first: Any
     end: Any
-    parts: Any
+    splits: Any
     end_key: Any
 
 
-class Items(NamedTuple):
-    """A worker's items [begin, end), and the first one, whose fields have no meaning if there is none."""
+class WorkTiles(NamedTuple):
+    """A worker's work tiles [begin, end), and the first one, whose fields have no meaning if there is none."""
 
     begin: Any
     end: Any
-    first: Item
+    first: WorkTile
 
 
-class Scratch(NamedTuple):
-    """Shared memory and barriers of a block; what is of each compute warpgroup has them as its first axis.
+class SharedMemory(NamedTuple):
+    """Shared memory and barriers of a block; what is of each consumer warpgroup has them as its first axis.
 
     Attributes:
-        q: Two items' queries.
+        q: Two work tiles' queries.
         pages: `stages` tiles of keys, and of values.
-        readied: A `Readied` of each compute warpgroup.
-        p: Probabilities of each compute warpgroup.
-        handed: Output and logarithm of the sum of each compute warpgroup but the first; None if it is alone.
-        result: Output and lse of an item.
-        q_full, q_free: memory -> compute: an item's q has arrived; back: is no longer needed.
-        full: memory -> compute, of keys and of values: the copies of a tile have arrived.
-        free: compute -> memory, of keys and of values: the tile may be overwritten.
-        handed_full, handed_free: Of `handed`, between the first compute warpgroup and each other one.
+        converted: A `Converted` of each consumer warpgroup.
+        p: Probabilities of each consumer warpgroup.
+        partials: Output and logarithm of the sum of each consumer warpgroup but the first; None if it is alone.
+        result: Output and lse of a work tile.
+        q_full, q_empty: producer -> consumer: a work tile's q has arrived; back: is no longer needed.
+        full: producer -> consumer, of keys and of values: the copies of a tile have arrived.
+        empty: consumer -> producer, of keys and of values: the tile may be overwritten.
+        partials_full, partials_empty: Of `partials`, between the first consumer warpgroup and each other one.
     """
 
     q: Any
     pages: Any
-    readied: Any
+    converted: Any
     p: Any
-    handed: Any
+    partials: Any
     result: Any
     q_full: Any
-    q_free: Any
+    q_empty: Any
     full: Any
-    free: Any
-    handed_full: Any
-    handed_free: Any
+    empty: Any
+    partials_full: Any
+    partials_empty: Any

@@ -1,4 +1,4 @@
-"""A compute warpgroup of the decode kernel: attention of an item's tiles, of which each warpgroup takes its share."""
+"""A consumer warpgroup of the decode kernel: online softmax (Milakov & Gimelshein 2018) over its share of tiles."""
 
 import functools
 import math
@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.convert import Turn, turn_keys, turn_queries_back, widen
+from jattn_kernels.mosaic.sm90.common.convert import Rotation, dequantise, rotate_keys, rotate_queries_back
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
-from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Item, Items, Operands, Scratch
-from jattn_kernels.mosaic.sm90.decode.producer import turns_of, walk
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory, WorkTile, WorkTiles
+from jattn_kernels.mosaic.sm90.decode.producer import steps_of, walk
 
 _THREADS = 128
 _OF_ROWS = plgpu.Layout.WGMMA.reduce(0)
 
 
 class _Rows(NamedTuple):
-    """What is known of an item's rows: bounds, scalars if of one token, vectors if of several, or None; and queries."""
+    """A work tile's rows: bounds, scalars if of one token, vectors if of several, or None; and queries."""
 
     first: Any
     end: Any
@@ -30,37 +30,37 @@ class _Rows(NamedTuple):
 
 
 class _State(NamedTuple):
-    """Of some keys: unnormalised output [width, rows], and each row's largest logit in base 2 and sum."""
+    """Of some keys: unnormalised output, and each row's largest logit m_i in base 2 and sum l_i of exponentials."""
 
-    acc: Any
-    top: Any
-    total: Any
+    acc: Any  # [width, rows] float32
+    m_i: Any  # [rows]
+    l_i: Any  # [block_kv, rows], summed over keys in the end: [rows]
 
 
-class Compute:
-    """One compute warpgroup.
+class Consumer:
+    """One consumer warpgroup.
 
     Args:
         number: Which one: a Python number.
     """
 
-    def __init__(self, config: DecodeConfig, operands: Operands, scratch: Scratch, number: int):
+    def __init__(self, config: DecodeConfig, operands: Operands, scratch: SharedMemory, number: int):
         self._config, self._operands, self._number = config, operands, number
         own = lax.axis_index("warpgroup")
-        self._readied = jax.tree.map(lambda ref: ref.at[own], scratch.readied)
+        self._converted = jax.tree.map(lambda ref: ref.at[own], scratch.converted)
         self._p_smem = scratch.p.at[own]
         self._scratch = scratch
         self._shape = (config.sizes.block_kv, config.sizes.block_rows)
         self._head, self._row_block = lax.axis_index("head"), lax.axis_index("rows")
         self._slopes = self._load_slopes()
-        self._key_turns = self._load_key_turns()
+        self._key_rotations = self._load_key_rotations()
 
-    def run(self, out_refs, items: Items) -> None:
-        """What the warpgroup does for a worker's items."""
+    def run(self, out_refs, work_tiles: WorkTiles) -> None:
+        """What the warpgroup does for a worker's work tiles."""
         scratch, others = self._scratch, range(1, self._config.sizes.warpgroups)
-        begin, end, _ = items
+        begin, end, _ = work_tiles
 
-        def attend_item(number, now, following, done):
+        def attend_work_tile(number, now, following, done):
             slot = lax.rem(number - begin, 2)
             bounds = (
                 self._of_rows(self._operands.first, now),
@@ -70,195 +70,195 @@ class Compute:
             plgpu.barrier_wait(scratch.q_full.at[slot])
             q_smem = scratch.q.at[slot]
             state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, done)
-            plgpu.barrier_arrive(scratch.q_free.at[slot])
+            plgpu.barrier_arrive(scratch.q_empty.at[slot])
             if self._number:
-                self._hand_over(state, is_first=number == begin)
+                self._send_partial(state, is_first=number == begin)
             else:
                 for other in others:
                     state = self._merged(state, other)
                 self._store(state, out_refs, now, number)
-            return done + turns_of(now, self._config) * self._config.sizes.warpgroups
+            return done + steps_of(now, self._config) * self._config.sizes.warpgroups
 
-        walk(self._operands, items, attend_item, jnp.int32(0))
+        walk(self._operands, work_tiles, attend_work_tile, jnp.int32(0))
         if self._number:
             # The first warpgroup has taken the last result: nothing may be under way when the block ends.
-            pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.handed_free.at[self._number - 1]))
+            pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.partials_empty.at[self._number - 1]))
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _attend(self, item: Item, rows: _Rows, q_smem, done) -> _State:
-        """This warpgroup's tiles of an item: each `warpgroups`-th, from its own number on."""
+    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, done) -> _State:
+        """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on."""
         config, scratch, operands = self._config, self._scratch, self._operands
         block_kv, stages, warpgroups = self._shape[0], config.sizes.stages, config.sizes.warpgroups
-        (k_smem, v_smem), (k_full, v_full), (k_free, v_free) = scratch.pages, scratch.full, scratch.free
+        (k_smem, v_smem), (k_full, v_full), (k_empty, v_empty) = scratch.pages, scratch.full, scratch.empty
         factor = None
         if operands.logit_factor is not None:
-            of = jnp.minimum(item.sequence, operands.logit_factor.shape[0] - 1)
+            of = jnp.minimum(work_tile.sequence, operands.logit_factor.shape[0] - 1)
             factor = operands.logit_factor[of, self._head]
 
-        def stage_of(turn):
-            return lax.rem(done + turn * warpgroups + self._number, stages)
+        def stage_of(step):
+            return lax.rem(done + step * warpgroups + self._number, stages)
 
-        def tile_of(turn):
-            return item.first + turn * warpgroups + self._number
+        def tile_of(step):
+            return work_tile.first + step * warpgroups + self._number
 
-        def attend_tile(turn, carry):
-            (acc, top, total), (mask, tile_turn) = carry
-            tile, stage = tile_of(turn), stage_of(turn)
+        def attend_tile(step, carry):
+            (acc, m_i, l_i), (mask, tile_rotation) = carry
+            tile, stage = tile_of(step), stage_of(step)
             key = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
-            ahead = self._ahead(item, tile_of(turn + 1))
-            values = self._readied.values if config.widens else v_smem.at[stage]
-            if config.turns:
-                turn_queries_back(rows.queries, self._readied.queries, tile_turn)
+            ahead = self._ahead(work_tile, tile_of(step + 1))
+            values = self._converted.values if config.dequantises else v_smem.at[stage]
+            if config.rotates:
+                rotate_queries_back(rows.queries, self._converted.queries, tile_rotation)
             plgpu.barrier_wait(k_full.at[stage])
-            if config.turns:
-                self._turn_keys(k_smem.at[stage])
-                plgpu.barrier_arrive(k_free.at[stage])
+            if config.rotates:
+                self._rotate_keys(k_smem.at[stage])
+                plgpu.barrier_arrive(k_empty.at[stage])
 
             def scores(ref):
-                if config.turns:
-                    plgpu.wgmma(ref, self._readied.keys, self._readied.queries.transpose((1, 0)))
+                if config.rotates:
+                    plgpu.wgmma(ref, self._converted.keys, self._converted.queries.transpose((1, 0)))
                 else:
                     for part in range(config.q_parts):
                         plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[part].transpose((1, 0)))
-                if config.widens:
+                if config.dequantises:
                     plgpu.barrier_wait(v_full.at[stage])
-                    widen(v_smem.at[stage], values)
-                    plgpu.barrier_arrive(v_free.at[stage])
+                    dequantise(v_smem.at[stage], values)
+                    plgpu.barrier_arrive(v_empty.at[stage])
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*self._shape))
-            if not config.turns:
-                plgpu.barrier_arrive(k_free.at[stage])
+            if not config.rotates:
+                plgpu.barrier_arrive(k_empty.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
             s = base2_logits(s, config.spec, factor=factor, slope=self._slopes, distance=distance)
             s = jnp.where(self._visible(key, rows, mask), s, -jnp.inf)
 
-            new_top = jnp.maximum(top, s.max(axis=0))
-            shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            m_new = jnp.maximum(m_i, s.max(axis=0))
+            shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
             p = jnp.exp2(s - self._spread(shift))
-            keep = jnp.exp2(top - shift)
+            alpha = jnp.exp2(m_i - shift)
             self._p_smem.transpose((1, 0))[...] = p.astype(config.dtype)
             plgpu.commit_smem()
-            acc = acc * lax.broadcast_in_dim(keep, acc.shape, [1])
-            total = total * self._spread(keep) + p  # summed over the keys in the end
-            if not config.widens:
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
+            l_i = l_i * self._spread(alpha) + p  # summed over the keys in the end
+            if not config.dequantises:
                 plgpu.barrier_wait(v_full.at[stage])
-            keys_left = item.end_key - tile * block_kv
+            keys_left = work_tile.end_key - tile * block_kv
             pl.when(keys_left < block_kv)(lambda: tiles.zero_rows_from(values, keys_left))
             acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))
-            if not config.widens:
-                plgpu.barrier_arrive(v_free.at[stage])
-            return _State(acc, new_top, total), ahead
+            if not config.dequantises:
+                plgpu.barrier_arrive(v_empty.at[stage])
+            return _State(acc, m_new, l_i), ahead
 
-        def skip_tile(turn):
-            """An empty one: the memory warpgroup waits for it too."""
-            stage = stage_of(turn)
-            for filled, freed in zip(scratch.full, scratch.free, strict=True):
+        def skip_tile(step):
+            """An empty one: the producer warpgroup waits for it too."""
+            stage = stage_of(step)
+            for filled, emptied in zip(scratch.full, scratch.empty, strict=True):
                 plgpu.barrier_wait(filled.at[stage])
-                plgpu.barrier_arrive(freed.at[stage])
+                plgpu.barrier_arrive(emptied.at[stage])
 
         start = _State(
             plgpu.layout_cast(jnp.zeros((config.width, self._shape[1]), jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full(self._shape[1:], -jnp.inf, jnp.float32), _OF_ROWS),
             plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA),
         )
-        turns = lax.div(jnp.maximum(item.end - item.first - self._number, 0) + warpgroups - 1, warpgroups)
-        state, _ = lax.fori_loop(0, turns, attend_tile, (start, self._ahead(item, tile_of(0))))
+        steps = lax.div(jnp.maximum(work_tile.end - work_tile.first - self._number, 0) + warpgroups - 1, warpgroups)
+        state, _ = lax.fori_loop(0, steps, attend_tile, (start, self._ahead(work_tile, tile_of(0))))
         if self._number:
-            pl.loop(turns, turns_of(item, config))(skip_tile)
-        return _State(state.acc, state.top, state.total.sum(axis=0))
+            pl.loop(steps, steps_of(work_tile, config))(skip_tile)
+        return _State(state.acc, state.m_i, state.l_i.sum(axis=0))
 
-    def _hand_over(self, state: _State, *, is_first) -> None:
-        """Gives this warpgroup's part of an item to the first one, normalised: one number a row goes with it."""
+    def _send_partial(self, state: _State, *, is_first) -> None:
+        """Gives this warpgroup's part of a work tile to the first one, normalised: one number a row goes with it."""
         which = self._number - 1
         out, log_sum = self._normalised(state)
-        pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(self._scratch.handed_free.at[which]))
-        out_smem, log_sum_smem = self._scratch.handed
+        pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(self._scratch.partials_empty.at[which]))
+        out_smem, log_sum_smem = self._scratch.partials
         out_smem[which] = plgpu.layout_cast(out, plgpu.Layout.WGMMA)
         log_sum_smem[which] = plgpu.layout_cast(log_sum, _OF_ROWS)
-        plgpu.barrier_arrive(self._scratch.handed_full.at[which])
+        plgpu.barrier_arrive(self._scratch.partials_full.at[which])
 
     def _merged(self, state: _State, other: int) -> _State:
-        """The first warpgroup's part of an item with another's, always in this order."""
+        """The first warpgroup's part of a work tile with another's, always in this order."""
         which = other - 1
         own_out, own_sum = self._normalised(state)
-        plgpu.barrier_wait(self._scratch.handed_full.at[which])
-        out_smem, log_sum_smem = self._scratch.handed
+        plgpu.barrier_wait(self._scratch.partials_full.at[which])
+        out_smem, log_sum_smem = self._scratch.partials
         out = plgpu.load(out_smem.at[which], layout=plgpu.Layout.WGMMA, optimized=False)
         log_sum = plgpu.load(log_sum_smem.at[which], layout=_OF_ROWS, optimized=False)
-        plgpu.barrier_arrive(self._scratch.handed_free.at[which])
-        top = jnp.maximum(own_sum, log_sum)
-        shift = jnp.where(top == -jnp.inf, 0.0, top)
+        plgpu.barrier_arrive(self._scratch.partials_empty.at[which])
+        m_i = jnp.maximum(own_sum, log_sum)
+        shift = jnp.where(m_i == -jnp.inf, 0.0, m_i)
         own_weight, weight = jnp.exp2(own_sum - shift), jnp.exp2(log_sum - shift)
         acc = own_out * lax.broadcast_in_dim(own_weight, out.shape, [1]) + out * lax.broadcast_in_dim(
             weight, out.shape, [1]
         )
-        return _State(plgpu.layout_cast(acc, plgpu.Layout.WGMMA), top, plgpu.layout_cast(own_weight + weight, _OF_ROWS))
+        return _State(plgpu.layout_cast(acc, plgpu.Layout.WGMMA), m_i, plgpu.layout_cast(own_weight + weight, _OF_ROWS))
 
     def _normalised(self, state: _State):
         """Output, and the logarithm in base 2 of each row's sum of exponentials; 0 and -inf where it sees nothing."""
-        empty = state.top == -jnp.inf
-        safe_total = jnp.where(empty, 1.0, state.total)
-        out = state.acc / lax.broadcast_in_dim(safe_total, state.acc.shape, [1])
-        return out, jnp.where(empty, -jnp.inf, state.top + jnp.log2(safe_total))
+        empty = state.m_i == -jnp.inf
+        safe_l_i = jnp.where(empty, 1.0, state.l_i)
+        out = state.acc / lax.broadcast_in_dim(safe_l_i, state.acc.shape, [1])
+        return out, jnp.where(empty, -jnp.inf, state.m_i + jnp.log2(safe_l_i))
 
     def _spread(self, of_rows):
         """A number of each row, or one for all, for every key."""
         return lax.broadcast_in_dim(of_rows, self._shape, [1]) if jnp.ndim(of_rows) else of_rows
 
-    def _of_rows(self, ref, item: Item):
-        """What memory holds of an item's rows."""
+    def _of_rows(self, ref, work_tile: WorkTile):
+        """What memory holds of a work tile's rows."""
         if ref is None:
             return None
         if self._config.num_tokens == 1:
-            return ref[item.sequence]
+            return ref[work_tile.sequence]
         rows = pl.ds(self._row_block * self._shape[1], self._shape[1])
-        return plgpu.load(ref.at[item.sequence, rows], layout=_OF_ROWS, optimized=False)
+        return plgpu.load(ref.at[work_tile.sequence, rows], layout=_OF_ROWS, optimized=False)
 
     def _load_slopes(self):
         if self._operands.slopes is None:
             return None
-        block = lax.div(self._head, self._config.heads_a_block) * self._config.row_blocks + self._row_block
+        block = lax.div(self._head, self._config.heads_per_block) * self._config.row_blocks + self._row_block
         rows = pl.ds(block * self._shape[1], self._shape[1])
         slopes = plgpu.load(self._operands.slopes.at[rows], layout=_OF_ROWS, optimized=False)
         return self._spread(slopes)
 
-    def _load_key_turns(self):
-        if not self._config.turns:
+    def _load_key_rotations(self):
+        if not self._config.rotates:
             return None
-        parts = self._operands.key_turns
-        return Turn(*(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in parts))
+        parts = self._operands.key_rotations
+        return Rotation(*(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in parts))
 
-    def _ahead(self, item: Item, tile):
-        """What memory holds for a tile: mask words of its keys, and the turn of its first key. Read a tile ahead."""
+    def _ahead(self, work_tile: WorkTile, tile):
+        """What memory holds for a tile, read a tile ahead: mask words of its keys, and its first key's rotation."""
         operands, block_kv = self._operands, self._shape[0]
         load: Any = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        mask = turn = None
+        mask = rotation = None
         if operands.mask is not None:
             first = jnp.minimum(tile, operands.mask.shape[1] // block_kv - 1) * block_kv
-            mask = load(operands.mask.at[item.sequence, pl.ds(first, block_kv)])
-        if self._config.turns:
-            which = jnp.minimum(tile, operands.tile_turns.cos.shape[0] - 1)
-            turn = Turn(*(load(part.at[which]) for part in operands.tile_turns))
-        return mask, turn
+            mask = load(operands.mask.at[work_tile.sequence, pl.ds(first, block_kv)])
+        if self._config.rotates:
+            which = jnp.minimum(tile, operands.tile_rotations.cos.shape[0] - 1)
+            rotation = Rotation(*(load(part.at[which]) for part in operands.tile_rotations))
+        return mask, rotation
 
-    def _turn_keys(self, source) -> None:
-        target = self._readied.keys
-        if self._config.widens:
-            widen(source, target)
+    def _rotate_keys(self, source) -> None:
+        target = self._converted.keys
+        if self._config.dequantises:
+            dequantise(source, target)
             source = target
-        assert self._key_turns is not None
-        turn_keys(source, target, self._key_turns)
+        assert self._key_rotations is not None
+        rotate_keys(source, target, self._key_rotations)
 
     def _queries(self, q_smem):
-        """Both halves of queries that are turned for each tile, in registers."""
-        if not self._config.turns:
+        """Both halves of queries that are rotated for each tile, in registers."""
+        if not self._config.rotates:
             return None
         half = self._config.spec.head_dim // 2
         halves = (q_smem.at[pl.ds(begin, half)] for begin in (0, half))
         queries = tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in halves)
-        plgpu.commit_smem()  # the next ones are copied there, and not every warpgroup has a tile to turn before
+        plgpu.commit_smem()  # the next ones are copied there, and not every warpgroup has a tile to rotate before
         return queries
 
     def _visible(self, key, rows: _Rows, mask):
@@ -275,31 +275,33 @@ class Compute:
             seen &= (word & 1) == 1
         return seen
 
-    def _store(self, state: _State, out_refs, item: Item, number) -> None:
-        """The result of an item: where the sequence's lies, or among the parts."""
+    def _store(self, state: _State, out_refs, work_tile: WorkTile, number) -> None:
+        """The result of a work tile: where the sequence's lies, or among the splits."""
         config, head, row_block = self._config, self._head, self._row_block
-        out_ref, lse_ref, part_outs_ref, part_lses_ref = out_refs
+        out_ref, lse_ref, split_outs_ref, split_lses_ref = out_refs
         out_smem, lse_smem = self._scratch.result
         out, log_sum = self._normalised(state)
         if self._operands.out_factor is not None:
             out = out * self._operands.out_factor[head]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last item's
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile's
         out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
         lse_smem[...] = log_sum / LOG2E
         plgpu.commit_smem()
 
-        @pl.when(item.parts > 1)
-        def store_part():
+        @pl.when(work_tile.splits > 1)
+        def store_split():
             rows = pl.ds(row_block * config.sizes.block_rows, config.sizes.block_rows)
-            plgpu.copy_smem_to_gmem(out_smem, part_outs_ref.at[number, head, rows])
-            plgpu.copy_smem_to_gmem(lse_smem, part_lses_ref.at[number, head, rows])
+            plgpu.copy_smem_to_gmem(out_smem, split_outs_ref.at[number, head, rows])
+            plgpu.copy_smem_to_gmem(lse_smem, split_lses_ref.at[number, head, rows])
 
-        @pl.when(item.parts == 1)
+        @pl.when(work_tile.splits == 1)
         def store_sequence():
-            own = lax.rem(head, config.heads_a_block) * config.rows
+            own = lax.rem(head, config.heads_per_block) * config.rows
             shape = (config.rows, config.width)
             layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(math.prod(shape) // _THREADS, 8))
             result = plgpu.load(out_smem.at[pl.ds(own, config.rows)], layout=layout, optimized=False)
-            out_ref[item.sequence, head, pl.ds(row_block * config.rows, config.rows)] = result.astype(config.out_dtype)
+            out_ref[work_tile.sequence, head, pl.ds(row_block * config.rows, config.rows)] = result.astype(
+                config.out_dtype
+            )
             for row in range(config.rows):
-                lse_ref[item.sequence, head, row_block * config.rows + row] = lse_smem[own + row]
+                lse_ref[work_tile.sequence, head, row_block * config.rows + row] = lse_smem[own + row]

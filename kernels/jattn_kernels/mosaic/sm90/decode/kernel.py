@@ -1,13 +1,13 @@
-"""Paged decode on Hopper: split-KV flash attention, by blocks that each have the same number of tiles to do.
+"""The kernel of paged decode on Hopper: split-KV (Flash-Decoding, Dao et al. 2023) in blocks that have equal work.
 
-grid (row blocks, kv heads, workers)       a worker: items of the schedule, each a part of a sequence, one after another
-  memory warpgroup    TMA: q of an item, then k and v a tile of `block_kv` keys at a time, `stages` tiles ahead
-  compute warpgroups  one, or several that share an item's tiles: S^T = k q^T, online softmax in base 2 over the keys,
-                      acc^T += v^T P^T; the first one merges their parts; then acc / sum and lse out
+grid (row blocks, kv heads, workers)       a worker: work tiles of the schedule, each a split of a sequence's keys
+  producer warpgroup    TMA: q of a work tile, then k and v a tile of `block_kv` keys at a time, `stages` tiles ahead
+  consumer warpgroups   one, or several that share a work tile's tiles: S^T = k q^T, online softmax in base 2 over the
+                        keys, acc^T += v^T P^T; the first one merges their results; then acc / l_i and lse out
 
 Keys stand on wgmma's 64 rows and queries on its few columns: no tensor work is spent on padding. All blocks fit on the
-GPU at the same time, and the memory warpgroup goes on with the next item while the last one is finished: the copies
-never wait for the start of a block. A sequence of one part is done here; those of several are left for `combine`.
+GPU at the same time (persistent), and the producer goes on with the next work tile during the epilogue of the last one:
+copies never wait for the start of a block. A sequence of one split is done here; `merge_splits` does the others.
 """
 
 import functools
@@ -21,38 +21,38 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.convert import Readied
-from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, Scratch
-from jattn_kernels.mosaic.sm90.decode.consumer import Compute
-from jattn_kernels.mosaic.sm90.decode.producer import copy_all, read_items
+from jattn_kernels.mosaic.sm90.common.convert import Converted
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
+from jattn_kernels.mosaic.sm90.decode.consumer import Consumer
+from jattn_kernels.mosaic.sm90.decode.producer import copy_all, read_work_tiles
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 
 _MEMORY_REGISTERS = 40
-_COMPUTE_REGISTERS = {2: 232, 3: 152}  # of a thread, where so many compute warpgroups share an SM
+_COMPUTE_REGISTERS = {2: 232, 3: 152}  # of a thread, where so many consumer warpgroups share an SM
 
 
-class Parts(NamedTuple):
+class SplitResults(NamedTuple):
     """What decode leaves behind: sequences that are done, and parts of the others, each normalised on its own.
 
     Attributes:
         out: Of sequences of one part; whatever memory held, elsewhere.
         lse: Natural log; -inf where nothing is seen.
-        part_outs: Of the parts of the other sequences.
-        part_lses: Natural log.
+        split_outs: Of the parts of the other sequences.
+        split_lses: Natural log.
     """
 
     out: Float[Array, "B K rows Hv"]
     lse: Float[Array, "B K rows"]
-    part_outs: Float[Array, "W K R Hv"]
-    part_lses: Float[Array, "W K R"]
+    split_outs: Float[Array, "W K R Hv"]
+    split_lses: Float[Array, "W K R"]
 
 
-def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -> Parts:
-    """Attention of all items of a schedule."""
+def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -> SplitResults:
+    """Attention of all work tiles of a schedule."""
     assert schedule.block_kv == config.sizes.block_kv
     heads = config.spec.num_kv_heads
     shape = (operands.q.shape[0], heads, config.row_blocks * config.rows)
-    part_shape = (schedule.items.shape[0], heads, config.row_blocks * config.sizes.block_rows)
+    part_shape = (schedule.work_tiles.shape[0], heads, config.row_blocks * config.sizes.block_rows)
     leaves, tree = jax.tree.flatten(operands)
     run = launch.kernel(
         functools.partial(_block, config, tree),
@@ -67,7 +67,7 @@ def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -
         num_threads=config.sizes.warpgroups + 1,
         kernel_name="paged_decode",
     )
-    return Parts(*run(*leaves))
+    return SplitResults(*run(*leaves))
 
 
 def _block(config: DecodeConfig, tree, *refs):
@@ -77,66 +77,66 @@ def _block(config: DecodeConfig, tree, *refs):
     )
 
 
-def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Scratch):
+def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: SharedMemory):
     warpgroup, warpgroups = lax.axis_index("warpgroup"), config.sizes.warpgroups
-    items = read_items(operands)
+    work_tiles = read_work_tiles(operands)
 
-    def compute(number):
+    def consumer(number):
         @pl.when(warpgroup == number)
         def run():
             if warpgroups > 1:
                 plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
-            Compute(config, operands, scratch, number).run(out_refs, items)
+            Consumer(config, operands, scratch, number).run(out_refs, work_tiles)
 
-    def compute_apart(number):
+    def consumer_apart(number):
         # Mosaic reduces over keys by way of shared memory behind all that is allocated: so each has some more of it.
         if number + 1 < warpgroups:
             others = plgpu.SMEM((tiles.REDUCTION_BYTES,), jnp.int8)
-            pl.run_scoped(lambda _: compute_apart(number + 1), others, collective_axes="warpgroup")
-        compute(number)
+            pl.run_scoped(lambda _: consumer_apart(number + 1), others, collective_axes="warpgroup")
+        consumer(number)
 
-    compute_apart(0)
+    consumer_apart(0)
 
     @pl.when(warpgroup == warpgroups)
-    def memory():
+    def producer():
         if warpgroups > 1:
             plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
-        copy_all(config, operands, scratch, items)
+        copy_all(config, operands, scratch, work_tiles)
 
 
-def _scratch(config: DecodeConfig) -> Scratch:
+def _scratch(config: DecodeConfig) -> SharedMemory:
     spec, sizes, dtype, width = config.spec, config.sizes, config.dtype, config.width
     warpgroups, stages, block_rows, block_kv = sizes.warpgroups, sizes.stages, sizes.block_rows, sizes.block_kv
     queries, keys, values = (block_rows, spec.head_dim), (block_kv, spec.head_dim), (block_kv, width)
     filled = plgpu.Barrier(num_arrivals=config.copies.copies, num_barriers=stages)
-    freed = plgpu.Barrier(num_barriers=stages)
-    handed, hand_over = None, None
+    emptied = plgpu.Barrier(num_barriers=stages)
+    partials, partials_barrier = None, None
     if warpgroups > 1:
-        handed = (
+        partials = (
             tiles.tile((warpgroups - 1, width, block_rows), jnp.float32),
             plgpu.SMEM((warpgroups - 1, block_rows), jnp.float32),
         )
-        hand_over = plgpu.Barrier(num_barriers=warpgroups - 1)
-    return Scratch(
+        partials_barrier = plgpu.Barrier(num_barriers=warpgroups - 1)
+    return SharedMemory(
         q=plgpu.SMEM((2, *queries[::-1]), jnp.float32)
-        if config.turns
+        if config.rotates
         else tiles.tile((2, config.q_parts, *queries), config.kv_dtype),
         pages=(
             tiles.tile((stages, *keys), config.kv_dtype),
             tiles.tile((stages, *values), config.kv_dtype, copied_columns=spec.value_dim),
         ),
-        readied=Readied(
-            tiles.tile((warpgroups, *queries), dtype) if config.turns else None,
-            tiles.tile((warpgroups, *keys), dtype) if config.turns else None,
-            tiles.tile((warpgroups, *values), dtype) if config.widens else None,
+        converted=Converted(
+            tiles.tile((warpgroups, *queries), dtype) if config.rotates else None,
+            tiles.tile((warpgroups, *keys), dtype) if config.rotates else None,
+            tiles.tile((warpgroups, *values), dtype) if config.dequantises else None,
         ),
         p=tiles.tile((warpgroups, block_rows, block_kv), dtype, copied_columns=spec.value_dim),
-        handed=handed,
+        partials=partials,
         result=(plgpu.SMEM((block_rows, width), jnp.float32), plgpu.SMEM((block_rows,), jnp.float32)),
         q_full=plgpu.Barrier(num_arrivals=config.q_copies, num_barriers=2),
-        q_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
+        q_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
         full=(filled, filled),
-        free=(freed, freed),
-        handed_full=hand_over,
-        handed_free=hand_over,
+        empty=(emptied, emptied),
+        partials_full=partials_barrier,
+        partials_empty=partials_barrier,
     )

@@ -1,7 +1,7 @@
-"""Merging the parts of split sequences on Hopper, in the order of the keys, into decode's output.
+"""The merge of split sequences' results on Hopper, in the order of the keys, into decode's output (Flash-Decoding).
 
 grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one
-one warpgroup; merges many parts at a time, so that their loads overlap, and what is left a few at a time; those of a
+one warpgroup; merges many splits at a time, so that their loads overlap, and what is left a few at a time; those of a
 sequence that is alone, which has all workers, as many at a time as registers can take
 """
 
@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.mosaic.sm90.decode.kernel import Parts
+from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 
 _THREADS = 128
@@ -24,8 +24,8 @@ _AT_A_TIME = (16, 4)  # parts
 _MOST_AT_A_TIME = 48  # each is a register of a thread for 128 numbers, and time to lower
 
 
-def combine_parts(
-    parts: Parts, schedule: DecodeSchedule, *, batch_invariant: bool
+def merge_splits(
+    parts: SplitResults, schedule: DecodeSchedule, *, batch_invariant: bool
 ) -> tuple[Float[Array, "B K rows Hv"], Float[Array, "B K rows"]]:
     """Output and natural-log lse of all sequences: decode's, with those of the split ones put in their places.
 
@@ -33,7 +33,7 @@ def combine_parts(
         batch_invariant: Whether a sequence's parts are to be added in the same order whatever else is in the batch.
     """
     num_seqs, heads, num_rows, width = parts.out.shape
-    num_parts, _, padded_rows, _ = parts.part_outs.shape
+    num_parts, _, padded_rows, _ = parts.split_outs.shape
     rows = math.lcm(_THREADS, width) // width  # of a vector
     lanes = rows * width
     layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
@@ -67,11 +67,11 @@ def combine_parts(
                 )
                 carry = lax.fori_loop(0, steps, merge_more, carry)
                 rest += steps * parts_at_once
-            acc, top, total = carry
-            safe_total = [jnp.where(a == 0, 1.0, a) for a in total]
-            out_ref[sequence, head, vector] = (acc / spread(safe_total)).astype(parts.out.dtype)
+            acc, m_i, l_i = carry
+            safe_l_i = [jnp.where(a == 0, 1.0, a) for a in l_i]
+            out_ref[sequence, head, vector] = (acc / spread(safe_l_i)).astype(parts.out.dtype)
             for row in range(rows):
-                lse_ref[sequence, head, vector * rows + row] = top[row] + jnp.log(safe_total[row])
+                lse_ref[sequence, head, vector * rows + row] = m_i[row] + jnp.log(safe_l_i[row])
 
     def spread(numbers):
         """One number a row, as a vector."""
@@ -85,32 +85,32 @@ def combine_parts(
         kernel,
         grid=(num_vectors, heads, schedule.split.shape[0]),
         grid_names=("vector", "head", "split"),
-        kernel_name="merge_parts",
+        kernel_name="merge_splits",
     )
-    outs = parts.part_outs.reshape(num_parts, heads, padded_rows // rows, lanes)
+    outs = parts.split_outs.reshape(num_parts, heads, padded_rows // rows, lanes)
     out, lse = jax.new_ref(parts.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(parts.lse)
-    run(outs, parts.part_lses, schedule.split, out, lse)
+    run(outs, parts.split_lses, schedule.split, out, lse)
     merged, merged_lse = launch.frozen(out, lse)
     return merged.reshape(parts.out.shape), merged_lse
 
 
 def _merge_some(step, carry, *, load, first, end, spread, parts):
     """Takes the next `parts` parts into the running result."""
-    acc, top, total = carry
+    acc, m_i, l_i = carry
     loaded = []
     for i in range(parts):
         part = first + step * parts + i
         lse, out = load(jnp.minimum(part, end - 1))
         loaded.append(([jnp.where(part < end, a, -jnp.inf) for a in lse], out))
-    new_top = list(top)
+    m_new = list(m_i)
     for lse, _ in loaded:
-        new_top = [jnp.maximum(a, b) for a, b in zip(new_top, lse, strict=True)]
-    shift = [jnp.where(a == -jnp.inf, 0.0, a) for a in new_top]
-    keep = [jnp.exp(a - b) for a, b in zip(top, shift, strict=True)]
-    acc = acc * spread(keep)
-    total = [a * b for a, b in zip(total, keep, strict=True)]
+        m_new = [jnp.maximum(a, b) for a, b in zip(m_new, lse, strict=True)]
+    shift = [jnp.where(a == -jnp.inf, 0.0, a) for a in m_new]
+    alpha = [jnp.exp(a - b) for a, b in zip(m_i, shift, strict=True)]
+    acc = acc * spread(alpha)
+    l_i = [a * b for a, b in zip(l_i, alpha, strict=True)]
     for lse, out in loaded:
         weight = [jnp.exp(a - b) for a, b in zip(lse, shift, strict=True)]
-        total = [a + b for a, b in zip(total, weight, strict=True)]
+        l_i = [a + b for a, b in zip(l_i, weight, strict=True)]
         acc = acc + out * spread(weight)
-    return acc, tuple(new_top), tuple(total)
+    return acc, tuple(m_new), tuple(l_i)

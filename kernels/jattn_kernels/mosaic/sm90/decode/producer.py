@@ -1,4 +1,4 @@
-"""The memory warpgroup of the decode kernel: it copies queries and tiles, item after item, `stages` tiles ahead."""
+"""The producer warpgroup of the decode kernel: TMA copies of queries, keys and values, `stages` tiles ahead."""
 
 import functools
 from typing import Any
@@ -11,129 +11,131 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import PoolPlace
-from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Item, Items, Operands, Scratch
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory, WorkTile, WorkTiles
 
 
-def read_items(operands: Operands) -> Items:
+def read_work_tiles(operands: Operands) -> WorkTiles:
     """What the block's worker has to do."""
     begin, end, *first = (operands.workers[lax.axis_index("worker"), field] for field in range(7))
-    return Items(begin, end, Item(*first))
+    return WorkTiles(begin, end, WorkTile(*first))
 
 
-def _read_item(operands: Operands, number) -> Item:
-    """An item of the schedule; the last one in place of one behind it."""
-    number = jnp.minimum(number, operands.items.shape[0] - 1)
-    return Item(*(operands.items[number, field] for field in range(5)))
+def _read_work_tile(operands: Operands, number) -> WorkTile:
+    """A work tile of the schedule; the last one in place of one behind it."""
+    number = jnp.minimum(number, operands.work_tiles.shape[0] - 1)
+    return WorkTile(*(operands.work_tiles[number, field] for field in range(5)))
 
 
-def turns_of(item: Item, config: DecodeConfig):
-    """How many tiles of an item each compute warpgroup takes, or the first one if they do not come out even."""
-    return lax.div(item.end - item.first + config.sizes.warpgroups - 1, config.sizes.warpgroups)
+def steps_of(work_tile: WorkTile, config: DecodeConfig):
+    """How many tiles of a work tile each consumer warpgroup takes, or the first one if they do not come out even."""
+    return lax.div(work_tile.end - work_tile.first + config.sizes.warpgroups - 1, config.sizes.warpgroups)
 
 
-def walk(operands: Operands, items: Items, visit, state):
-    """Calls `visit(number, item, next item, state) -> state` for each of some items, which is read an item ahead."""
+def walk(operands: Operands, work_tiles: WorkTiles, visit, state):
+    """Calls `visit(number, work_tile, next one, state) -> state` for each work tile, which is read one ahead."""
 
     def step(number, carry):
         now, state = carry
-        following = _read_item(operands, number + 1)
+        following = _read_work_tile(operands, number + 1)
         return following, visit(number, now, following, state)
 
-    return lax.fori_loop(items.begin, items.end, step, (items.first, state))[1]
+    return lax.fori_loop(work_tiles.begin, work_tiles.end, step, (work_tiles.first, state))[1]
 
 
-def copy_all(config: DecodeConfig, operands: Operands, scratch: Scratch, items: Items) -> None:
-    """What the memory warpgroup does for a worker's items: each of its warps starts its share of the copies."""
-    tiles.by_warps(config.copies.copies, functools.partial(_copy_share, config, operands, scratch, items))
+def copy_all(config: DecodeConfig, operands: Operands, scratch: SharedMemory, work_tiles: WorkTiles) -> None:
+    """What the producer warpgroup does for a worker's work tiles: each of its warps starts its share of the copies."""
+    tiles.by_warps(config.copies.copies, functools.partial(_copy_share, config, operands, scratch, work_tiles))
 
 
 def _copy_share(
-    config: DecodeConfig, operands: Operands, scratch: Scratch, items: Items, own: list[Any], is_first
+    config: DecodeConfig, operands: Operands, scratch: SharedMemory, work_tiles: WorkTiles, own: list[Any], is_first
 ) -> None:
     """What a warp does: its own copies of each tile, and the first one copies queries."""
-    begin, end, first_item = items
+    begin, end, first_work_tile = work_tiles
     layer = operands.layer[0]  # before what depends on a load: so it has arrived by then too
     block_rows, stages = config.sizes.block_rows, config.sizes.stages
-    block = lax.div(lax.axis_index("head"), config.heads_a_block) * config.row_blocks + lax.axis_index("rows")
-    rows = block if config.turns else pl.ds(block * block_rows, block_rows)
+    block = lax.div(lax.axis_index("head"), config.heads_per_block) * config.row_blocks + lax.axis_index("rows")
+    rows = block if config.rotates else pl.ds(block * block_rows, block_rows)
 
-    def copy_item(number, now, following, state):
+    def copy_work_tile(number, now, following, state):
         @pl.when(is_first)
         def copy_queries():
             slot = lax.rem(number - begin, 2)
-            pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_free.at[slot]))
+            pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_empty.at[slot]))
             if config.q_copies > 1:
                 for part in range(config.q_parts):
                     q = operands.q.at[now.sequence, part, rows]
                     plgpu.copy_gmem_to_smem(q, scratch.q.at[slot, part], scratch.q_full.at[slot])
                 return
-            q = operands.q.at[now.sequence, rows] if config.turns else operands.q.at[now.sequence, :, rows]
+            q = operands.q.at[now.sequence, rows] if config.rotates else operands.q.at[now.sequence, :, rows]
             plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
 
         return _copy_tiles(config, operands, scratch, layer, now, following, state, own)
 
-    first_pages = _pages(config, operands, first_item, first_item.first, own)
-    done, _ = walk(operands, items, copy_item, (jnp.int32(0), first_pages))
+    first_pages = _pages(config, operands, first_work_tile, first_work_tile.first, own)
+    done, _ = walk(operands, work_tiles, copy_work_tile, (jnp.int32(0), first_pages))
 
     @pl.when(is_first)
     def wait_for_the_last_queries():
         @pl.loop(jnp.maximum(begin, end - 2), end)
         def wait(number):
-            plgpu.barrier_wait(scratch.q_free.at[lax.rem(number - begin, 2)])
+            plgpu.barrier_wait(scratch.q_empty.at[lax.rem(number - begin, 2)])
 
     @pl.loop(jnp.maximum(done, stages), done + stages)
     def wait_for_the_last_tiles(step):
-        for freed in scratch.free:
-            plgpu.barrier_wait(freed.at[lax.rem(step, stages)])
+        for emptied in scratch.empty:
+            plgpu.barrier_wait(emptied.at[lax.rem(step, stages)])
 
 
-def _pages(config: DecodeConfig, operands: Operands, item: Item, tile, own: list[Any]):
-    return config.copies.pages(operands.page_table, item.sequence, tile, jnp.maximum(item.end_key - 1, 0), own)
+def _pages(config: DecodeConfig, operands: Operands, work_tile: WorkTile, tile, own: list[Any]):
+    return config.copies.pages(
+        operands.page_table, work_tile.sequence, tile, jnp.maximum(work_tile.end_key - 1, 0), own
+    )
 
 
 def _copy_tiles(
     config: DecodeConfig,
     operands: Operands,
-    scratch: Scratch,
+    scratch: SharedMemory,
     layer,
-    item: Item,
-    following: Item,
+    work_tile: WorkTile,
+    following: WorkTile,
     state,
     own: list[Any],
 ):
-    """An item's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
+    """A work tile's tiles of k and v in turn; page numbers come from memory too, so they are asked for a tile ahead."""
     stages, block_kv, warpgroups = config.sizes.stages, config.sizes.block_kv, config.sizes.warpgroups
     head = lax.axis_index("head")
     begun, pages = state
 
     def each_of_stage(step):
         stage = lax.rem(step, stages)
-        parts = zip((operands.k_pages, operands.v_pages), scratch.pages, scratch.full, scratch.free, strict=True)
-        for of_values, (pages_ref, smem, filled, freed) in enumerate(parts):
-            pl.when(step >= stages)(lambda freed=freed: plgpu.barrier_wait(freed.at[stage]))
+        parts = zip((operands.k_pages, operands.v_pages), scratch.pages, scratch.full, scratch.empty, strict=True)
+        for of_values, (pages_ref, smem, filled, emptied) in enumerate(parts):
+            pl.when(step >= stages)(lambda emptied=emptied: plgpu.barrier_wait(emptied.at[stage]))
             yield PoolPlace(layer, head, of_values), pages_ref, smem.at[stage], filled.at[stage]
 
     def copy_tile(tile, pages):
-        is_last = tile + 1 == item.end
-        source = jax.tree.map(lambda of_next, own: jnp.where(is_last, of_next, own), following, item)
+        is_last = tile + 1 == work_tile.end
+        source = jax.tree.map(lambda of_next, own: jnp.where(is_last, of_next, own), following, work_tile)
         next_pages = _pages(config, operands, source, jnp.where(is_last, following.first, tile + 1), own)
         tile_end = (tile + 1) * block_kv
-        for where, pages_ref, smem, filled in each_of_stage(begun + tile - item.first):
+        for where, pages_ref, smem, filled in each_of_stage(begun + tile - work_tile.first):
             start = functools.partial(config.copies.start, pages_ref, where, pages, tile, smem, filled, copies=own)
-            pl.when(tile_end <= item.end_key)(start)
-            pl.when(tile_end > item.end_key)(functools.partial(start, end_key=item.end_key))
+            pl.when(tile_end <= work_tile.end_key)(start)
+            pl.when(tile_end > work_tile.end_key)(functools.partial(start, end_key=work_tile.end_key))
         return next_pages
 
-    def skip_item(_, pages):
+    def skip_work_tile(_, pages):
         return _pages(config, operands, following, following.first, own)
 
-    pages = lax.fori_loop(item.first, item.end, copy_tile, pages)
-    pages = lax.fori_loop(0, jnp.where(item.first < item.end, 0, 1), skip_item, pages)
-    done = begun + item.end - item.first
+    pages = lax.fori_loop(work_tile.first, work_tile.end, copy_tile, pages)
+    pages = lax.fori_loop(0, jnp.where(work_tile.first < work_tile.end, 0, 1), skip_work_tile, pages)
+    done = begun + work_tile.end - work_tile.first
     if warpgroups == 1:
         return done, pages
-    # Every warpgroup takes the same number of tiles of an item, some of them empty.
-    rounded = begun + turns_of(item, config) * warpgroups
+    # Every warpgroup takes the same number of tiles of a work tile, some of them empty.
+    rounded = begun + steps_of(work_tile, config) * warpgroups
 
     @pl.loop(done, rounded)
     def fill_up(step):

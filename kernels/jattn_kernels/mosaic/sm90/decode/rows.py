@@ -28,7 +28,7 @@ def in_range(
 def in_parts(
     q: Float[Array, "B Q N H"], dtype: Any, spec: AttentionSpec
 ) -> tuple[tuple[Float[Array, "B Q N H"], ...], Float[Array, "_B _K"]]:
-    """Numbers of 8 bits whose sums are the queries, and powers of two that those were divided by.
+    """8-bit values whose sums are the queries, and powers of two that those were divided by.
 
     Each part takes the leading bits of what the ones before it left. So the sum is exact, but for what lies 2^16 and
     more below the largest number of a head.

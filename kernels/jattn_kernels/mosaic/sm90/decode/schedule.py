@@ -1,4 +1,4 @@
-"""Split-KV work lists, computed in jit from the lengths: once a step, for all layers of one kind."""
+"""The schedule of split-KV decode, computed in jit from the lengths: once a step, for all layers of one kind."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ class DecodeSchedule:
     """Parts of sequences, dealt out to workers that each have about the same number of tiles to do, for every head.
 
     Attributes:
-        items: (sequence, first tile, end tile, parts of the sequence, end of its keys) of each part, in the order of
-            the sequences. A sequence without keys has one empty part; unused items come last.
-        workers: (first item, end item) of each worker, and the fields of its first item: a block's first load brings
-            all that its first copies wait for. All fields of a worker without items are 0.
-        split: (sequence, first item, end item) of those of more than one part; -1 where there are fewer.
+        work_tiles: (sequence, first tile, end tile, splits of the sequence, end of its keys) of each split, in the
+            order of the sequences. A sequence without keys has one empty split; unused work tiles come last.
+        workers: (first work tile, end work tile) of each worker, and the fields of its first one: a block's first load
+            brings all that its first copies wait for. All fields of a worker without work tiles are 0.
+        split: (sequence, first work tile, end work tile) of those of more than one split; -1 where there are fewer.
         block_kv: Keys a tile; static.
         rules: Those of the spec that it is for, if it is known; static.
     """
 
-    items: Int[Array, "W 5"]
+    work_tiles: Int[Array, "W 5"]
     workers: Int[Array, "workers 7"]
     split: Int[Array, "most_split 3"]
     block_kv: int = dataclasses.field(metadata={"static": True})
@@ -64,14 +64,14 @@ def split_evenly(
     counts = jnp.where(tiles > 0, (ends - 1) // share - first_worker + 1, 1)
     offsets = _offsets(counts)
 
-    item, used, sequence = _parts(offsets, batch_size + workers - 1)
-    worker = first_worker[sequence] + item - offsets[sequence]
+    work_tile, used, sequence = _parts(offsets, batch_size + workers - 1)
+    worker = first_worker[sequence] + work_tile - offsets[sequence]
     first = jnp.maximum(begins[sequence], worker * share)
     end = jnp.where(used, jnp.maximum(first, jnp.minimum(ends[sequence], (worker + 1) * share)), first)
     shift = first_tile[sequence] - begins[sequence]
     fields = (sequence, first + shift, end + shift, counts[sequence], end_keys[sequence])
     return DecodeSchedule(
-        items=jnp.stack(fields, axis=1),
+        work_tiles=jnp.stack(fields, axis=1),
         workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, min(batch_size, workers)),
         block_kv=block_kv,
@@ -84,7 +84,7 @@ def split_at_multiples(
     end_keys: Int[Array, " B"],
     *,
     block_kv: int,
-    tiles_a_part: int,
+    tiles_per_split: int,
     max_keys: int,
     workers: int,
     rules: tuple[bool | int | None, ...] | None = None,
@@ -92,27 +92,27 @@ def split_at_multiples(
     """Cuts every sequence at the same multiples of a number of tiles, whatever else is in the batch.
 
     Args:
-        tiles_a_part: That number.
+        tiles_per_split: That number.
         max_keys: No sequence is longer.
         Others: As in `split_evenly`.
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
-    first_part = first_tile // tiles_a_part
-    counts = jnp.maximum(1, -(-end_tile // tiles_a_part) - first_part)
+    first_part = first_tile // tiles_per_split
+    counts = jnp.maximum(1, -(-end_tile // tiles_per_split) - first_part)
     offsets = _offsets(counts)
 
-    item, used, sequence = _parts(offsets, batch_size * max(1, -(-max_keys // (tiles_a_part * block_kv))))
-    part = first_part[sequence] + item - offsets[sequence]
-    first = jnp.maximum(first_tile[sequence], part * tiles_a_part)
-    end = jnp.minimum(end_tile[sequence], (part + 1) * tiles_a_part)
+    work_tile, used, sequence = _parts(offsets, batch_size * max(1, -(-max_keys // (tiles_per_split * block_kv))))
+    part = first_part[sequence] + work_tile - offsets[sequence]
+    first = jnp.maximum(first_tile[sequence], part * tiles_per_split)
+    end = jnp.minimum(end_tile[sequence], (part + 1) * tiles_per_split)
     end = jnp.where(used, jnp.maximum(first, end), first)
     done = jnp.cumsum(end - first, dtype=jnp.int32)
     share = jnp.maximum(1, -(-done[-1] // workers))
     worker = jnp.minimum((done - (end - first)) // share, workers - 1)
     fields = (sequence, first, end, counts[sequence], end_keys[sequence])
     return DecodeSchedule(
-        items=jnp.stack(fields, axis=1),
+        work_tiles=jnp.stack(fields, axis=1),
         workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, batch_size),
         block_kv=block_kv,
@@ -123,8 +123,8 @@ def split_at_multiples(
 def _share(begins: Int[Array, " B"], ends: Int[Array, " B"], workers: int) -> Int[Array, ""]:
     """Tiles of a worker.
 
-    A cut costs a call up to 0.2 us on an H200 (two items for one, and a merge), idle workers less than their share of
-    it, since the memory is what is waited for. But where a worker has few tiles, one tile more is much.
+    A cut costs a call up to 0.2 us on an H200 (two work tiles for one, and a merge), idle workers less than their share
+    of it, since the memory is what is waited for. But where a worker has few tiles, one tile more is much.
     """
     idle = workers // _MOST_IDLE if begins.shape[0] > 1 else 0
     shares = jnp.maximum(1, -(-ends[-1] // (workers - jnp.arange(idle + 1, dtype=jnp.int32))))
@@ -147,18 +147,18 @@ def _offsets(counts: Int[Array, " B"]) -> Int[Array, " B_plus_1"]:
 
 
 def _parts(offsets: Int[Array, " B_plus_1"], most: int):
-    """The numbers of all items, whether each is used, and its sequence."""
-    item = jnp.arange(most, dtype=jnp.int32)
-    return item, item < offsets[-1], jnp.minimum(_owner(offsets[1:], item), offsets.shape[0] - 2)
+    """The numbers of all work tiles, whether each is used, and its sequence."""
+    work_tile = jnp.arange(most, dtype=jnp.int32)
+    return work_tile, work_tile < offsets[-1], jnp.minimum(_owner(offsets[1:], work_tile), offsets.shape[0] - 2)
 
 
 def _workers(fields: tuple[Int[Array, " W"], ...], worker: Int[Array, " W"], workers: int) -> Int[Array, "workers 7"]:
-    """Each worker's items, and the fields of the first one.
+    """Each worker's work tiles, and the fields of the first one.
 
-    All of them as sums over the items, so that they are one kernel, where a search and a gather after it would be two.
+    All as sums over the work tiles, so that they are one kernel, where a search and a gather after it would be two.
 
     Args:
-        worker: Of each item, rising; `workers` where it is unused.
+        worker: Of each work tile, rising; `workers` where it is unused.
     """
     number, worker = jnp.arange(workers, dtype=jnp.int32)[:, None], worker[None]
     before = jnp.concatenate([jnp.full((1, 1), -1, jnp.int32), worker[:, :-1]], axis=1)
@@ -168,7 +168,7 @@ def _workers(fields: tuple[Int[Array, " W"], ...], worker: Int[Array, " W"], wor
 
 
 def _split_sequences(offsets: Int[Array, " B_plus_1"], most: int) -> Int[Array, "most 3"]:
-    """Those of more than one item, each with its items' bounds."""
+    """Those of more than one work tile, each with its work tiles' bounds."""
     first, end = offsets[:-1], offsets[1:]
     # A sequence's place among the split ones is how many of them come before it.
     is_split = end - first > 1

@@ -1,4 +1,4 @@
-"""Paged decode on Hopper: the work list, what the kernel reads, and its results put back in their places."""
+"""Host side of split-KV decode: the schedule, the kernel's operands, and results put back in their places."""
 
 import functools
 from typing import Any
@@ -10,12 +10,12 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.lowering.mask_words import mask_words
 from jattn_kernels.merge import sink_share
-from jattn_kernels.mosaic.sm90.common.convert import turn_of
-from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, takes
+from jattn_kernels.mosaic.sm90.common.convert import rotation_of
+from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
 from jattn_kernels.mosaic.sm90.decode.kernel import decode
-from jattn_kernels.mosaic.sm90.decode.merge_splits import combine_parts
+from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, in_parts, in_range, padded
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_tiles, value_columns
@@ -39,7 +39,7 @@ def decode_schedule(
         num_tokens: Query tokens a sequence.
     """
     sizes = choose_tiles(spec, kv_itemsize, num_tokens)
-    if sizes.tiles_a_part is not None and max_seq_len is None:
+    if sizes.tiles_per_split is not None and max_seq_len is None:
         return None
     bounds = _bounds(seq_lens, AttentionOptions(), spec, num_tokens)
     return _schedule(bounds, spec, sizes, num_tokens, max_seq_len)
@@ -74,7 +74,7 @@ def paged_decode(
         page_size,
         num_tokens,
         row_blocks=-(-rows // sizes.block_rows),
-        heads_a_block=sizes.block_rows // spec.group_size if shared else 1,
+        heads_per_block=sizes.block_rows // spec.group_size if shared else 1,
         dtype=jnp.dtype(dtype),
         kv_dtype=k_pages.dtype,
         out_dtype=out_dtype,
@@ -90,11 +90,13 @@ def paged_decode(
             return of_tokens[:, 0]
         return padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
 
-    tile_turns = key_turns = None
+    tile_rotations = key_rotations = None
     if spec.rope_theta is not None:
         tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
-        tile_turns = turn_of(tile * sizes.block_kv, spec, jnp.float32)
-        key_turns = turn_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink_of(k_pages.dtype))
+        tile_rotations = rotation_of(tile * sizes.block_kv, spec, jnp.float32)
+        key_rotations = rotation_of(
+            jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink_of(k_pages.dtype)
+        )
 
     layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
     operands = Operands(
@@ -103,7 +105,7 @@ def paged_decode(
         v_pages=v_pages,
         page_table=page_table,
         layer=layer,
-        items=schedule.items,
+        work_tiles=schedule.work_tiles,
         workers=schedule.workers,
         first=of_rows(bounds.first) if is_narrow(spec) else None,
         end=of_rows(bounds.end) if num_tokens > 1 else None,
@@ -121,11 +123,11 @@ def paged_decode(
             num_tokens=num_tokens,
             num_keys=max(max_keys + -max_keys % sizes.block_kv, sizes.block_kv),
         ),
-        tile_turns=tile_turns,
-        key_turns=key_turns,
+        tile_rotations=tile_rotations,
+        key_rotations=key_rotations,
     )
     parts = decode(config, operands, schedule)
-    out, lse = combine_parts(parts, schedule, batch_invariant=spec.batch_invariant)
+    out, lse = merge_splits(parts, schedule, batch_invariant=spec.batch_invariant)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
     if options.sinks is not None:
@@ -154,7 +156,7 @@ def _queries(
     scaled = options.q_scale is not None or options.k_scale is not None
     if kv_dtype.itemsize == 1 and spec.rope_theta is None:
         rows_stay = q.shape[1] == 1 and (shared or spec.group_size % sizes.block_rows == 0)
-        if rows_stay and takes(q.dtype, kv_dtype, spec):
+        if rows_stay and supports(q.dtype, kv_dtype, spec):
             return split_queries(q[:, 0], kv_dtype, logit_factors(options, spec) if scaled else None, spec)
         parts, size = in_parts(q, kv_dtype, spec)
     else:
@@ -190,10 +192,10 @@ def _schedule(
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
     workers = max(1, num_sms() * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
     facts = {"block_kv": sizes.block_kv, "workers": workers, "rules": spec.rules}
-    if sizes.tiles_a_part is None:
+    if sizes.tiles_per_split is None:
         return split_evenly(first, end, **facts)
     assert max_keys is not None
-    return split_at_multiples(first, end, tiles_a_part=sizes.tiles_a_part, max_keys=max_keys, **facts)
+    return split_at_multiples(first, end, tiles_per_split=sizes.tiles_per_split, max_keys=max_keys, **facts)
 
 
 def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:

@@ -12,7 +12,7 @@ _BLOCK_KV = 64
 _FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
 _MOST_Q_BYTES = 4  # of a query's number: float32, or four of 8 bits
-_MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many compute warpgroups
+_MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many consumer warpgroups
 _TILES_A_PART = 16  # where results must not depend on the batch
 
 
@@ -25,8 +25,8 @@ class DecodeTiles:
         block_kv: Keys a tile.
         stages: Tiles in shared memory, a multiple of `warpgroups`.
         blocks_per_sm: Blocks that fit on an SM at the same time.
-        warpgroups: How many compute, taking turns at the tiles of an item.
-        tiles_a_part: How many tiles a part has where sequences are cut at multiples; None where they are cut evenly.
+        warpgroups: Consumers, which alternate between the tiles of a work tile.
+        tiles_per_split: How many tiles a part has where sequences are cut at multiples; None where they are cut evenly.
     """
 
     block_rows: int
@@ -34,17 +34,17 @@ class DecodeTiles:
     stages: int
     blocks_per_sm: int
     warpgroups: int = 1
-    tiles_a_part: int | None = None
+    tiles_per_split: int | None = None
 
     def shared_memory_bytes(self, spec: AttentionSpec, kv_itemsize: int) -> int:
         """Bytes of one block."""
-        width, dim, turns = value_columns(spec), spec.head_dim, spec.rope_theta is not None
-        widens = kv_itemsize < _WGMMA_BYTES
+        width, dim, rotates = value_columns(spec), spec.head_dim, spec.rope_theta is not None
+        dequantises = kv_itemsize < _WGMMA_BYTES
         copied = kv_itemsize * self.stages * self.block_kv * (dim + width)
-        queries = 2 * self.block_rows * dim * (_MOST_Q_BYTES if turns or widens else _WGMMA_BYTES)
-        # Of each compute warpgroup: probabilities, and what is made ready.
-        own = self.block_rows * self.block_kv + (self.block_rows * dim if turns else 0)
-        own += (self.block_kv * dim if turns else 0) + (self.block_kv * width if widens else 0)
+        queries = 2 * self.block_rows * dim * (_MOST_Q_BYTES if rotates or dequantises else _WGMMA_BYTES)
+        # Of each consumer warpgroup: probabilities, and what is converted.
+        own = self.block_rows * self.block_kv + (self.block_rows * dim if rotates else 0)
+        own += (self.block_kv * dim if rotates else 0) + (self.block_kv * width if dequantises else 0)
         results = 4 * self.block_rows * (width + 1 + (self.warpgroups - 1) * (width + 2))
         reductions = self.warpgroups * tiles.REDUCTION_BYTES
         return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + reductions + tiles.RESERVED_BYTES
@@ -53,7 +53,7 @@ class DecodeTiles:
 def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
     """Sizes found on this GPU by trying them, if they are told; else the best by rule that fit.
 
-    As many stages of 64 keys as let two blocks share an SM, or one block have it, with some compute warpgroups.
+    As many stages of 64 keys as let two blocks share an SM, or one block have it, with some consumer warpgroups.
 
     Args:
         kv_itemsize: Bytes of a number of a key or value.
@@ -110,8 +110,8 @@ def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator
 
 def _arranged(spec: AttentionSpec, block_rows: int, arrangement: Arrangement) -> DecodeTiles:
     stages, blocks_per_sm, warpgroups = arrangement
-    tiles_a_part = _TILES_A_PART if spec.batch_invariant else None
-    return DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_a_part)
+    tiles_per_split = _TILES_A_PART if spec.batch_invariant else None
+    return DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_per_split)
 
 
 def _fits(sizes: DecodeTiles, spec: AttentionSpec, kv_itemsize: int) -> bool:

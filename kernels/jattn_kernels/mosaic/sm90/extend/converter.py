@@ -1,9 +1,9 @@
-"""The readying warpgroup of the extend kernel: it makes of tiles as they were copied tiles as they are multiplied.
+"""The converter warpgroup of the extend kernel, between producer and consumers: dequantisation and rotation of tiles.
 
-Only kernels have it that need it. Numbers of 8 bits it widens into tiles of their own: all values, and keys that are to
-be turned. Those the memory warpgroup may overwrite at once. Other tiles are readied where they are. Keys are turned by
-their positions, and values that are not a request's own are cleared. The compute warpgroups wait for what is ready, and
-free it, as they do with copied tiles where nothing is readied.
+Only kernels that need it have it. It dequantises 8-bit values into tiles of their own: all values, and keys that are to
+be rotated; those tiles the producer may overwrite at once. Other tiles are converted where they are. Keys are rotated
+by their positions, and values that are not a request's own are cleared. The consumers wait for converted tiles, and
+release them, as they do with copied ones where nothing is converted.
 """
 
 import dataclasses
@@ -16,75 +16,75 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.common.convert import widen_tile
-from jattn_kernels.mosaic.sm90.common.key_rotation import KeyTurns
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, Tiles, Unit, clear_unowned
+from jattn_kernels.mosaic.sm90.common.convert import dequantise_tile
+from jattn_kernels.mosaic.sm90.common.key_rotation import KeyRotation
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
+from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, Tiles, WorkTile, clear_unowned
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtendReady:
-    """What the readying warpgroup of a block has to do with.
+class Converter:
+    """What the converter warpgroup of a block has to do with.
 
     Attributes:
-        copied: What the memory warpgroup fills.
-        ready: What the compute warpgroups read: keys and values that are not readied are the copied ones.
+        copied: What the producer warpgroup fills.
+        converted: What the consumer warpgroups read: keys and values that are not converted are the copied ones.
     """
 
-    formats: ExtendFormats
+    dtypes: ExtendDtypes
     operands: Operands
     copied: TilePair
-    ready: TilePair
+    converted: TilePair
 
-    def run(self, unit: Callable[[Any], Unit], rounds: Any) -> None:
-        """What the warpgroup does for all units of its block.
+    def run(self, work_tile: Callable[[Any], WorkTile], rounds: Any) -> None:
+        """What the warpgroup does for all work tiles of its block.
 
         Args:
-            unit: Gives the unit of a round.
+            work_tile: Gives the work tile of a round.
         """
-        turns = None
-        if self.formats.turns:
-            turns = KeyTurns.load(self.operands.turns, self.ready.keys.smem.shape[1])
+        rotation = None
+        if self.dtypes.rotates:
+            rotation = KeyRotation.load(self.operands.rotations, self.converted.keys.smem.shape[1])
 
-        def ready_unit(round, carry):
+        def convert_work_tile(round, carry):
             done, now = carry
-            following = unit(round + 1)  # read long before it is needed
+            following = work_tile(round + 1)  # read long before it is needed
             begun = now.begun(done)
 
             @pl.loop(jnp.int32(now.begin_tile), now.end_tile)
-            def ready_tile(tile):
-                if turns is not None:
-                    turn = functools.partial(turns.turn, tile=tile, first=turns.first(tile))
-                    self._ready(self.copied.keys, self.ready.keys, begun + tile, turn)
-                clear = functools.partial(self._clear, unit=now, tile=tile)
-                self._ready(self.copied.values, self.ready.values, begun + tile, clear)
+            def convert_tile(tile):
+                if rotation is not None:
+                    rotate = functools.partial(rotation.rotate, tile=tile, first=rotation.first(tile))
+                    self._convert(self.copied.keys, self.converted.keys, begun + tile, rotate)
+                clear = functools.partial(self._clear, work_tile=now, tile=tile)
+                self._convert(self.copied.values, self.converted.values, begun + tile, clear)
 
             return begun + now.end_tile, following
 
-        done, _ = lax.fori_loop(0, rounds, ready_unit, (jnp.int32(0), unit(0)))
-        if self.formats.widens:
-            # For the last of other tiles the memory warpgroup waits.
-            for ready in self.ready if self.formats.turns else [self.ready.values]:
+        done, _ = lax.fori_loop(0, rounds, convert_work_tile, (jnp.int32(0), work_tile(0)))
+        if self.dtypes.dequantises:
+            # For the last of other tiles the producer warpgroup waits.
+            for converted in self.converted if self.dtypes.rotates else [self.converted.values]:
 
-                @pl.loop(jnp.maximum(done, ready.stages), done + ready.stages)
-                def wait_for_the_last(step, ready=ready):
-                    plgpu.barrier_wait(ready.free.at[ready.stage(step)])
+                @pl.loop(jnp.maximum(done, converted.stages), done + converted.stages)
+                def wait_for_the_last(step, converted=converted):
+                    plgpu.barrier_wait(converted.empty.at[converted.stage(step)])
 
-    def _ready(self, copied: Tiles, ready: Tiles, step: Any, finish: Callable[[Any], None]) -> None:
+    def _convert(self, copied: Tiles, converted: Tiles, step: Any, finish: Callable[[Any], None]) -> None:
         """The next tile.
 
         Args:
             finish: Makes what there is to be made of it when it is in its place.
         """
-        source, target = copied.stage(step), ready.stage(step)
+        source, target = copied.stage(step), converted.stage(step)
         plgpu.barrier_wait(copied.full.at[source])
-        if self.formats.widens:
-            pl.when(step >= ready.stages)(lambda: plgpu.barrier_wait(ready.free.at[target]))
-            widen_tile(copied.smem.at[source], ready.smem.at[target])
-            plgpu.barrier_arrive(copied.free.at[source])
-        finish(ready.smem.at[target])
-        plgpu.barrier_arrive(ready.full.at[target])
+        if self.dtypes.dequantises:
+            pl.when(step >= converted.stages)(lambda: plgpu.barrier_wait(converted.empty.at[target]))
+            dequantise_tile(copied.smem.at[source], converted.smem.at[target])
+            plgpu.barrier_arrive(copied.empty.at[source])
+        finish(converted.smem.at[target])
+        plgpu.barrier_arrive(converted.full.at[target])
 
-    def _clear(self, values: Any, *, unit: Unit, tile: Any) -> None:
-        owned = unit.owns(tile, values.shape[0])
-        pl.when(jnp.logical_not(owned))(lambda: clear_unowned(values, unit, tile))
+    def _clear(self, values: Any, *, work_tile: WorkTile, tile: Any) -> None:
+        owned = work_tile.owns(tile, values.shape[0])
+        pl.when(jnp.logical_not(owned))(lambda: clear_unowned(values, work_tile, tile))

@@ -1,4 +1,4 @@
-"""The numbers of an extend kernel: what is stored, what is multiplied, and what comes out."""
+"""The dtypes of an extend kernel: of what is stored, multiplied, and put out."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from jattn_kernels.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtendFormats:
+class ExtendDtypes:
     """The dtypes of one kernel.
 
     Attributes:
@@ -18,9 +18,9 @@ class ExtendFormats:
         q_parts: How many numbers stand for one of a query, which is their sum: they are columns of the same row, part
             after part.
         kv: Of keys and values in memory.
-        product: Of values and probabilities in their product, and of keys that are turned.
+        product: Of values and probabilities in their product, and of keys that are rotated.
         out: Of the output.
-        turns: Whether keys are turned by their positions.
+        rotates: Whether keys are rotated by their positions.
     """
 
     q: Any
@@ -28,29 +28,29 @@ class ExtendFormats:
     kv: Any
     product: Any
     out: Any
-    turns: bool
+    rotates: bool
 
     @classmethod
-    def of(cls, q_dtype: Any, kv_dtype: Any, spec: AttentionSpec) -> "ExtendFormats":
-        """Those that serve queries and keys of some dtypes: fp8 keys are multiplied as they are unless turned."""
-        q, kv, turns = jnp.dtype(q_dtype), jnp.dtype(kv_dtype), spec.rope_theta is not None
+    def of(cls, q_dtype: Any, kv_dtype: Any, spec: AttentionSpec) -> "ExtendDtypes":
+        """Those that serve queries and keys of some dtypes: fp8 keys are multiplied as they are unless rotated."""
+        q, kv, rotates = jnp.dtype(q_dtype), jnp.dtype(kv_dtype), spec.rope_theta is not None
         if kv.itemsize > 1:
-            return cls(q, 1, kv, kv, q, turns)
+            return cls(q, 1, kv, kv, q, rotates)
         out, wide = jnp.dtype("bfloat16") if q.itemsize == 1 else q, jnp.dtype("float16")
-        if turns:
-            return cls(wide, 1, kv, wide, out, turns)
-        return cls(kv, num_parts(q, kv), kv, wide, out, turns)
+        if rotates:
+            return cls(wide, 1, kv, wide, out, rotates)
+        return cls(kv, num_parts(q, kv), kv, wide, out, rotates)
 
     @classmethod
-    def widest(cls, kv_itemsize: int, spec: AttentionSpec) -> "ExtendFormats":
+    def widest(cls, kv_itemsize: int, spec: AttentionSpec) -> "ExtendDtypes":
         """Those of keys of some size whose queries take the most memory."""
         if kv_itemsize > 1:
             return cls.of("bfloat16", "bfloat16", spec)
         return cls.of("float16", "float8_e5m2", spec)
 
     @property
-    def widens(self) -> bool:
-        """Whether values are widened before their product, and keys if they are turned."""
+    def dequantises(self) -> bool:
+        """Whether values are dequantised before their product, and keys if they are rotated."""
         return self.kv != self.product
 
     @property
@@ -59,19 +59,19 @@ class ExtendFormats:
         return self.q.itemsize == 1 and self.q_parts == 1
 
     @property
-    def readies(self) -> bool:
+    def converts(self) -> bool:
         """Whether there is anything to be done with tiles between copy and product, besides clearing."""
-        return self.widens or self.turns
+        return self.dequantises or self.rotates
 
     @property
-    def with_wide_queries(self) -> "ExtendFormats":
-        """Those of queries for keys that will be widened, whether they are turned or not."""
+    def with_wide_queries(self) -> "ExtendDtypes":
+        """Those of queries for keys that will be dequantised, whether they are rotated or not."""
         return dataclasses.replace(self, q=self.product, q_parts=1)
 
     @property
-    def made_ready(self) -> "ExtendFormats":
-        """Those of a kernel over keys and values that have been turned and widened before it."""
-        return dataclasses.replace(self, kv=self.product, turns=False)
+    def after_prepass(self) -> "ExtendDtypes":
+        """Those of a kernel over keys and values that have been rotated and dequantised before it."""
+        return dataclasses.replace(self, kv=self.product, rotates=False)
 
     def query_columns(self, head_dim: int) -> int:
         """Columns of a row of queries; of 8 bits with some without meaning, so that they are a multiple of 128."""
@@ -79,5 +79,5 @@ class ExtendFormats:
         return columns if self.q.itemsize > 1 else columns + -columns % 128
 
     def columns_at_once(self, head_dim: int) -> int:
-        """Columns of q and k that a tile holds side by side: turned keys are read by halves."""
-        return head_dim // 2 if self.turns else head_dim
+        """Columns of q and k that a tile holds side by side: rotated keys are read by halves."""
+        return head_dim // 2 if self.rotates else head_dim

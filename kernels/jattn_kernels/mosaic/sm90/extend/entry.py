@@ -1,4 +1,4 @@
-"""Extend on Hopper: the work list, what the kernel reads, and its results put back in their places."""
+"""Host side of extend on Hopper: the schedule, the kernel's operands, and results put back in their places."""
 
 import functools
 
@@ -7,15 +7,15 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.merge import sink_share
-from jattn_kernels.mosaic.sm90.common.key_rotation import TurnTables
+from jattn_kernels.mosaic.sm90.common.key_rotation import RotationTables
 from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, rows_of_best_copy
 from jattn_kernels.mosaic.sm90.decode.split_kv import stacked
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.kernel import ExtendKernel
-from jattn_kernels.mosaic.sm90.extend.prepass import made_ready, readies_ahead, turned_rows
+from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass, prepass, rotated_rows
 from jattn_kernels.mosaic.sm90.extend.queries import Queries, prepared
-from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
 from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendSchedule,
     ExtendTiles,
@@ -42,7 +42,7 @@ def make_schedule(
     Args:
         num_tokens: Rows of q, padded tokens included.
     """
-    sizes = choose_tiles(spec, ExtendFormats.widest(kv_itemsize, spec))
+    sizes = choose_tiles(spec, ExtendDtypes.widest(kv_itemsize, spec))
     return extend_schedule(seq_lens, cu_q_lens, AttentionOptions(), spec=spec, num_tokens=num_tokens, sizes=sizes)
 
 
@@ -63,20 +63,18 @@ def paged_extend(
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    formats = multiplied = ExtendFormats.of(q.dtype, k_pages.dtype, spec)
+    dtypes = multiplied = ExtendDtypes.of(q.dtype, k_pages.dtype, spec)
     (num_seqs, max_pages), num_tokens = page_table.shape, q.shape[0]
     max_keys = max_pages * page_size
-    ahead = readies_ahead(
-        spec, formats, page_size=page_size, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys
-    )
+    ahead = has_prepass(spec, dtypes, page_size=page_size, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys)
     if ahead:
-        formats = formats.with_wide_queries
-        multiplied = formats.made_ready
+        dtypes = dtypes.with_wide_queries
+        multiplied = dtypes.after_prepass
     sizes = choose_tiles(spec, multiplied)
     if (reason := sizes.refuses(spec, multiplied, page_size)) is not None:
         raise NotImplementedError(reason)
     schedule = options.schedule
-    # A schedule does not know whether keys of 8 bits will be widened ahead, and then be multiplied in larger tiles.
+    # A schedule does not know whether keys of 8 bits will be dequantised ahead, and then be multiplied in larger tiles.
     if schedule is None or is_own(spec, options) or (ahead and schedule.block_kv != sizes.block_kv):
         schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=num_tokens, sizes=sizes)
     num_keys = _whole_tiles(max_keys, sizes)
@@ -84,14 +82,14 @@ def paged_extend(
     if options.custom_mask is not None:
         mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=num_tokens, num_keys=num_keys)
     position = None
-    if formats.turns:
+    if dtypes.rotates:
         position = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens).position
-    queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
-    copies, places = PageCopies.of(spec, sizes.block_kv, page_size, _most_rows(spec, formats)), page_table
+    queries = prepared(q, cu_q_lens, options, position, spec=spec, dtypes=dtypes)
+    copies, places = PageCopies.of(spec, sizes.block_kv, page_size, _most_rows(spec, dtypes)), page_table
     keys_and_values = stacked(k_pages, v_pages, options.layer_index)
     if ahead:
-        keys_and_values, places, copies = made_ready(
-            keys_and_values, page_table, seq_lens, spec=spec, formats=formats, copies=copies
+        keys_and_values, places, copies = prepass(
+            keys_and_values, page_table, seq_lens, spec=spec, dtypes=dtypes, copies=copies
         )
     kernel = ExtendKernel(spec, sizes, copies, multiplied)
     return _extend(kernel, queries, keys_and_values, places, schedule, options, mask, num_keys=num_keys)
@@ -112,9 +110,9 @@ def ragged_extend(
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    formats = multiplied = ExtendFormats.of(q.dtype, k.dtype, spec)
-    if formats.turns:
-        multiplied = formats.made_ready
+    dtypes = multiplied = ExtendDtypes.of(q.dtype, k.dtype, spec)
+    if dtypes.rotates:
+        multiplied = dtypes.after_prepass
     sizes = choose_tiles(spec, multiplied)
     if (reason := sizes.refuses(spec, multiplied, None)) is not None:
         raise NotImplementedError(reason)
@@ -124,11 +122,11 @@ def ragged_extend(
         starts, source = aligned(cu_kv_lens, k.shape[1])
         k, v = (rows.at[layer, source].get(mode="fill", fill_value=0)[None] for rows in (k, v))
         layer = jnp.zeros_like(layer)
-    if formats.turns:
-        layer, k, v = turned_rows((layer, k, v), starts, spec=spec, formats=formats)
-    hidden = starts[:-1] % TILED_ROWS
+    if dtypes.rotates:
+        layer, k, v = rotated_rows((layer, k, v), starts, spec=spec, dtypes=dtypes)
+    leading_rows = starts[:-1] % TILED_ROWS
     schedule = extend_schedule(
-        seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes, hidden=hidden
+        seq_lens, cu_q_lens, options, spec=spec, num_tokens=q.shape[0], sizes=sizes, leading_rows=leading_rows
     )
     num_rows = k.shape[1]
     num_keys = _whole_tiles(num_rows + TILED_ROWS, sizes)
@@ -140,16 +138,16 @@ def ragged_extend(
             cu_q_lens,
             num_tokens=q.shape[0],
             num_keys=num_keys,
-            hidden=hidden,
+            leading_rows=leading_rows,
         )
     # A copy may pass the end of an array, but may not be larger than it.
     missing = max(sizes.block_kv - num_rows, -num_rows % TILED_ROWS)
     if missing:
         k, v = (jnp.pad(rows, ((0, 0), (0, missing), (0, 0), (0, 0))) for rows in (k, v))
     position = None
-    if formats.turns:
-        position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0], hidden).position
-    queries = prepared(q, cu_q_lens, options, position, spec=spec, formats=formats)
+    if dtypes.rotates:
+        position = token_bounds(seq_lens, cu_q_lens, options, spec, q.shape[0], leading_rows).position
+    queries = prepared(q, cu_q_lens, options, position, spec=spec, dtypes=dtypes)
     copies = RowCopies(sizes.block_kv, min(sizes.block_kv, _most_rows(spec, multiplied)))
     kernel = ExtendKernel(spec, sizes, copies, multiplied)
     return _extend(kernel, queries, (layer, k, v), starts, schedule, options, mask, num_keys=num_keys)
@@ -174,7 +172,7 @@ def _extend(
         num_keys: Keys a sequence at most, in whole tiles.
     """
     spec, heads, tile_tokens = kernel.spec, kernel.heads, kernel.tile_tokens
-    assert (schedule.block_kv, schedule.block_tokens) == (kernel.sizes.block_kv, COMPUTE_WARPGROUPS * tile_tokens)
+    assert (schedule.block_kv, schedule.block_tokens) == (kernel.sizes.block_kv, CONSUMER_WARPGROUPS * tile_tokens)
     q, num_tokens = queries.columns, queries.columns.shape[0]
     # A copy may pass the end of an array, but may not be larger than it.
     missing = max(0, tile_tokens - num_tokens)
@@ -182,15 +180,15 @@ def _extend(
     slopes, rows = options.alibi_slopes, schedule.rows
     scaled = queries.factor is None and (options.q_scale is not None or options.k_scale is not None)
     by_row = functools.partial(
-        of_rows, first_token=schedule.items[:, 1], block_tokens=schedule.block_tokens, heads=heads
+        of_rows, first_token=schedule.query_blocks[:, 1], block_tokens=schedule.block_tokens, heads=heads
     )
     operands = Operands(
         q=jnp.pad(q, ((0, missing), (0, 0), (0, 0))) if missing else q,
         k=k,
         v=v,
         places=places,
-        items=schedule.items,
-        num_items=schedule.num_items,
+        query_blocks=schedule.query_blocks,
+        num_query_blocks=schedule.num_query_blocks,
         layer=layer,
         rows=rows if rows is None or slopes is not None else rows._replace(position=None),
         slopes=None if slopes is None else _slopes(slopes, spec, heads),
@@ -199,7 +197,7 @@ def _extend(
         if options.v_scale is None
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
         mask=None if mask is None else by_row(mask),
-        turns=TurnTables.of(num_keys, spec, kernel.formats.kv) if kernel.formats.turns else None,
+        rotations=RotationTables.of(num_keys, spec, kernel.dtypes.kv) if kernel.dtypes.rotates else None,
         row_factor=None if queries.factor is None else by_row(queries.factor),
     )
     out, lse = kernel(operands)
@@ -211,9 +209,9 @@ def _extend(
     return out, lse
 
 
-def _most_rows(spec: AttentionSpec, formats: ExtendFormats) -> int:
+def _most_rows(spec: AttentionSpec, dtypes: ExtendDtypes) -> int:
     """Keys that one copy brings at most."""
-    return rows_of_best_copy(max(spec.head_dim, spec.value_dim), formats.kv)
+    return rows_of_best_copy(max(spec.head_dim, spec.value_dim), dtypes.kv)
 
 
 def _whole_tiles(num_keys: int, sizes: ExtendTiles) -> int:

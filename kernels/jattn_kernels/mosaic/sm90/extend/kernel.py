@@ -1,14 +1,15 @@
-"""The kernel of extend on Hopper: ragged queries over keys, two warpgroups that take turns at the tensor core.
+"""The kernel of extend on Hopper: ragged queries over keys, FlashAttention-3's two consumers in ping-pong.
 
-grid (blocks)             as many as the GPU has SMs; each takes every blocks-th unit of work, the longest first
-  a unit                  an item of the schedule (up to `block_tokens` tokens of one request) and a block of heads
-  memory warpgroup        TMA: the next unit's q, then k and v a tile of `block_kv` keys at a time, some tiles ahead
-  compute warpgroups      64 rows each: S = q k^T, online softmax in base 2, acc += P v; then acc / sum and lse out
-  q_full, q_free          memory -> compute, and back: a warpgroup's q has arrived; is in the form that wgmma reads
-  k_full, v_full          memory -> compute: the copies of a tile have arrived, and v holds nothing but the request's
-  k_free, v_free          both compute -> memory: the tile may be overwritten
-  turn                    compute <-> compute: while one multiplies, the other does its softmax
-  readying warpgroup      only where numbers are fp8 or keys are turned: between memory and compute, `extend_ready`
+grid (blocks)             persistent: one an SM; each takes every blocks-th work tile, the longest first
+  a work tile             a query block (up to `block_tokens` tokens of one request) and a block of heads
+  producer warpgroup      TMA: the next work tile's q, then k and v a tile of `block_kv` keys at a time, tiles ahead
+  consumer warpgroups     64 rows each: S = q k^T, online softmax in base 2, acc += P v; epilogue: acc / l_i and lse out
+  q_full, q_empty         producer -> consumer, and back: a warpgroup's q has arrived; is in the form that wgmma reads
+  k_full, v_full          producer -> consumer: the copies of a tile have arrived, and v holds only the request's rows
+  k_empty, v_empty        both consumers -> producer: the tile may be overwritten
+  schedule_barrier        consumer <-> consumer: while one multiplies, the other does its softmax (ping-pong, Shah et
+                          al. 2024; the online softmax itself is Milakov & Gimelshein's of 2018)
+  converter warpgroup     only where values are fp8 or keys are rotated: between producer and consumers, `converter`
 shared memory: q of both as it arrives and as wgmma reads it, tiles of k and of v; the output takes q's place
 
 A tile's 64 rows are some heads of one group times as many tokens as fit, head by head: so a prompt reads its prefix
@@ -16,12 +17,12 @@ once a kv head even if it has only a few tokens, and the warpgroups of a long on
 begin at any token, while wgmma's tiles are made of 8 rows: queries and results pass through untiled staging memory,
 where any row may begin, rather than through copies in XLA, which would read and write all of q and out once more.
 
-Of a request's tiles of keys a unit reads those that some row of it sees, and a warpgroup skips what no row of its own
-sees. Only tiles that some of its rows do not see whole are masked; where neither window nor chunk, mask nor position
-is given, one number a unit tells which.
+Of a request's tiles of keys a work tile reads those that some row of it sees, and a warpgroup skips what no row of its
+own sees. Only tiles that some of its rows do not see whole are masked; where neither window nor chunk, mask nor
+position is given, one number a work tile tells which.
 
-fp8 keys are multiplied as they are, with queries that are sums of such numbers; fp8 values are widened to float16,
-which holds them exactly, and so are keys that are turned. Features that a call does not use leave nothing in its
+fp8 keys are multiplied as they are, with queries that are sums of such numbers; fp8 values are dequantised to float16,
+which holds them exactly, and so are keys that are rotated. Features that a call does not use leave nothing in its
 kernel.
 """
 
@@ -39,36 +40,36 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E
 from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, PageCopies
-from jattn_kernels.mosaic.sm90.extend.converter import ExtendReady
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend.producer import ExtendMemory
-from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS
+from jattn_kernels.mosaic.sm90.extend.converter import Converter
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
+from jattn_kernels.mosaic.sm90.extend.producer import Producer
+from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendTiles,
     heads_per_tile,
     staged_pieces,
 )
-from jattn_kernels.mosaic.sm90.extend.shared_memory import ExtendScratch, extend_scratch
-from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, TileRows, Tiles, Unit
+from jattn_kernels.mosaic.sm90.extend.shared_memory import SharedMemory, shared_memory
+from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, TileRows, Tiles, WorkTile
 from jattn_kernels.spec import AttentionSpec
 
-_MEMORY, _READYING = COMPUTE_WARPGROUPS, COMPUTE_WARPGROUPS + 1  # numbers of warpgroups
+_PRODUCER, _CONVERTER = CONSUMER_WARPGROUPS, CONSUMER_WARPGROUPS + 1  # numbers of warpgroups
 
 
 class _Registers(NamedTuple):
     """Of a thread of each warpgroup; those of all threads of a block are 65,536 at most."""
 
-    compute: int
-    memory: int
-    readying: int = 0
+    consumer: int
+    producer: int
+    converter: int = 0
 
 
-def _registers(formats: ExtendFormats) -> _Registers:
-    if not formats.readies:
-        return _Registers(compute=232, memory=40)
-    if not formats.turns:
-        return _Registers(compute=208, memory=24, readying=72)
-    return _Registers(compute=192, memory=24, readying=104)
+def _registers(dtypes: ExtendDtypes) -> _Registers:
+    if not dtypes.converts:
+        return _Registers(consumer=232, producer=40)
+    if not dtypes.rotates:
+        return _Registers(consumer=208, producer=24, converter=72)
+    return _Registers(consumer=192, producer=24, converter=104)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +78,13 @@ class ExtendKernel:
 
     Attributes:
         copies: Of a tile of keys or values.
-        formats: Dtypes.
+        dtypes: Dtypes.
     """
 
     spec: AttentionSpec
     sizes: ExtendTiles
     copies: PageCopies | RowCopies
-    formats: ExtendFormats
+    dtypes: ExtendDtypes
 
     @property
     def heads(self) -> int:
@@ -99,30 +100,32 @@ class ExtendKernel:
     def value_parts(self) -> list[Any]:
         """Columns of the products with values, those of one product together."""
         # Of four warpgroups none starts with more than 128 registers, which no instruction's operands may exceed.
-        most = 128 if self.formats.readies and self.spec.value_dim > 192 else self.spec.value_dim
+        most = 128 if self.dtypes.converts and self.spec.value_dim > 192 else self.spec.value_dim
         return [pl.ds(column, most) for column in range(0, self.spec.value_dim, most)]
 
     @property
     def head_blocks(self) -> int:
         return self.spec.num_q_heads // self.heads
 
-    def blocks(self, num_items: int) -> int:
+    def blocks(self, num_query_blocks: int) -> int:
         """Blocks of the grid."""
-        return min(self.sizes.blocks, num_items * self.head_blocks)
+        return min(self.sizes.blocks, num_query_blocks * self.head_blocks)
 
     def __call__(self, operands: Operands):
-        """Output by token, and lse of each item's rows: float32 [items, blocks of heads, warpgroups, 64]."""
-        num_items = operands.items.shape[0]
+        """Output by token, and float32 lse of each query block's rows: [query blocks, head blocks, warpgroups, 64]."""
+        num_query_blocks = operands.query_blocks.shape[0]
         leaves, tree = jax.tree.flatten(operands)
         run = launch.kernel(
             functools.partial(self._entry, tree),
             out_type=[
-                jax.ShapeDtypeStruct((*operands.q.shape[:2], self.spec.value_dim), self.formats.out),
-                jax.ShapeDtypeStruct((num_items, self.head_blocks, COMPUTE_WARPGROUPS, WGMMA_ROWS), jnp.float32),
+                jax.ShapeDtypeStruct((*operands.q.shape[:2], self.spec.value_dim), self.dtypes.out),
+                jax.ShapeDtypeStruct(
+                    (num_query_blocks, self.head_blocks, CONSUMER_WARPGROUPS, WGMMA_ROWS), jnp.float32
+                ),
             ],
-            grid=(self.blocks(num_items),),
+            grid=(self.blocks(num_query_blocks),),
             grid_names=("block",),
-            num_threads=_READYING + 1 if self.formats.readies else _MEMORY + 1,
+            num_threads=_CONVERTER + 1 if self.dtypes.converts else _PRODUCER + 1,
             kernel_name="paged_extend",
         )
         return run(*leaves)
@@ -131,37 +134,42 @@ class ExtendKernel:
         operands, out_refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         pl.run_scoped(
             functools.partial(self._body, operands, out_refs),
-            extend_scratch(self.spec, self.sizes, self.formats, copies=self.copies.copies, heads=self.heads),
+            shared_memory(self.spec, self.sizes, self.dtypes, copies=self.copies.copies, heads=self.heads),
             collective_axes="warpgroup",
         )
 
-    def _body(self, operands: Operands, out_refs, scratch: ExtendScratch):
-        items_ref, (out_ref, lse_ref) = operands.items, out_refs
-        (q_smem, out_smem), q_staging, p_smem, turn = scratch.q_and_out, scratch.q_staging, scratch.p, scratch.turn
-        ready = TilePair(*map(_over, scratch.readied, scratch.copied))
-        registers = _registers(self.formats)
+    def _body(self, operands: Operands, out_refs, scratch: SharedMemory):
+        query_blocks_ref, (out_ref, lse_ref) = operands.query_blocks, out_refs
+        (q_smem, out_smem), q_staging, p_smem, schedule_barrier = (
+            scratch.q_and_out,
+            scratch.q_staging,
+            scratch.p,
+            scratch.schedule_barrier,
+        )
+        converted = TilePair(*map(_over, scratch.converted, scratch.copied))
+        registers = _registers(self.dtypes)
         warpgroup = lax.axis_index("warpgroup")
-        units = operands.num_items[0] * self.head_blocks
-        block, blocks = lax.axis_index("block"), self.blocks(items_ref.shape[0])
+        work_tiles = operands.num_query_blocks[0] * self.head_blocks
+        block, blocks = lax.axis_index("block"), self.blocks(query_blocks_ref.shape[0])
 
         def number(round):
             """Back and forth, so that no block always has the longest of each round."""
             backwards = lax.rem(round, 2) == 1
             return round * blocks + jnp.where(backwards, blocks - 1 - block, block)
 
-        whole_rounds = lax.div(units, blocks)
-        rounds = whole_rounds + jnp.where(number(whole_rounds) < units, 1, 0)
+        whole_rounds = lax.div(work_tiles, blocks)
+        rounds = whole_rounds + jnp.where(number(whole_rounds) < work_tiles, 1, 0)
 
-        def unit(round):
-            of = jnp.minimum(number(round), items_ref.shape[0] * self.head_blocks - 1)
-            item = lax.div(of, self.head_blocks)
-            fields = (items_ref[item, field] for field in range(items_ref.shape[1]))
-            return Unit(item, lax.rem(of, self.head_blocks), *fields)
+        def work_tile(round):
+            of = jnp.minimum(number(round), query_blocks_ref.shape[0] * self.head_blocks - 1)
+            query_block = lax.div(of, self.head_blocks)
+            fields = (query_blocks_ref[query_block, field] for field in range(query_blocks_ref.shape[1]))
+            return WorkTile(query_block, lax.rem(of, self.head_blocks), *fields)
 
-        @pl.when(warpgroup == _MEMORY)
-        def memory():
-            plgpu.set_max_registers(registers.memory, action="decrease")
-            memory = ExtendMemory(
+        @pl.when(warpgroup == _PRODUCER)
+        def producer():
+            plgpu.set_max_registers(registers.producer, action="decrease")
+            producer = Producer(
                 self.spec,
                 self.sizes,
                 self.copies,
@@ -170,29 +178,29 @@ class ExtendKernel:
                 operands,
                 q_staging,
                 scratch.q_full,
-                scratch.q_free,
+                scratch.q_empty,
                 scratch.copied,
                 scratch.last_v_full,
             )
-            memory.run(unit, rounds)
+            producer.run(work_tile, rounds)
 
-        if self.formats.readies:
+        if self.dtypes.converts:
 
-            @pl.when(warpgroup == _READYING)
-            def readying():
-                plgpu.set_max_registers(registers.readying, action="decrease")
-                ExtendReady(self.formats, operands, scratch.copied, ready).run(unit, rounds)
+            @pl.when(warpgroup == _CONVERTER)
+            def converter():
+                plgpu.set_max_registers(registers.converter, action="decrease")
+                Converter(self.dtypes, operands, scratch.copied, converted).run(work_tile, rounds)
 
-        @pl.when(warpgroup < COMPUTE_WARPGROUPS)
-        def compute():
-            plgpu.set_max_registers(registers.compute, action="increase")
+        @pl.when(warpgroup < CONSUMER_WARPGROUPS)
+        def consumer():
+            plgpu.set_max_registers(registers.consumer, action="increase")
             own = (None if ref is None else ref.at[warpgroup] for ref in (q_smem, q_staging, p_smem, out_smem))
             own_q, own_staging, own_p, own_out = own
 
-            def attend_unit(round, carry):
+            def attend_work_tile(round, carry):
                 done, now = carry
                 begun = now.begun(done)
-                following = unit(round + 1)  # read long before it is needed
+                following = work_tile(round + 1)  # read long before it is needed
                 skipped = warpgroup * self.tile_tokens
                 tokens = jnp.clip(now.tokens - skipped, 0, self.tile_tokens)
                 rows = TileRows.load(
@@ -206,41 +214,41 @@ class ExtendKernel:
                     tokens=tokens,
                     limit=now.limit + skipped,
                 )
-                arrived, taken = scratch.q_full.at[warpgroup], scratch.q_free.at[warpgroup]
+                arrived, taken = scratch.q_full.at[warpgroup], scratch.q_empty.at[warpgroup]
                 self._take_queries(own_staging, own_q, arrived, taken, rows)
-                pl.when(warpgroup == 1)(lambda: self._pass(turn))
-                acc, top, total = self._attend(own_q, ready, own_p, turn, now, rows, begun)
-                pl.when(warpgroup == 0)(lambda: self._pass(turn))
+                pl.when(warpgroup == 1)(lambda: self._perform_schedule_barrier(schedule_barrier))
+                acc, m_i, l_i = self._attend(own_q, converted, own_p, schedule_barrier, now, rows, begun)
+                pl.when(warpgroup == 0)(lambda: self._perform_schedule_barrier(schedule_barrier))
 
                 @pl.when(tokens > 0)
                 def store_results():
-                    empty = top == -jnp.inf
-                    safe_total = jnp.where(empty, 1.0, total)
-                    lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(safe_total)) / LOG2E)
-                    lse_ref[now.item, now.heads, warpgroup] = lse
-                    share = 1.0 / safe_total
+                    empty = m_i == -jnp.inf
+                    safe_l_i = jnp.where(empty, 1.0, l_i)
+                    lse = jnp.where(empty, -jnp.inf, (m_i + jnp.log2(safe_l_i)) / LOG2E)
+                    lse_ref[now.query_block, now.heads, warpgroup] = lse
+                    share = 1.0 / safe_l_i
                     if operands.out_factor is not None:
                         share = share * operands.out_factor[self._kv_head(now)]
-                    outs = [(part * _spread(share, part)).astype(self.formats.out) for part in acc]
+                    outs = [(part * _spread(share, part)).astype(self.dtypes.out) for part in acc]
                     self._store_rows(outs, out_ref, now.first + skipped, tokens, now.heads * self.heads, own_out)
 
                 return begun + now.end_tile, following
 
-            lax.fori_loop(0, rounds, attend_unit, (jnp.int32(0), unit(0)))
+            lax.fori_loop(0, rounds, attend_work_tile, (jnp.int32(0), work_tile(0)))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _take_queries(self, staging, q_smem, q_full, q_free, rows):
-        """Rows of a tile into the form that wgmma reads."""
+    def _take_queries(self, staging, q_smem, q_full, q_empty, rows):
+        """Prologue: rows of a tile into the form that wgmma reads."""
         width = staging.shape[-1]
-        layout = plgpu.Layout.WGMMA_UPCAST_2X if self.formats.q.itemsize == 1 else plgpu.Layout.WGMMA
-        for column in staged_pieces(self.formats.query_columns(self.spec.head_dim), width):
+        layout = plgpu.Layout.WGMMA_UPCAST_2X if self.dtypes.q.itemsize == 1 else plgpu.Layout.WGMMA
+        for column in staged_pieces(self.dtypes.query_columns(self.spec.head_dim), width):
             plgpu.barrier_wait(q_full)
             q = plgpu.load(staging, layout=layout, optimized=False)
-            plgpu.wait_smem_to_gmem(0)  # the last unit's output lies where q goes
+            plgpu.wait_smem_to_gmem(0)  # the last work tile's output lies where q goes
             # Where only a scale makes logits of products, the largest is taken before it scales.
             q_smem[:, pl.ds(column, width)] = -q if rows.is_negated else q
             plgpu.commit_smem()
-            plgpu.barrier_arrive(q_free)
+            plgpu.barrier_arrive(q_empty)
 
     def _store_rows(self, outs, out_ref, first, tokens, head, staging):
         """The first `tokens` tokens of each head: those behind them belong to another block."""
@@ -263,9 +271,9 @@ class ExtendKernel:
                         target = out_ref.at[pl.ds(first + done, size), head + h, pl.ds(column, width)]
                         plgpu.copy_smem_to_gmem(staging.at[pl.ds(h * self.tile_tokens + done, size)], target)
 
-    def _attend(self, q_smem, ready, p_smem, turn, unit, rows, begun):
-        """Unnormalised output, largest scaled score (base 2) and sum of each row."""
-        keys, values = ready
+    def _attend(self, q_smem, converted, p_smem, schedule_barrier, work_tile, rows, begun):
+        """Unnormalised output acc, largest scaled score m_i (base 2) and sum l_i of each row."""
+        keys, values = converted
         block_kv, head_dim = self.sizes.block_kv, self.spec.head_dim
         factor, only_scaled = rows.scale, rows.only_scaled
         per_row = plgpu.Layout.WGMMA.reduce(1)
@@ -275,59 +283,61 @@ class ExtendKernel:
             pl.when(tile < end)(lambda: plgpu.barrier_wait(keys.full.at[keys.stage(begun + tile)]))
 
         def attend_tile(tile, carry, masked):
-            acc, top, total = carry
+            acc, m_i, l_i = carry
             k_stage, v_stage = keys.stage(begun + tile), values.stage(begun + tile)
             mask = rows.mask_words(tile)
 
             def scores(ref):
-                for part in range(self.formats.q_parts):
+                for part in range(self.dtypes.q_parts):
                     q = q_smem if q_smem.shape[-1] == head_dim else q_smem.at[:, pl.ds(part * head_dim, head_dim)]
                     plgpu.wgmma(ref, q, keys.smem.at[k_stage].transpose((1, 0)))
-                self._pass(turn)
+                self._perform_schedule_barrier(schedule_barrier)
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(WGMMA_ROWS, block_kv))
-            plgpu.barrier_arrive(keys.free.at[k_stage])
+            plgpu.barrier_arrive(keys.empty.at[k_stage])
             if masked or not only_scaled:
                 seen = rows.visible(tile, mask) if masked else None
                 s = s * rows.spread(factor) if only_scaled else rows.logits(s, tile)
                 s = s if seen is None else jnp.where(seen, s, -jnp.inf)
-                new_top = jnp.maximum(top, s.max(axis=1))
-                shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+                m_new = jnp.maximum(m_i, s.max(axis=1))
+                shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
                 p = jnp.exp2(s - lax.broadcast_in_dim(shift, s.shape, [0]))
             else:
-                new_top = shift = jnp.maximum(top, s.max(axis=1) * factor)
+                m_new = shift = jnp.maximum(m_i, s.max(axis=1) * factor)
                 p = jnp.exp2(
                     s * rows.spread(factor) - lax.broadcast_in_dim(shift, s.shape, [0])
                 )  # one fused multiply-add each
-            keep = jnp.exp2(top - shift)
-            acc = [part * _spread(keep, part) for part in acc]
-            total = total * keep
-            probabilities = p.astype(self.formats.product)
+            alpha = jnp.exp2(m_i - shift)
+            acc = [part * _spread(alpha, part) for part in acc]
+            l_i = l_i * alpha
+            probabilities = p.astype(self.dtypes.product)
+            # The order is measured, not derived, as JAX's attention_mgpu says of its own: the sum before the schedule
+            # barrier, and held there by another one, where the accumulator is narrow; behind it where it is wide.
             if self.spec.value_dim <= 128:
-                total = total + p.sum(axis=1)
-                acc, total, new_top, probabilities = lax.optimization_barrier((acc, total, new_top, probabilities))
-            plgpu.barrier_arrive(turn)
+                l_i = l_i + p.sum(axis=1)
+                acc, l_i, m_new, probabilities = lax.optimization_barrier((acc, l_i, m_new, probabilities))
+            plgpu.barrier_arrive(schedule_barrier)
             plgpu.barrier_wait(values.full.at[v_stage])
-            plgpu.barrier_wait(turn)
+            plgpu.barrier_wait(schedule_barrier)
             if self.spec.value_dim > 128:
-                total = total + p.sum(axis=1)
+                l_i = l_i + p.sum(axis=1)
             next_k = functools.partial(wait_for_k, tile + 1, spans[-1][1])
             v_smem, products = values.smem.at[v_stage], []
             for part, columns in zip(acc, self.value_parts, strict=True):
                 v = v_smem.at[:, columns] if len(acc) > 1 else v_smem
                 last = len(products) + 1 == len(acc)
                 products.append(tiles.add_product(part, probabilities, v, p_smem, next_k if last else lambda: None))
-            plgpu.barrier_arrive(values.free.at[v_stage])
-            return products, new_top, total
+            plgpu.barrier_arrive(values.empty.at[v_stage])
+            return products, m_new, l_i
 
         def skip_tile(tile):
             """Keeps the others' time: the memory and the other warpgroup still have this tile to do."""
-            for each in ready:
+            for each in converted:
                 stage = each.stage(begun + tile)
                 plgpu.barrier_wait(each.full.at[stage])
-                plgpu.barrier_arrive(each.free.at[stage])
-                self._pass(turn)
+                plgpu.barrier_arrive(each.empty.at[stage])
+                self._perform_schedule_barrier(schedule_barrier)
 
         carry = (
             [
@@ -346,12 +356,12 @@ class ExtendKernel:
         pl.loop(*spans[-1][1:])(skip_tile)
         return carry
 
-    def _kv_head(self, unit):
-        return unit.kv_head(self.spec, self.heads)
+    def _kv_head(self, work_tile):
+        return work_tile.kv_head(self.spec, self.heads)
 
-    def _pass(self, turn):
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+    def _perform_schedule_barrier(self, schedule_barrier):
+        plgpu.barrier_arrive(schedule_barrier)
+        plgpu.barrier_wait(schedule_barrier)
 
 
 def _spread(of_rows: jax.Array, part: jax.Array) -> jax.Array:

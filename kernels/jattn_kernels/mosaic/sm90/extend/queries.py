@@ -1,4 +1,4 @@
-"""Extend's queries, in XLA: turned by their positions, and in numbers that are multiplied with keys of 8 bits."""
+"""Extend's queries, in XLA: rotated by their positions, and in numbers that are multiplied with keys of 8 bits."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.decode.rows import in_parts, in_range
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.rows import owners
 from jattn_kernels.rope import rotate, shrink_of
 from jattn_kernels.scales import logit_factors
@@ -18,8 +18,8 @@ class Queries(NamedTuple):
     """Queries as the kernel reads them.
 
     Attributes:
-        columns: Of each token and head, `formats.q_parts` numbers for each one of its row, part after part, and
-            columns without meaning where `formats.query_columns` asks for them.
+        columns: Of each token and head, `dtypes.q_parts` numbers for each one of its row, part after part, and
+            columns without meaning where `dtypes.query_columns` asks for them.
         factor: What the products of each token with a key head are multiplied with; None where keys are as wide as
             queries, and `logit_factors` says that.
     """
@@ -35,18 +35,18 @@ def prepared(
     position: Int[Array, " T"] | None,
     *,
     spec: AttentionSpec,
-    formats: ExtendFormats,
+    dtypes: ExtendDtypes,
 ) -> Queries:
-    """Queries turned, and as numbers that are multiplied with fp8 keys, where either is asked for.
+    """Queries rotated, and as numbers that are multiplied with fp8 keys, where either is asked for.
 
     What is made of a token does not depend on other tokens, neither of its batch nor of its chunk of a prompt.
 
     Args:
-        position: Where queries are turned, their own numbers among the keys: how far they are from a key is all that
+        position: Where queries are rotated, their own numbers among the keys: how far they are from a key is all that
             matters.
     """
-    if not formats.widens:
-        return Queries(q if position is None else _turned(q, position, spec), None)
+    if not dtypes.dequantises:
+        return Queries(q if position is None else _rotated(q, position, spec), None)
     num_tokens = q.shape[0]
     factor = logit_factors(options, spec)
     if factor.shape[0] > 1:
@@ -54,20 +54,20 @@ def prepared(
     # A factor that is not negative may be applied after the largest product of a row is taken.
     is_negative = jnp.broadcast_to(factor * spec.scale < 0, (num_tokens, spec.num_kv_heads))
     q = jnp.where(jnp.repeat(is_negative, spec.group_size, axis=1)[..., None], -q, q)
-    if formats.q.itemsize == 1:
-        parts, size = in_parts(q[:, None], formats.q, spec)
+    if dtypes.q.itemsize == 1:
+        parts, size = in_parts(q[:, None], dtypes.q, spec)
         columns = jnp.concatenate(parts, axis=-1)[:, 0]
-        unused = formats.query_columns(spec.head_dim) - columns.shape[-1]
+        unused = dtypes.query_columns(spec.head_dim) - columns.shape[-1]
         columns = jnp.pad(columns, ((0, 0), (0, 0), (0, unused))) if unused else columns
     else:
-        whole, size = in_range(q[:, None], formats.q, spec)
+        whole, size = in_range(q[:, None], dtypes.q, spec)
         columns = whole[:, 0]
         if position is not None:
-            columns = _turned(columns, position, spec)
-            size = size * shrink_of(formats.kv)
+            columns = _rotated(columns, position, spec)
+            size = size * shrink_of(dtypes.kv)
     return Queries(columns, (jnp.where(is_negative, -factor, factor) * size).T)
 
 
-def _turned(q: Float[Array, "T N H"], position: Int[Array, " T"], spec: AttentionSpec) -> Float[Array, "T N H"]:
+def _rotated(q: Float[Array, "T N H"], position: Int[Array, " T"], spec: AttentionSpec) -> Float[Array, "T N H"]:
     assert spec.rope_theta is not None
     return rotate(q[None], position[None], theta=spec.rope_theta, scale=spec.rope_scale)[0]

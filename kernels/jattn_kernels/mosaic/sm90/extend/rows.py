@@ -13,12 +13,12 @@ from jattn_kernels.lowering.key_bounds import KeyBounds, key_bounds
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.spec import AttentionSpec
 
-COMPUTE_WARPGROUPS = 2  # that compute: an item's tiles
+CONSUMER_WARPGROUPS = 2  # that compute: a query block's tiles
 _BITS = 32  # of a mask's word
 
 
 class RowBounds(NamedTuple):
-    """What the rows of each item's tiles see, where it is not told by the number of the row.
+    """What the rows of each query block's tiles see, where it is not told by the number of the row.
 
     Attributes:
         first, end, position: Of each row, as in `KeyBounds`.
@@ -36,7 +36,7 @@ class KeyRanges(NamedTuple):
     """Tiles of keys that rows see.
 
     Attributes:
-        first, end: Of each item.
+        first, end: Of each query block.
         tiles: As `RowBounds.ranges`.
     """
 
@@ -51,12 +51,12 @@ def token_bounds(
     options: AttentionOptions,
     spec: AttentionSpec,
     num_tokens: int,
-    hidden: Int[Array, " B"] | None = None,
+    leading_rows: Int[Array, " B"] | None = None,
 ) -> KeyBounds:
     """The bounds of each token's keys; padded tokens see none.
 
     Args:
-        hidden: Keys that come before a sequence's own ones and are counted with them.
+        leading_rows: Keys that come before a sequence's own ones and are counted with them.
     """
     num_seqs = seq_lens.shape[0]
     q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
@@ -68,16 +68,16 @@ def token_bounds(
         position = q_start[sequence] + token - cu_q_lens[sequence]
     kv_len = jnp.where(owner < num_seqs, seq_lens[sequence], 0)
     bounds = key_bounds(position, kv_start[sequence], kv_len, spec, masked=options.custom_mask is not None)
-    if hidden is None:
+    if leading_rows is None:
         return bounds
-    before = hidden[sequence]
+    before = leading_rows[sequence]
     return KeyBounds(jnp.minimum(bounds.first, kv_len) + before, bounds.end + before, bounds.position + before)
 
 
 def key_ranges(
     bounds: KeyBounds, first_token: Int[Array, " W"], tokens: Int[Array, " W"], *, block_tokens: int, block_kv: int
 ) -> KeyRanges:
-    """The tiles of keys that items of consecutive tokens see; none of them begins at 0 and ends there.
+    """The tiles of keys that query blocks of consecutive tokens see; none of them begins at 0 and ends there.
 
     Args:
         bounds: Of each token.
@@ -122,13 +122,13 @@ def mask_words(
     *,
     num_tokens: int,
     num_keys: int,
-    hidden: Int[Array, " B"] | None = None,
+    leading_rows: Int[Array, " B"] | None = None,
 ) -> Int[Array, "words T"]:
     """Of each token a bit for each key, 32 keys a word; masks are [q_len, seq_len] row-major, one after the other.
 
     Args:
-        num_keys: Keys a sequence at most, hidden ones included; a multiple of 32.
-        hidden: As in `token_bounds`.
+        num_keys: Keys a sequence at most, leading rows included; a multiple of 32.
+        leading_rows: As in `token_bounds`.
     """
     if custom_mask.shape[0] == 0:
         custom_mask = jnp.zeros(1, bool)  # nothing can be gathered from no entry
@@ -139,8 +139,8 @@ def mask_words(
     kv_len = jnp.where(owner < seq_lens.shape[0], seq_lens[sequence], 0)
     row = jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[sequence]
     key = jnp.arange(num_keys, dtype=jnp.int32).reshape(-1, 1, _BITS)
-    if hidden is not None:
-        key = key - hidden[sequence][None, :, None]
+    if leading_rows is not None:
+        key = key - leading_rows[sequence][None, :, None]
     entry = (start[sequence] + row * kv_len)[None, :, None] + key
     owned = (key >= 0) & (key < kv_len[None, :, None])
     seen = custom_mask.at[jnp.maximum(entry, 0)].get(mode="fill", fill_value=False) & owned
@@ -167,6 +167,6 @@ def aligned(cu_kv_lens: Int[Array, " B_plus_1"], num_rows: int) -> tuple[Int[Arr
 
 
 def _tokens_of_tiles(first_token: Int[Array, " W"], block_tokens: int) -> Int[Array, "W tiles tokens"]:
-    """The tokens of each item's tiles, and some that they do not have; gathers clamp those past the end."""
-    within = jnp.arange(block_tokens, dtype=jnp.int32).reshape(1, COMPUTE_WARPGROUPS, -1)
+    """The tokens of each query block's tiles, and some that they do not have; gathers clamp those past the end."""
+    within = jnp.arange(block_tokens, dtype=jnp.int32).reshape(1, CONSUMER_WARPGROUPS, -1)
     return first_token[:, None, None] + within

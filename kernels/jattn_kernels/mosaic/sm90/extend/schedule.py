@@ -1,4 +1,4 @@
-"""What is decided before extend's kernel runs: sizes of its tiles, and blocks of query tokens, the longest first."""
+"""The schedule of extend: tile sizes, and blocks of query tokens, the longest first."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ from jaxtyping import Array, Int
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow
 from jattn_kernels.mosaic.sm90.common.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS, num_sms
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend.rows import COMPUTE_WARPGROUPS, RowBounds, key_ranges, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
+from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS, RowBounds, key_ranges, of_rows, token_bounds
 from jattn_kernels.spec import AttentionSpec
 
 _ENOUGH_ROWS = 56  # of 64 in use, rather than more heads in a tile
 _STAGES = ((4, 4), (3, 3), (3, 2), (2, 2))  # of k and of v, the best first
-_READIED_STAGES = (
+_CONVERTED_STAGES = (
     (4, 4, 3),
     (4, 3, 2),
     (3, 3, 2),
@@ -25,7 +25,7 @@ _READIED_STAGES = (
     (2, 2, 2),
     (2, 2, 1),
     (2, 1, 1),
-)  # and of what is widened
+)  # and of what is dequantised
 _OTHER_BYTES = 2048 + 512  # Mosaic's own for reductions, and more than all barriers take
 
 
@@ -36,56 +36,56 @@ class ExtendTiles:
     Attributes:
         block_kv: Keys a tile.
         k_stages, v_stages: Tiles of k and of v in shared memory, as they were copied.
-        ready_stages: Tiles of those that are widened.
+        converted_stages: Tiles of those that are dequantised.
         blocks: Blocks that run at the same time, one an SM.
     """
 
     block_kv: int
     k_stages: int
     v_stages: int
-    ready_stages: int = 0
+    converted_stages: int = 0
     blocks: int = dataclasses.field(default_factory=num_sms)
 
-    def shared_memory_bytes(self, spec: AttentionSpec, formats: ExtendFormats) -> int:
+    def shared_memory_bytes(self, spec: AttentionSpec, dtypes: ExtendDtypes) -> int:
         """Bytes of one block."""
         copied = self.block_kv * (self.k_stages * spec.head_dim + self.v_stages * spec.value_dim)
-        readied = self.block_kv * self.ready_stages * (spec.value_dim + (spec.head_dim if formats.turns else 0))
-        rows = COMPUTE_WARPGROUPS * WGMMA_ROWS * (query_columns(spec, formats) + staged_query_columns(spec, formats))
-        sizes = ((formats.kv, copied), (formats.product, readied), (formats.q, rows))
+        converted = self.block_kv * self.converted_stages * (spec.value_dim + (spec.head_dim if dtypes.rotates else 0))
+        rows = CONSUMER_WARPGROUPS * WGMMA_ROWS * (query_columns(spec, dtypes) + staged_query_columns(spec, dtypes))
+        sizes = ((dtypes.kv, copied), (dtypes.product, converted), (dtypes.q, rows))
         return sum(dtype.itemsize * numbers for dtype, numbers in sizes) + _OTHER_BYTES
 
-    def refuses(self, spec: AttentionSpec, formats: ExtendFormats, page_size: int | None) -> str | None:
+    def refuses(self, spec: AttentionSpec, dtypes: ExtendDtypes, page_size: int | None) -> str | None:
         """Why the kernel cannot be compiled for these sizes, or None."""
-        if self.block_kv % 64 or min(self.k_stages, self.v_stages + self.ready_stages) < 2:
+        if self.block_kv % 64 or min(self.k_stages, self.v_stages + self.converted_stages) < 2:
             return f"Extend tiles take a multiple of 64 keys and at least 2 stages. Got {self}."
         if page_size is not None and self.block_kv % page_size and page_size % self.block_kv:
             return f"A tile of {self.block_kv} keys cannot be made of pages of {page_size}."
-        needed = self.shared_memory_bytes(spec, formats)
+        needed = self.shared_memory_bytes(spec, dtypes)
         if needed > SHARED_MEMORY_BYTES:
             return f"{self} needs {needed} bytes of shared memory at head_dim {spec.head_dim}; Hopper has 232448."
         return None
 
 
-def choose_tiles(spec: AttentionSpec, formats: ExtendFormats) -> ExtendTiles:
+def choose_tiles(spec: AttentionSpec, dtypes: ExtendDtypes) -> ExtendTiles:
     """As many keys a tile as the registers of a warpgroup can hold scores and output for, and as many stages as fit.
 
     The keys a tile do not depend on the dtype of the queries, which a schedule does not know.
     """
-    widest = ExtendFormats.widest(formats.kv.itemsize, spec)
+    widest = ExtendDtypes.widest(dtypes.kv.itemsize, spec)
     for block_kv in (128, 64) if spec.value_dim <= 128 else (64,):
         if _most_stages(spec, widest, block_kv) is not None:
-            sizes = _most_stages(spec, formats, block_kv)
-            assert sizes is not None, f"{formats} take more than {widest}"
+            sizes = _most_stages(spec, dtypes, block_kv)
+            assert sizes is not None, f"{dtypes} take more than {widest}"
             return sizes
     raise AssertionError(f"no tiles fit {spec}")
 
 
-def _most_stages(spec: AttentionSpec, formats: ExtendFormats, block_kv: int) -> ExtendTiles | None:
-    for stages in _READIED_STAGES if formats.widens else _STAGES:
+def _most_stages(spec: AttentionSpec, dtypes: ExtendDtypes, block_kv: int) -> ExtendTiles | None:
+    for stages in _CONVERTED_STAGES if dtypes.dequantises else _STAGES:
         if block_kv > 64 and stages[-1] < 2:  # rather less keys a tile
             continue
         sizes = ExtendTiles(block_kv, *stages)
-        if sizes.shared_memory_bytes(spec, formats) <= SHARED_MEMORY_BYTES:
+        if sizes.shared_memory_bytes(spec, dtypes) <= SHARED_MEMORY_BYTES:
             return sizes
     return None
 
@@ -100,15 +100,15 @@ def staged_pieces(columns: int, width: int) -> list[int]:
     return [min(begin, columns - width) for begin in range(0, columns, width)]
 
 
-def staged_query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
+def staged_query_columns(spec: AttentionSpec, dtypes: ExtendDtypes) -> int:
     """Columns of q that are in staging memory at once, for the same reason 128 of 8 bits."""
-    return staged_columns(spec) if formats.q.itemsize > 1 else 128
+    return staged_columns(spec) if dtypes.q.itemsize > 1 else 128
 
 
-def query_columns(spec: AttentionSpec, formats: ExtendFormats) -> int:
+def query_columns(spec: AttentionSpec, dtypes: ExtendDtypes) -> int:
     """Columns that a row of queries has in shared memory, so that the output that is staged can take their place."""
-    staged = staged_columns(spec) * formats.out.itemsize // formats.q.itemsize
-    return max(formats.query_columns(spec.head_dim), staged)
+    staged = staged_columns(spec) * dtypes.out.itemsize // dtypes.q.itemsize
+    return max(dtypes.query_columns(spec.head_dim), staged)
 
 
 def heads_per_tile(group_size: int) -> int:
@@ -118,31 +118,31 @@ def heads_per_tile(group_size: int) -> int:
     return max(heads for heads in fitting if WGMMA_ROWS // heads * heads >= _ENOUGH_ROWS)
 
 
-def tokens_per_item(heads: int) -> int:
-    """Query tokens that an item has room for, where so many heads share a tile's rows."""
-    return COMPUTE_WARPGROUPS * (WGMMA_ROWS // heads)
+def tokens_per_query_block(heads: int) -> int:
+    """Query tokens that a query block has room for, where so many heads share a tile's rows."""
+    return CONSUMER_WARPGROUPS * (WGMMA_ROWS // heads)
 
 
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtendSchedule:
-    """What each block of the kernel does, for every head. Padded tokens have items too, without keys.
+    """What each block of the kernel does, for every head. Padded tokens have query blocks too, without keys.
 
     Attributes:
-        items: (sequence, first token, tokens, end of the key tiles, keys that the first token sees by the causal rule,
-            keys of the sequence) of each item, and if it has `rows` its first key tile, and if keys are not paged how
-            many that are the sequence before's are counted with them; unused items come last.
-        num_items: How many are used.
-        place: Where each token went: item * block_tokens + its number in the item.
+        query_blocks: (sequence, first token, tokens, end of the key tiles, keys that the first token sees by the causal
+            rule, keys of the sequence) of each, and if it has `rows` its first key tile, and if keys are not paged the
+            leading rows, which are the sequence before's and counted with them; unused ones come last.
+        num_query_blocks: How many are used.
+        place: Where each token went: query block * block_tokens + its number in the query block.
         rows: None if each token sees all keys, or one more than the token before it.
-        block_tokens: Query tokens an item; static.
+        block_tokens: Query tokens a query block; static.
         block_kv: Keys a tile; static.
         rules: Those of the spec that it is for; static.
     """
 
-    items: Int[Array, "W fields"]
-    num_items: Int[Array, "1"]
+    query_blocks: Int[Array, "W fields"]
+    num_query_blocks: Int[Array, "1"]
     place: Int[Array, " T"]
     rows: RowBounds | None
     block_tokens: int = dataclasses.field(metadata={"static": True})
@@ -158,25 +158,25 @@ def extend_schedule(
     spec: AttentionSpec,
     num_tokens: int,
     sizes: ExtendTiles,
-    hidden: Int[Array, " B"] | None = None,
+    leading_rows: Int[Array, " B"] | None = None,
 ) -> ExtendSchedule:
     """The work list of a step, the same for all layers of one kind.
 
     Args:
         options: Where queries and keys are, and whether a mask says what they see.
         num_tokens: Rows of q, padded tokens included.
-        hidden: As in `token_bounds`; None if keys are paged.
+        leading_rows: As in `token_bounds`; None if keys are paged.
     """
     q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
     bounds = None
-    if hidden is not None or _has_rows(spec, options):
-        bounds = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens, hidden)
+    if leading_rows is not None or _has_rows(spec, options):
+        bounds = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens, leading_rows)
     return longest_first(
         seq_lens,
         cu_q_lens,
         q_start - kv_start + 1,
         bounds,
-        hidden,
+        leading_rows,
         spec=spec,
         num_tokens=num_tokens,
         block_kv=sizes.block_kv,
@@ -201,7 +201,7 @@ def longest_first(
     cu_q_lens: Int[Array, " B_plus_1"],
     limit: Int[Array, " B"],
     bounds: KeyBounds | None,
-    hidden: Int[Array, " B"] | None,
+    leading_rows: Int[Array, " B"] | None,
     *,
     spec: AttentionSpec,
     num_tokens: int,
@@ -212,22 +212,22 @@ def longest_first(
     Args:
         limit: Keys that a request's first token sees by the causal rule; each next token sees one more.
         bounds: The keys of each token; None if `limit` and the causal rule tell.
-        hidden: As in `token_bounds`.
+        leading_rows: As in `token_bounds`.
         num_tokens: Rows of q, padded tokens included.
     """
     num_seqs, heads = seq_lens.shape[0], heads_per_tile(spec.group_size)
-    block_tokens = tokens_per_item(heads)
+    block_tokens = tokens_per_query_block(heads)
     # The padded tokens are one more request. A request wastes less than a block.
     offsets = jnp.concatenate([jnp.minimum(cu_q_lens, num_tokens), jnp.full(1, num_tokens, jnp.int32)])
-    num_items = (num_tokens + min(num_seqs + 1, num_tokens) * (block_tokens - 1)) // block_tokens
+    num_query_blocks = (num_tokens + min(num_seqs + 1, num_tokens) * (block_tokens - 1)) // block_tokens
     counts = -(-jnp.diff(offsets) // block_tokens)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     starts = ends - counts
 
-    item = jnp.arange(num_items, dtype=jnp.int32)
-    request = jnp.minimum(_owner(ends, item), num_seqs)
+    query_block = jnp.arange(num_query_blocks, dtype=jnp.int32)
+    request = jnp.minimum(_owner(ends, query_block), num_seqs)
     sequence = jnp.minimum(request, num_seqs - 1)
-    row = (item - starts[request]) * block_tokens
+    row = (query_block - starts[request]) * block_tokens
     first = offsets[request] + row
     tokens = jnp.clip(offsets[request + 1] - first, 0, block_tokens)
     first_limit = limit[sequence] + row
@@ -235,9 +235,9 @@ def longest_first(
     if bounds is not None:
         ranges = key_ranges(bounds, first, tokens, block_tokens=block_tokens, block_kv=block_kv)
         key_tiles = ranges.end - ranges.first
-        kv_len = seq_lens[sequence] if hidden is None else (seq_lens + hidden)[sequence]
+        kv_len = seq_lens[sequence] if leading_rows is None else (seq_lens + leading_rows)[sequence]
         fields += [ranges.end, first_limit, kv_len, ranges.first]
-        fields += [] if hidden is None else [hidden[sequence]]
+        fields += [] if leading_rows is None else [leading_rows[sequence]]
         by_row = functools.partial(of_rows, first_token=first, block_tokens=block_tokens, heads=heads)
         rows = RowBounds(*map(by_row, bounds), ranges=ranges.tiles)
     else:
@@ -254,8 +254,8 @@ def longest_first(
     row = token - offsets[owner]
     position = jnp.argsort(order).astype(jnp.int32)[starts[owner] + row // block_tokens]
     return ExtendSchedule(
-        items=jnp.stack(fields, axis=1)[order],
-        num_items=jnp.sum(tokens > 0, dtype=jnp.int32, keepdims=True),
+        query_blocks=jnp.stack(fields, axis=1)[order],
+        num_query_blocks=jnp.sum(tokens > 0, dtype=jnp.int32, keepdims=True),
         place=position * block_tokens + row % block_tokens,
         rows=jax.tree.map(lambda of_items: of_items[order], rows),
         block_tokens=block_tokens,

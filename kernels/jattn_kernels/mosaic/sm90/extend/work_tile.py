@@ -1,4 +1,4 @@
-"""On the device: what extend's kernel reads, a block's unit of work, and what is known of the rows of one tile."""
+"""Work tiles of extend on the device: the kernel's operands, pipeline stages, and the rows of a warpgroup's tile."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -27,12 +27,12 @@ class Operands(NamedTuple):
     Attributes:
         k, v: Pages or rows, with a leading layer axis; the same array twice if it holds both.
         places: The page table, or where each sequence's rows begin.
-        items, num_items, rows: Of the schedule; `rows.position` with slopes only.
+        query_blocks, num_query_blocks, rows: Of the schedule; `rows.position` with slopes only.
         layer: Which layer of the pages.
         slopes: ALiBi's, of each row of a tile for each block of heads.
         logit_factor: Of the products of a sequence (or of all) and a key head.
-        turns: Angles that keys are turned by, as `TurnTables`.
-        row_factor: In place of it, of the products of a key head and each row of each item's tiles, key heads first.
+        rotates: Angles that keys are rotated by, as `RotationTables`.
+        row_factor: In place of it, of the products of a key head and each row of a query block's tiles, heads first.
         out_factor: Of a value head.
         mask: For each row of each tile a bit for each key, 32 keys a word, words first.
     """
@@ -41,8 +41,8 @@ class Operands(NamedTuple):
     k: Any
     v: Any
     places: Any
-    items: Any
-    num_items: Any
+    query_blocks: Any
+    num_query_blocks: Any
     layer: Any
     rows: Any = None
     slopes: Any = None
@@ -50,13 +50,13 @@ class Operands(NamedTuple):
     out_factor: Any = None
     mask: Any = None
     row_factor: Any = None
-    turns: Any = None
+    rotations: Any = None
 
 
-class Unit(NamedTuple):
-    """What a block does at one time: an item's fields, and the block of heads."""
+class WorkTile(NamedTuple):
+    """What a block does at one time: a query block's fields, and the block of heads."""
 
-    item: Any
+    query_block: Any
     heads: Any
     sequence: Any
     first: Any
@@ -65,7 +65,7 @@ class Unit(NamedTuple):
     limit: Any
     kv_len: Any
     first_tile: Any = None
-    hidden: Any = None
+    leading_rows: Any = None
 
     @property
     def begin_tile(self) -> Any:
@@ -73,7 +73,7 @@ class Unit(NamedTuple):
         return 0 if self.first_tile is None else self.first_tile
 
     def begun(self, done: Any) -> Any:
-        """The number of tile 0 among all tiles of a block, of which `done` come before this unit's."""
+        """The number of tile 0 among all tiles of a block, of which `done` come before this work tile's."""
         return done if self.first_tile is None else done - self.first_tile
 
     def kv_head(self, spec: AttentionSpec, heads: int) -> Any:
@@ -85,9 +85,9 @@ class Unit(NamedTuple):
         return lax.div(self.heads, spec.group_size // heads)
 
     def owns(self, tile: Any, block_kv: int) -> Any:
-        """Whether all keys of a tile are the request's own: its last tile may not be whole, with `hidden` its first."""
+        """Whether all keys of a tile are the request's own; the last tile may have others, and one of leading rows."""
         owned = (tile + 1) * block_kv <= self.kv_len
-        return owned if self.hidden is None else owned & (tile * block_kv >= self.hidden)
+        return owned if self.leading_rows is None else owned & (tile * block_kv >= self.leading_rows)
 
 
 class Tiles(NamedTuple):
@@ -95,12 +95,12 @@ class Tiles(NamedTuple):
 
     Attributes:
         smem: The places.
-        full, free: Barriers of each: the tile may be read; it may be overwritten.
+        full, empty: Barriers of each: the tile may be read; it may be overwritten.
     """
 
     smem: Any
     full: Any
-    free: Any
+    empty: Any
 
     @property
     def stages(self) -> int:
@@ -119,15 +119,15 @@ class TilePair(NamedTuple):
     values: Tiles
 
 
-def clear_unowned(values: Any, unit: Unit, tile: Any) -> None:
+def clear_unowned(values: Any, work_tile: WorkTile, tile: Any) -> None:
     """Clears the rows of a tile of values that are not the request's own."""
     block_kv, width = values.shape
     for row in range(0, block_kv, WGMMA_ROWS):
         for column in staged_pieces(width, WGMMA_ROWS):  # few registers: 64 x 64 at a time
             part = values.at[pl.ds(row, WGMMA_ROWS), pl.ds(column, WGMMA_ROWS)]
             key = tile * block_kv + row
-            before = None if unit.hidden is None else unit.hidden - key
-            tiles.zero_rows_from(part, unit.kv_len - key, before)
+            before = None if work_tile.leading_rows is None else work_tile.leading_rows - key
+            tiles.zero_rows_from(part, work_tile.kv_len - key, before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class TileRows:
     spec: AttentionSpec
     block_kv: int
     tile_tokens: int
-    unit: Unit
+    work_tile: WorkTile
     tokens: Any
     limit: Any
     first: Any = None
@@ -162,28 +162,28 @@ class TileRows:
     mask: Any = None
 
     @classmethod
-    def load(cls, operands: Operands, unit: Unit, warpgroup: Any, kv_head: Any, **facts: Any) -> "TileRows":
+    def load(cls, operands: Operands, work_tile: WorkTile, warpgroup: Any, kv_head: Any, **facts: Any) -> "TileRows":
         """Reads what memory holds of a tile's rows.
 
         Args:
-            kv_head: Gives the key head of the unit.
+            kv_head: Gives the key head of the work tile.
             facts: The other attributes.
         """
         if operands.rows is not None:
             for name in ("first", "end", "position"):
                 ref = getattr(operands.rows, name)
-                facts[name] = None if ref is None else _load(ref.at[unit.item, warpgroup])
-            facts["ranges"] = [operands.rows.ranges[unit.item, warpgroup, number] for number in range(4)]
+                facts[name] = None if ref is None else _load(ref.at[work_tile.query_block, warpgroup])
+            facts["ranges"] = [operands.rows.ranges[work_tile.query_block, warpgroup, number] for number in range(4)]
         if operands.slopes is not None:
-            facts["slope"] = _load(operands.slopes.at[unit.heads])
+            facts["slope"] = _load(operands.slopes.at[work_tile.heads])
         if operands.logit_factor is not None:
-            of = jnp.minimum(unit.sequence, operands.logit_factor.shape[0] - 1)
-            facts["factor"] = operands.logit_factor[of, kv_head(unit)]
+            of = jnp.minimum(work_tile.sequence, operands.logit_factor.shape[0] - 1)
+            facts["factor"] = operands.logit_factor[of, kv_head(work_tile)]
         if operands.row_factor is not None:
-            facts["row_factor"] = _load(operands.row_factor.at[kv_head(unit), unit.item, warpgroup])
+            facts["row_factor"] = _load(operands.row_factor.at[kv_head(work_tile), work_tile.query_block, warpgroup])
         if operands.mask is not None:
-            facts["mask"] = operands.mask.at[:, unit.item, warpgroup]
-        return cls(unit=unit, **facts)
+            facts["mask"] = operands.mask.at[:, work_tile.query_block, warpgroup]
+        return cls(work_tile=work_tile, **facts)
 
     @property
     def only_scaled(self) -> bool:
@@ -192,7 +192,7 @@ class TileRows:
 
     @property
     def is_negated(self) -> bool:
-        """Whether products have the sign turned, so that the largest may be taken before the scale is applied."""
+        """Whether products have the sign reversed, so that the largest may be taken before the scale is applied."""
         return self.only_scaled and self.row_factor is None and self.spec.scale < 0
 
     @property
@@ -204,21 +204,21 @@ class TileRows:
 
     def spans(self) -> list[Span]:
         """Spans of tiles, (what to do, first, end); "whole" where all rows see all keys, and the last is to skip."""
-        unit, causal = self.unit, self.spec.causal
+        work_tile, causal = self.work_tile, self.spec.causal
         # Masked or whole, logits are rounded differently: it must not depend on what other rows of a tile see.
         mask_all = self.mask is not None or self.spec.batch_invariant
         if self.ranges is not None:
             begin, whole_from, whole_to, end = self.ranges
             seen: list[Span] = [("masked", begin, whole_from), ("whole", whole_from, whole_to)]
             seen = [("masked", begin, end)] if mask_all else [*seen, ("masked", whole_to, end)]
-            return [("skip", unit.first_tile, begin), *seen, ("skip", end, unit.end_tile)]
+            return [("skip", work_tile.first_tile, begin), *seen, ("skip", end, work_tile.end_tile)]
         # Keys that the tile's first and last token see.
-        least = jnp.clip(self.limit, 0, unit.kv_len) if causal else unit.kv_len
-        most = jnp.clip(self.limit + self.tokens - 1, 0, unit.kv_len) if causal else unit.kv_len
-        end = jnp.where(self.tokens > 0, jnp.minimum(pl.cdiv(most, self.block_kv), unit.end_tile), 0)
+        least = jnp.clip(self.limit, 0, work_tile.kv_len) if causal else work_tile.kv_len
+        most = jnp.clip(self.limit + self.tokens - 1, 0, work_tile.kv_len) if causal else work_tile.kv_len
+        end = jnp.where(self.tokens > 0, jnp.minimum(pl.cdiv(most, self.block_kv), work_tile.end_tile), 0)
         whole_to = jnp.minimum(lax.div(least, self.block_kv), end)
         seen = [("masked", 0, end)] if mask_all else [("whole", 0, whole_to), ("masked", whole_to, end)]
-        return [*seen, ("skip", end, unit.end_tile)]
+        return [*seen, ("skip", end, work_tile.end_tile)]
 
     def logits(self, products: jax.Array, tile: Any) -> jax.Array:
         """Logits over ln 2."""
@@ -240,8 +240,8 @@ class TileRows:
         key, column = tile * self.block_kv, self._column()
         if self.end is None:
             if not self.spec.causal:
-                return column < self.unit.kv_len - key
-            return column < self.spread(jnp.minimum(self.limit + self._token(), self.unit.kv_len) - key)
+                return column < self.work_tile.kv_len - key
+            return column < self.spread(jnp.minimum(self.limit + self._token(), self.work_tile.kv_len) - key)
         seen = column < self.spread(self.end - key)
         seen &= column >= self.spread(self.first - key)
         if mask is not None:

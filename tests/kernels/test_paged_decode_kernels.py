@@ -10,7 +10,7 @@ import pytest
 from jattn_kernels import AttentionSpec
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90 import paged_decode as many_rows
+from jattn_kernels.mosaic.sm90 import paged_decode as decode_entry
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, choose_tiles
@@ -29,8 +29,8 @@ def hopper(monkeypatch):
 @pytest.fixture
 def small_hopper(hopper, monkeypatch):
     """It is the interpreter, and so small that few rows of few sequences are enough for extend's kernel."""
-    monkeypatch.setattr(many_rows, "num_sms", lambda: 1)
-    monkeypatch.setattr(many_rows, "_MANY_ROWS", 1)
+    monkeypatch.setattr(decode_entry, "num_sms", lambda: 1)
+    monkeypatch.setattr(decode_entry, "_MANY_ROWS", 1)
     monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
     with interpreted():
         yield
@@ -43,25 +43,25 @@ def small_hopper(hopper, monkeypatch):
         ({}, 64, 12, True),
         ({}, 64, 11, False),  # 44 rows
         ({}, 64, 1, False),
-        ({}, 16, 16, True),  # 128 units: one for nearly every SM
+        ({}, 16, 16, True),  # 128 work tiles: one for nearly every SM
         ({}, 17, 16, False),  # 136: a second round for four of them
         ({}, 8, 16, False),
         ({}, 1, 16, False),
-        ({}, 149, 16, True),  # 1192 units in 10 rounds
+        ({}, 149, 16, True),  # 1192 work tiles in 10 rounds
         ({"batch_invariant": True}, 64, 16, False),
         ({"rope_theta": 1e4}, 64, 16, False),
         ({"num_q_heads": 8}, 64, 48, True),
-        ({"num_q_heads": 64}, 64, 33, True),  # three units a head, where decode's kernel has five blocks of rows
+        ({"num_q_heads": 64}, 64, 33, True),  # three work tiles a head, where decode's kernel has five blocks of rows
         ({"num_kv_heads": 1}, 128, 2, True),
-        ({"num_kv_heads": 1, "num_q_heads": 64}, 128, 1, False),  # two units of one head read the keys twice
+        ({"num_kv_heads": 1, "num_q_heads": 64}, 128, 1, False),  # two work tiles of one head read the keys twice
         ({"num_kv_heads": 1, "num_q_heads": 71}, 128, 4, False),
     ],
     ids=str,
 )
 def test_extend_gets_calls_of_many_rows_that_fill_the_gpu(hopper, facts, batch_size, num_tokens, by_extend):
     spec = dataclasses.replace(SPEC, **facts)
-    assert many_rows.is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2) == by_extend
-    assert not many_rows.is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=1)
+    assert decode_entry.is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2) == by_extend
+    assert not decode_entry.is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=1)
     lens = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     schedule = functools.partial(make_schedule, spec=spec, num_tokens=num_tokens, dtype=jnp.bfloat16, page_size=16)
     shapes = jax.eval_shape(functools.partial(schedule, max_seq_len=100), lens)

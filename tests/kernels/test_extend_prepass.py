@@ -1,11 +1,11 @@
-"""Keys and values made ready ahead of the Hopper extend kernel: against the oracle, lowered for CUDA, and when."""
+"""Keys and values converted ahead of the Hopper extend kernel: against the oracle, lowered for CUDA, and when."""
 
 import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendFormats
-from jattn_kernels.mosaic.sm90.extend.prepass import readies_ahead
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
+from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass
 from tests.kernels.harness.case_table import assert_close, build
 from tests.kernels.harness.extend_calls import (
     DTYPES,
@@ -42,15 +42,15 @@ AT_ONCE = ("dim_128", "fp8", "hnd_layers", "fp8_queries_dim_128", "rope_dim_128"
     ],
     ids=lambda case: case.name,
 )
-def test_mosaic_extend_over_keys_made_ready_agrees_with_the_oracle_without_races(interpreter, monkeypatch, case):
-    monkeypatch.setattr(extend, "readies_ahead", lambda *_, **__: True)
+def test_mosaic_extend_over_keys_of_a_prepass_agrees_with_the_oracle_without_races(interpreter, monkeypatch, case):
+    monkeypatch.setattr(extend, "has_prepass", lambda *_, **__: True)
     inputs = build(case)
     out, lse = attend(case, inputs)
     assert_close(case, inputs, out, lse)
 
 
 def lower_with_keys_made_ready(monkeypatch, q_dtype, kv_dtype, head_dim, value_dim, page_size, page_layout, theta):
-    monkeypatch.setattr(extend, "readies_ahead", lambda *_, **__: True)
+    monkeypatch.setattr(extend, "has_prepass", lambda *_, **__: True)
     facts = {"kv_dtype": kv_dtype, "value_dim": value_dim, "options": NAMES_OF_SCALES, "rope_theta": theta}
     lowered = lower_for_cuda(q_dtype, head_dim, page_size, page_layout, 4, **facts, given=True)
     assert lowered.count("mosaic_gpu_v2") == 2
@@ -66,7 +66,7 @@ def lower_with_keys_made_ready(monkeypatch, q_dtype, kv_dtype, head_dim, value_d
     ],
     ids=str,
 )
-def test_mosaic_extend_lowers_for_cuda_with_keys_made_ready(monkeypatch, facts):
+def test_mosaic_extend_lowers_for_cuda_with_a_prepass(monkeypatch, facts):
     lower_with_keys_made_ready(monkeypatch, *facts)
 
 
@@ -74,7 +74,7 @@ def test_mosaic_extend_lowers_for_cuda_with_keys_made_ready(monkeypatch, facts):
 @pytest.mark.parametrize("theta", [None, 1e4])
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), DTYPES)
 @pytest.mark.parametrize(("head_dim", "value_dim"), FP8_WIDTHS)
-def test_mosaic_extend_lowers_for_cuda_with_keys_of_every_dtype_and_width_made_ready(
+def test_mosaic_extend_lowers_for_cuda_with_a_prepass_of_every_dtype_and_width(
     monkeypatch, q_dtype, kv_dtype, head_dim, value_dim, theta
 ):
     number = len(DTYPES) * FP8_WIDTHS.index((head_dim, value_dim)) + DTYPES.index((q_dtype, kv_dtype))
@@ -98,11 +98,11 @@ def test_mosaic_extend_lowers_for_cuda_with_keys_of_every_dtype_and_width_made_r
         ({"chunk_size": 1023}, 2048, 1, 32768, False),
     ],
 )
-def test_keys_are_turned_ahead_where_that_is_little_beside_the_work(facts, num_tokens, num_seqs, max_keys, ahead):
+def test_keys_are_rotated_ahead_where_that_is_little_beside_the_work(facts, num_tokens, num_seqs, max_keys, ahead):
     spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e4, **facts})
-    formats = ExtendFormats.of("bfloat16", "bfloat16", spec)
+    dtypes = ExtendDtypes.of("bfloat16", "bfloat16", spec)
     sizes = {"page_size": 16, "num_tokens": num_tokens, "num_seqs": num_seqs, "max_keys": max_keys}
-    assert readies_ahead(spec, formats, **sizes) == ahead
+    assert has_prepass(spec, dtypes, **sizes) == ahead
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_keys_are_turned_ahead_where_that_is_little_beside_the_work(facts, num_t
         ({"kv_dtype": "float8_e4m3fn", "q_dtype": "float8_e4m3fn"}, 16, 8192, False),
     ],
 )
-def test_small_pages_are_gathered_and_fp8_is_widened_ahead_for_many_rows(facts, page_size, num_tokens, ahead):
+def test_small_pages_are_gathered_and_fp8_is_dequantised_ahead_for_many_rows(facts, page_size, num_tokens, ahead):
     facts = dict(facts)
     dtypes = facts.pop("q_dtype", "bfloat16"), facts.pop("kv_dtype", "bfloat16")
     spec = AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128, **facts})
     sizes = {"page_size": page_size, "num_tokens": num_tokens, "num_seqs": 1, "max_keys": 8192}
-    assert readies_ahead(spec, ExtendFormats.of(*dtypes, spec), **sizes) == ahead
+    assert has_prepass(spec, ExtendDtypes.of(*dtypes, spec), **sizes) == ahead

@@ -9,9 +9,9 @@ import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, takes
-from jattn_kernels.mosaic.sm90.decode.kernel import Parts
-from jattn_kernels.mosaic.sm90.decode.merge_splits import combine_parts
+from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
+from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
+from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.rows import in_parts
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_tiles
@@ -70,7 +70,7 @@ def test_one_kernel_splits_queries_as_xla_does(q_dtype, dtype, heads, factors):
     spread = jnp.array([1e-6, 1.0, 3e3, 0.0, 1e-45, 60.0])[:, None, None]
     q = (jax.random.normal(jax.random.key(0), (6, num_q_heads, head_dim)) * spread).astype(q_dtype)
     factor = None if factors is None else jax.random.uniform(jax.random.key(1), (factors, num_kv_heads)) - 0.5
-    assert takes(q.dtype, dtype, spec)
+    assert supports(q.dtype, dtype, spec)
     with interpreted():
         got, got_size = split_queries(q, jnp.dtype(dtype), factor, spec)
     parts, size = in_parts(q[:, None], jnp.dtype(dtype), spec)
@@ -89,17 +89,17 @@ def test_queries_of_any_size_have_finite_parts(largest):
 
 def merged(outs, lses, *, num_seqs, end=None, batch_invariant=False):
     """The last of `num_seqs` sequences out of its parts, of which those from `end` on are not its own."""
-    parts = Parts(jnp.zeros((num_seqs, 1, 8, 64)), jnp.ones((num_seqs, 1, 8)), jnp.array(outs), jnp.array(lses))
+    parts = SplitResults(jnp.zeros((num_seqs, 1, 8, 64)), jnp.ones((num_seqs, 1, 8)), jnp.array(outs), jnp.array(lses))
     split = np.full((num_seqs, 3), -1, np.int32)
     split[0] = num_seqs - 1, 0, len(outs) if end is None else end
     schedule = DecodeSchedule(
-        items=jnp.zeros((len(outs), 5), jnp.int32),
+        work_tiles=jnp.zeros((len(outs), 5), jnp.int32),
         workers=jnp.zeros((1, 7), jnp.int32),
         split=jnp.array(split),
         block_kv=64,
     )
     with interpreted():
-        return combine_parts(parts, schedule, batch_invariant=batch_invariant)
+        return merge_splits(parts, schedule, batch_invariant=batch_invariant)
 
 
 def random_parts(num_parts):

@@ -1,4 +1,4 @@
-"""The largest keys of e5m2, turned inside attention: float16 holds them only if they are made smaller."""
+"""The largest keys of e5m2, rotated inside attention: float16 holds them only if they are made smaller."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +31,7 @@ def pages_and_lens():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_decode_turns_the_largest_keys_of_e5m2(interpreter, dtype):
+def test_decode_rotates_the_largest_keys_of_e5m2(interpreter, dtype):
     *args, k_scale = pages_and_lens()
     q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, 2, SPEC.head_dim)), dtype)
     want = paged_decode(q, *args, spec=SPEC, k_scale=k_scale, implementation="xla")
@@ -42,8 +42,8 @@ def test_decode_turns_the_largest_keys_of_e5m2(interpreter, dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_extend_turns_the_largest_keys_of_e5m2(interpreter, monkeypatch, dtype, ahead):
-    monkeypatch.setattr(extend, "readies_ahead", lambda *_, **__: ahead)
+def test_extend_rotates_the_largest_keys_of_e5m2(interpreter, monkeypatch, dtype, ahead):
+    monkeypatch.setattr(extend, "has_prepass", lambda *_, **__: ahead)
     *args, k_scale = pages_and_lens()
     cu_q_lens = jnp.asarray([0, 5], jnp.int32)
     q = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, SPEC.head_dim)), dtype)
