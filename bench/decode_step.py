@@ -17,10 +17,10 @@ from bench.attention import Measured
 from bench.step_workload import LLAMA_3_8B, StepWorkload
 from bench.timing import profiled
 from bench.workloads import random_normal, random_page_table
-from jattn.backend import BackendOptions
+from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
-from jattn.flash_attention import FlashAttentionBackend
 from jattn.kv_pool import KVPool, make_pool
+from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import Steps
@@ -112,7 +112,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
         dtype="bfloat16",
         implementation=implementation,
     )
-    backend = FlashAttentionBackend.for_model(model.attention_layers, options)
+    backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
     plans = _plans(np.asarray(page_table), workload.page)
     decode = functools.partial(Steps(model.graph, backend).decode, variant="greedy")
     plan = StepPlan(decode, (model.weights, state, pool, plans[0]), donate=(1, 2), unrolled=True)
