@@ -13,6 +13,7 @@ from jattn.flashinfer import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     single_decode_with_kv_cache,
 )
+from jattn_kernels.call import Device
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.flashinfer_calls import SPEC, assert_base2_close, facts, numbers, page_lists, scales
 from tests.kernels.harness.case import Case
@@ -283,3 +284,22 @@ def test_single_decode_agrees_with_the_oracle(layout, options):
     out, lse = single_decode_with_kv_cache(q, k, v, layout, return_lse=True, **given)
     assert_base2_close(case, inputs, out[None], lse[None])
     np.testing.assert_array_equal(single_decode_with_kv_cache(q, k, v, layout, **given), out)
+
+
+def test_plans_schedule_serves_a_cache_in_one_array_too(monkeypatch):
+    """It is the same to the bit."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    given = []
+
+    def spied(q, *arrays, schedule, **options):
+        given.append(schedule)
+        return q, q[..., 0]
+
+    monkeypatch.setattr("jattn.attention.paged_call.paged_decode", spied)
+    wrapper, bf16 = BatchDecodeWithPagedKVCacheWrapper(None), "bfloat16"
+    plan = wrapper.plan([0, 2, 3], [4, 1, 2], [3, 16], 8, 2, 128, 16, q_data_type=bf16, kv_data_type=bf16)
+    q, pages = jnp.zeros((2, 8, 128), bf16), jnp.zeros((5, 2, 16, 2, 128), bf16)
+    for cache in (pages, (pages[:, 0], pages[:, 1])):
+        wrapper.run(q, cache)
+    assert plan.schedule is not None
+    assert all(schedule is plan.schedule for schedule in given)

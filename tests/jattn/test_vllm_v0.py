@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from jattn.vllm import v0
 from jattn_kernels import AttentionSpec, reference
+from jattn_kernels.call import Device
 
 LONGEST, ENCODER_LONGEST, BLOCKS = 40, 24, 24
 HEADS = {"num_heads": 4, "head_size": 32, "scale": 0.25, "num_kv_heads": 2}
@@ -186,6 +188,76 @@ def test_q_scale_is_of_queries_in_fp8_alone(paged, q_dtype):
         )
     rounding = float(jnp.finfo(out.dtype).eps)
     np.testing.assert_allclose(out.astype(jnp.float32), exact, rtol=rounding, atol=4 * 2.0**-8)
+
+
+def test_advance_step_past_the_block_table_writes_nowhere():
+    metadata = make_batch(4, config_of(), prefills=0, decodes=2, pad=0)
+    width = 16 * metadata.block_tables.shape[1]
+    metadata = dataclasses.replace(metadata, seq_lens_tensor=jnp.array([width, width - 1], jnp.int32))
+    tokens = jnp.zeros(2, jnp.int32)
+    after, _ = metadata.advance_step(v0.ModelInput(tokens, tokens), tokens, 16, 2, 2)
+    assert after.slot_mapping.tolist() == [v0.PAD_SLOT_ID, int(metadata.block_tables[1, -1]) * 16 + 15]
+
+
+class Places:
+    """vLLM's placeholder map, as far as the builder calls it."""
+
+    def __init__(self, *places):
+        self.places = list(places)
+
+    def extend(self, other):
+        self.places += other.places
+
+    def index_map(self):
+        return self.places
+
+
+def test_builder_collects_the_groups_that_its_input_builder_has():
+    """They are of vLLM's own type, whatever it is; scales may be calculated by the layer, as vLLM always says."""
+    facts = {"is_prompt": True, "context_lens": [0]}
+    groups = [
+        types.SimpleNamespace(
+            **facts,
+            seq_ids=[i],
+            seq_lens=[n],
+            query_lens=[n],
+            block_tables={i: blocks},
+            multi_modal_placeholder_maps=maps,
+        )
+        for i, n, blocks, maps in ((4, 5, [3], {"image": Places(2)}), (9, 20, [7, 2], {"image": Places(11)}))
+    ]
+    unpadded = {"num_prefills": None, "num_prefill_tokens": None}
+    builder = v0.FlashAttentionMetadataBuilder(config_of(**unpadded, inter_data_list=groups))
+    metadata, same = builder.build([5, 20], [5, 20], -1, 25), make_unpadded(config_of(**unpadded))
+    np.testing.assert_array_equal(metadata.slot_mapping, same.slot_mapping)
+    np.testing.assert_array_equal(metadata.block_tables, same.block_tables)
+    assert metadata.multi_modal_placeholder_index_maps == {"image": [2, 11]}
+    assert metadata.enable_kv_scales_calculation
+    q, k, v = q_k_v(25)
+    metadata = dataclasses.replace(metadata, multi_modal_placeholder_index_maps=None)
+    outs = [step(make_impl(), v0.AttentionLayer(), q, k, v, make_cache(m), m)[0] for m in (metadata, same)]
+    np.testing.assert_array_equal(*outs)
+
+
+def test_irope_without_a_chunk_size_sees_all_keys():
+    metadata = make_batch(7, config_of(attention_chunk_size=None))
+    q, k, v = q_k_v(tokens_of(metadata))
+    arguments = (v0.AttentionLayer(), q, k, v)
+    outs = [step(make_impl(use_irope=irope), *arguments, make_cache(metadata), metadata)[0] for irope in (True, False)]
+    np.testing.assert_array_equal(*outs)
+
+
+def test_prefills_and_decodes_have_schedules_of_their_own_that_follow_the_lengths(monkeypatch):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    impl = make_impl(head_size=128)
+    metadata = make_batch(7, config_of(attention_layers=(impl,), dtype="bfloat16"))
+    schedules = [part.of(impl.spec(None)) for part in (metadata.prefill_schedules, metadata.decode_schedules)]
+    assert [schedule.call.operation for schedule in schedules] == ["paged_extend", "paged_decode"]
+    tokens = jnp.zeros(tokens_of(metadata), jnp.int32)
+    rows = metadata.seq_lens_tensor.shape[0]
+    after, _ = metadata.advance_step(v0.ModelInput(tokens, tokens), None, 16, rows, rows, True)
+    assert after.prefill_schedules is None
+    assert after.decode_schedules.of(impl.spec(None)).call.num_seqs == rows
 
 
 def test_shared_cache_is_read_and_not_written():

@@ -47,11 +47,9 @@ def test_call_of_what_does_not_belong_together_is_refused(of_impl, arguments, er
         make_impl(**of_impl).forward(v0.AttentionLayer(), **(call | arguments))
 
 
-def test_irope_without_a_chunk_and_too_few_queries_are_refused():
+def test_too_few_queries_are_refused():
     metadata = make_batch(7, config_of(attention_chunk_size=None))
     q, k, v = q_k_v(tokens_of(metadata))
-    with pytest.raises(ValueError, match="`attention_chunk_size` of the metadata must be given"):
-        make_impl(use_irope=True).forward(v0.AttentionLayer(), q, k, v, make_cache(), metadata)
     with pytest.raises(ValueError, match="`query` must have the metadata's 51 tokens"):
         make_impl().forward(v0.AttentionLayer(), q[1:], k, v, make_cache(), metadata)
 

@@ -34,11 +34,16 @@ def common(*q_lens, on_host=True):
         ((1, 1), 1, (2, 0, 2, 0)),
         ((4, 2), 1, (0, 2, 0, 6)),
         ((1, 5, 0, 0), 1, (1, 1, 1, 5)),
-        ((0, 0), 1, (0, 0, 0, 0)),
+        ((0, 0), 1, (2, 0, 0, 0)),
     ],
 )
 def test_split_counts_requests_and_tokens(q_lens, threshold, expected):
     assert v1.split_decodes_and_prefills(common(*q_lens), threshold) == expected
+
+
+def test_split_of_padded_decodes_counts_the_padding_as_vllm_does():
+    padded = dataclasses.replace(common(1, 1, 0, 0), num_actual_tokens=4)
+    assert v1.split_decodes_and_prefills(padded) == (4, 0, 4, 0)
 
 
 def test_split_of_a_batch_that_is_not_partitioned_is_refused():
@@ -133,7 +138,7 @@ class Builder(v1.AttentionMetadataBuilder[tuple]):
 def test_builders_capture_by_building_and_leave_the_order():
     builder = Builder(None, v1.VllmConfig({}), None)
     assert builder.build_for_cudagraph_capture(common(1, 1)) == (0, 2, False)
-    assert builder.can_run_in_cudagraph(common(1, 3))
+    assert not builder.can_run_in_cudagraph(common(1, 3))
     permutation, moved = builder.reorder_batch(v1.InputBatch(["a", "b"]), v1.SchedulerOutput({"a": 5, "b": 1}))
     assert (permutation.tolist(), moved) == ([0, 1], False)
     with pytest.raises(TypeError, match="abstract"):

@@ -1,11 +1,14 @@
 """What vLLM v1's surface refuses, and what its layers tell."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jattn.vllm import v0, v1
 from jattn.vllm import v1_flash_attention as flash
+from jattn_kernels.call import Device
 
 SIZES = {"num_heads": 4, "head_size": 32, "scale": 0.25, "num_kv_heads": 2}
 DECODES = ([1, 1, 1], [33, 7, 0], 3, 1)
@@ -34,6 +37,56 @@ def make_common(q_lens, seq_lens, tokens, longest):
 
 def random(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def builder_of(*impls, **fields):
+    layers = {str(number): impl for number, impl in enumerate(impls)}
+    return flash.FlashAttentionMetadataBuilder(flash.KVCacheSpec(16), v1.VllmConfig(layers, **fields))
+
+
+def test_prefix_of_all_decodes_is_read_once_and_agrees_with_the_batch_without():
+    impl, cache = make_impl(sliding_window=40), random(3, 2, 16, 16, 2, 32)
+    common = make_common([1, 1, 0], [41, 35, 0], 3, 1)
+    table = np.array(common.block_table_tensor)
+    table[:, :2] = table[0, :2]
+    common = dataclasses.replace(common, block_table_tensor=jnp.asarray(table))
+    q = random(0, 3, 4, 32)
+    once, each = (builder_of().build(prefix, common) for prefix in (34, 0))
+    assert (int(once.prefix_len), once.suffix_lens.tolist(), each.prefix_len) == (32, [9, 3, 0], None)
+    assert builder_of().build(34, common, fast_build=True).prefix_len is None
+    outs = [impl.forward(v0.AttentionLayer(), q, None, None, cache, metadata)[0] for metadata in (once, each)]
+    np.testing.assert_allclose(*outs, rtol=2e-5, atol=2e-5)
+
+
+def test_queries_past_the_actual_tokens_are_padding():
+    metadata, impl = builder_of().build(0, make_common([1, 1], [33, 7], 2, 1)), make_impl()
+    q, k, v = random(0, 4, 4, 32), random(1, 4, 2, 32), random(2, 4, 2, 32)
+    cache = random(3, 2, 16, 16, 2, 32)
+    out, written = impl.forward(v0.AttentionLayer(), q, k, v, cache, metadata)
+    exact, expected = impl.forward(v0.AttentionLayer(), q[:2], k[:2], v[:2], cache, metadata)
+    np.testing.assert_array_equal(out, np.concatenate([exact, np.zeros((2, 4, 32))]))
+    np.testing.assert_array_equal(written, expected)
+
+
+def test_batch_has_a_schedule_for_each_kind_of_its_layers(monkeypatch):
+    """Layers of a kind are given one, which is made with the batch."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    given = []
+
+    def spied(q, *arrays, schedule, **options):
+        given.append(schedule)
+        return q
+
+    monkeypatch.setattr("jattn.attention.paged_call.paged_decode", spied)
+    impls = [make_impl(head_size=128, sliding_window=window) for window in (None, None, 8)]
+    metadata = builder_of(*impls, dtype="bfloat16").build(0, make_common(*DECODES))
+    q, cache = random(0, 3, 4, 128).astype(jnp.bfloat16), random(3, 2, 16, 16, 2, 128).astype(jnp.bfloat16)
+    for impl in impls:
+        impl.forward(v0.AttentionLayer(), q, None, None, cache, metadata)
+    assert given[0] is not None
+    assert given[0] is given[1]
+    assert given[2] is not None
+    assert given[2] is not given[0]
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])

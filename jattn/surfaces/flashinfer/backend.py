@@ -10,15 +10,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import in_words, instance, integers, scale_arrays, whole
 from jattn.attention.layer import AttentionLayer
+from jattn.attention.metadata import QueriesOverPages
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput, tree_of
 from jattn.surfaces.checks import WORDS, checked_rows
+from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
 from jattn.surfaces.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
-from jattn.surfaces.sglang import CudaGraphState
 from jattn_kernels import merge_state
 from jattn_kernels.dispatch import works_per_sequence
 from jattn_kernels.spec import AttentionSpec
@@ -302,17 +303,17 @@ class FlashInferAttnBackend(FlashInferConfig):
         """The plans of every wrapper, for each group of the pool."""
 
         def plan(table, lens, *, window: int | None = None, causal: bool = causal, **own: Any) -> PagedPlan:
+            read = QueriesOverPages(
+                page_table=table, seq_lens=lens, cu_q_lens=cu_q_lens, q_len=1 if cu_q_lens is None else None, **own
+            )
             return paged_plan(
-                table,
-                lens,
-                cu_q_lens,
+                read,
                 spec=self.spec(causal=causal, window_left=window),
                 page_size=self.page_size,
                 num_tokens=lens.shape[0] if num_tokens is None else num_tokens,
                 q_dtype=self.q_dtype.name,
                 kv_dtype=self.kv_cache_dtype.name,
                 implementation=self.implementation,
-                **own,
             )
 
         own: dict[str, Any] = {"q_start": q_start, "q_positions": q_positions, "custom_mask": custom_mask}

@@ -9,24 +9,20 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import array, in_words
+from jattn.attention.metadata import QueriesOverPages
+from jattn.attention.paged_call import attend_pages, schedule_of_call
 from jattn.surfaces.flashinfer.cache import PagedCache, pages_of, words_of_cache
-from jattn_kernels import make_schedule, paged_decode, paged_extend, ragged_extend
+from jattn_kernels import ragged_extend
 from jattn_kernels.spec import AttentionSpec
 
 
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedPlan:
+class PagedPlan(QueriesOverPages):
     """A batch over paged keys and values, for every layer of one kind. Give it to compiled steps as an argument.
 
     Attributes:
-        page_table: Pages of each sequence; 0 past its last one.
-        seq_lens: Keys of each sequence; a row of 0 is padding: output 0, lse -inf.
-        cu_q_lens: Where each sequence's queries begin; None in decode, where each has one.
-        q_start: Absolute position of each sequence's first query; None if queries end where the keys do.
-        q_positions: Absolute position of each query, in place of those that follow from `q_start`.
-        custom_mask: Replaces the causal rule; see `paged_extend` of the kernels.
         alibi_slopes: Of each query head.
         schedule: The kernels' work list; None where they need none.
         spec: Static facts of the layers.
@@ -34,16 +30,11 @@ class PagedPlan:
         num_tokens: Rows of the queries that the plan is for.
         q_dtype, kv_dtype: Names.
         implementation: Which kernels to use; None lets dispatch choose.
+        Others: As in QueriesOverPages.
     """
 
-    page_table: Int[Array, "B max_pages"]
-    seq_lens: Int[Array, " B"]
-    cu_q_lens: Int[Array, " B_plus_1"] | None
-    q_start: Int[Array, " B"] | None
-    q_positions: Int[Array, " T"] | None
-    custom_mask: Bool[Array, " M"] | None
-    alibi_slopes: Float[Array, " N"] | None
-    schedule: Any
+    alibi_slopes: Float[Array, " N"] | None = None
+    schedule: Any = None
     spec: AttentionSpec = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})
@@ -80,26 +71,22 @@ class PagedPlan:
         same_work = spec == dataclasses.replace(
             self.spec, sm_scale=spec.sm_scale, logits_soft_cap=spec.logits_soft_cap, page_layout=spec.page_layout
         )
-        given: dict[str, Any] = {
-            "spec": dataclasses.replace(spec, combined_pool="pages_first") if combined else spec,
-            "schedule": self.schedule if same_work and not combined else None,
-            "layer_index": layer_index,
-            "q_start": self.q_start,
-            "q_positions": self.q_positions,
-            "custom_mask": self.custom_mask,
-            "q_scale": q_scale,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "alibi_slopes": self.alibi_slopes,
-            "implementation": self.implementation,
-            "return_lse": True,
-        }
         with in_words(**words_of_cache(v_pages)):
-            if self.cu_q_lens is None:
-                out, lse = paged_decode(q[:, None], k_pages, v_pages, self.page_table, self.seq_lens, **given)
-                return out[:, 0], lse[:, 0]
-            out, lse = paged_extend(q, k_pages, v_pages, self.page_table, self.seq_lens, self.cu_q_lens, **given)
-            return out, lse
+            return attend_pages(
+                q,
+                k_pages,
+                v_pages,
+                self,
+                spec=dataclasses.replace(spec, combined_pool="pages_first") if combined else spec,
+                schedule=self.schedule if same_work else None,
+                layer_index=layer_index,
+                q_scale=q_scale,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                alibi_slopes=self.alibi_slopes,
+                implementation=self.implementation,
+                return_lse=True,
+            )
 
     def _check(self, k_pages, combined: bool, spec: AttentionSpec) -> None:
         if combined and spec.value_dim != spec.head_dim:
@@ -194,46 +181,25 @@ def checked_queries(q: Any, num_tokens: int, q_dtype: str, spec: AttentionSpec) 
     return q
 
 
-def paged_plan(
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"] | None = None,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
-    num_tokens: int,
-    q_dtype: str,
-    kv_dtype: str,
-    q_start: Int[Array, " B"] | None = None,
-    q_positions: Int[Array, " T"] | None = None,
-    custom_mask: Bool[Array, " M"] | None = None,
-    alibi_slopes: Float[Array, " N"] | None = None,
-    implementation: str | None = None,
-) -> PagedPlan:
-    """A plan with its work list; jit-able."""
-    schedule = make_schedule(
-        seq_lens,
-        cu_q_lens,
-        spec=spec,
-        num_tokens=1 if cu_q_lens is None else num_tokens,
-        dtype=q_dtype,
-        page_size=page_size,
-        kv_dtype=kv_dtype,
-        implementation=implementation,
-    )
-    return PagedPlan(
-        page_table=page_table,
-        seq_lens=seq_lens,
-        cu_q_lens=cu_q_lens,
-        q_start=q_start,
-        q_positions=q_positions,
-        custom_mask=custom_mask,
+def paged_plan(read: QueriesOverPages, alibi_slopes: Float[Array, " N"] | None = None, **facts: Any) -> PagedPlan:
+    """A plan with its schedule; jit-able.
+
+    Args:
+        facts: The static fields of the plan.
+    """
+    plan = PagedPlan(
+        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)},
         alibi_slopes=alibi_slopes,
-        schedule=schedule,
-        spec=spec,
-        page_size=page_size,
-        num_tokens=num_tokens,
-        q_dtype=q_dtype,
-        kv_dtype=kv_dtype,
-        implementation=implementation,
+        **facts,
     )
+    schedule = schedule_of_call(
+        plan,
+        spec=plan.spec,
+        num_tokens=plan.num_tokens,
+        dtype=plan.q_dtype,
+        kv_dtype=plan.kv_dtype,
+        page_size=plan.page_size,
+        features=() if alibi_slopes is None else ("alibi_slopes",),
+        implementation=plan.implementation,
+    )
+    return dataclasses.replace(plan, schedule=schedule)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from jattn.attention.metadata import QueriesOverPages
 from jattn.surfaces.flashinfer.page_lists import Bounds, PageLists, padded, page_rows, room
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
 
@@ -65,7 +66,11 @@ def plan_of_lists(lists: PageLists, cu_q_lens: Any, bounds: Bounds | None, **fac
 )
 def _planned(indptr, indices, seq_lens, cu_q_lens, custom_mask, alibi_slopes, *, max_pages: int, **facts) -> PagedPlan:
     table = page_rows(indptr, indices, max_pages=max_pages)
-    return paged_plan(table, seq_lens, cu_q_lens, custom_mask=custom_mask, alibi_slopes=alibi_slopes, **facts)
+    q_len = 1 if cu_q_lens is None else None
+    read = QueriesOverPages(
+        page_table=table, seq_lens=seq_lens, cu_q_lens=cu_q_lens, q_len=q_len, custom_mask=custom_mask
+    )
+    return paged_plan(read, alibi_slopes, **facts)
 
 
 def current_plan[Plan](given: Any, kept: Any, q: Any, kind: type[Plan]) -> Plan:

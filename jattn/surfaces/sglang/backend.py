@@ -14,6 +14,7 @@ from jattn.kv_pool import KVPool
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 from jattn.surfaces.checks import WORDS, checked_rows
+from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.sglang.building import (
     NOWHERE,
     Drafting,
@@ -26,7 +27,7 @@ from jattn.surfaces.sglang.building import (
     tokens_a_sequence,
 )
 from jattn.surfaces.sglang.checks import check_call
-from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig
+from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 
 

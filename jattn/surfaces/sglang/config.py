@@ -140,18 +140,3 @@ class FlashAttentionConfig:
     def stored_dtype(self) -> Any:
         """The dtype of the pool."""
         return stored_dtype(self.kv_cache_dtype, self.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class CudaGraphState:
-    """The static sizes that captured steps are compiled for.
-
-    Attributes:
-        max_bs: Largest batch, in sequences.
-        max_num_tokens: Largest batch, in tokens.
-        max_pages: Width of a page table.
-    """
-
-    max_bs: int
-    max_num_tokens: int
-    max_pages: int

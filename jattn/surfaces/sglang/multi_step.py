@@ -7,8 +7,9 @@ from jaxtyping import Array, Int
 from jattn.arguments import check_whole, instance
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.spec_info import EagleDraftInput
+from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.sglang.backend import FlashAttentionBackend
-from jattn.surfaces.sglang.config import CudaGraphState, FlashAttentionConfig
+from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 
 

@@ -1,12 +1,16 @@
 """FlashAttentionMetadataBuilder of vLLM v0: collects sequence groups on the host and builds a batch's metadata."""
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.arguments import check_whole, host_integers, instance, whole
+from jattn.arguments import check_fields, check_whole, host_integers, instance, whole
+from jattn.surfaces.vllm.schedules import schedules_of
+from jattn.surfaces.vllm.v0_impl import FlashAttentionImpl, read_of
 from jattn.surfaces.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata
 
 
@@ -23,6 +27,9 @@ class InputBuilder:
         max_encoder_len: Most encoder tokens of a sequence; None if the model has no encoder.
         num_encoder_tokens: The bucket of a batch's encoder tokens; None pads nothing.
         attention_chunk_size: Of layers with `use_irope`; None if there are none.
+        attention_layers: The implementations whose schedules are made with a batch, once for all of its layers.
+        dtype: Of the queries; None makes no schedules ahead.
+        inter_data_list: The groups that `build` adds if none were added before it.
 
     Raises:
         ValueError: A size is below 1.
@@ -36,10 +43,17 @@ class InputBuilder:
     max_encoder_len: int | None = None
     num_encoder_tokens: int | None = None
     attention_chunk_size: int | None = None
+    attention_layers: tuple[FlashAttentionImpl, ...] = ()
+    dtype: Any = None
+    inter_data_list: list[Any] = dataclasses.field(default_factory=list, compare=False)
 
     def __post_init__(self):
+        others = ("attention_layers", "dtype", "inter_data_list")
         for field in dataclasses.fields(self):
-            check_whole(self, field.name, optional=field.default is None)
+            if field.name not in others:
+                check_whole(self, field.name, optional=field.default is None)
+        for impl in self.attention_layers:
+            instance("attention_layers", impl, FlashAttentionImpl)
         if (self.num_prefills is None) != (self.num_prefill_tokens is None):
             raise ValueError("`num_prefills` and `num_prefill_tokens` must be given together or both be None.")
 
@@ -57,6 +71,7 @@ class InterDataForSeqGroup:
         block_tables: Pages of each sequence by its name; None in a profile run, which writes and reads no cache.
         encoder_seq_len: Encoder tokens of the group.
         cross_block_table: Their pages.
+        multi_modal_placeholder_maps: By modality, vLLM's map of where in the batch its embeddings go; None if none.
     """
 
     is_prompt: bool
@@ -67,6 +82,7 @@ class InterDataForSeqGroup:
     block_tables: dict[int, list[int]] | None
     encoder_seq_len: int = 0
     cross_block_table: list[int] | None = None
+    multi_modal_placeholder_maps: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +113,10 @@ class FlashAttentionMetadataBuilder:
     def prepare(self) -> None:
         """Forgets the rows collected so far."""
         self._rows: list[_Row] = []
+        self._placeholders: dict[str, Any] = {}
 
     def _add_seq_group(
-        self, inter_data: InterDataForSeqGroup, chunked_prefill_enabled: bool, prefix_cache_hit: bool
+        self, inter_data: InterDataForSeqGroup | Any, chunked_prefill_enabled: bool, prefix_cache_hit: bool
     ) -> None:
         """Adds a group's rows; the batch is as it was if that fails.
 
@@ -110,17 +127,22 @@ class FlashAttentionMetadataBuilder:
         Raises:
             ValueError: A prefill comes after a decode, or lengths and blocks contradict each other.
         """
-        instance("inter_data", inter_data, InterDataForSeqGroup)
+        names = ("seq_ids", "seq_lens", "query_lens", "context_lens")
+        check_fields("inter_data", inter_data, "is_prompt", "block_tables", *names)  # vLLM's own has them too
         if inter_data.is_prompt and any(not row.is_prompt for row in self._rows):
             raise ValueError("Groups of prefills must be added before those of decodes. Got a prefill after a decode.")
-        names = ("seq_ids", "seq_lens", "query_lens", "context_lens")
         columns = [_numbers(name, getattr(inter_data, name)) for name in names]
         if len(set(map(len, columns))) > 1:
             rule = f"`{'`, `'.join(names)}` must have an entry for each sequence."
             raise ValueError(f"{rule} Got {', '.join(str(len(column)) for column in columns)}.")
         self._rows += [self._row(inter_data, *of_sequence) for of_sequence in zip(*columns, strict=True)]
+        for modality, places in (getattr(inter_data, "multi_modal_placeholder_maps", None) or {}).items():
+            if modality in self._placeholders:
+                self._placeholders[modality].extend(places)
+            else:
+                self._placeholders[modality] = copy.deepcopy(places)
 
-    def _row(self, data: InterDataForSeqGroup, seq_id: int, seq_len: int, query_len: int, context_len: int) -> _Row:
+    def _row(self, data: Any, seq_id: int, seq_len: int, query_len: int, context_len: int) -> _Row:
         longest = self.input_builder.max_model_len
         if context_len < 0 or query_len < 1 or context_len + query_len != seq_len or seq_len > longest:
             raise ValueError(
@@ -138,14 +160,15 @@ class FlashAttentionMetadataBuilder:
         if data.block_tables is not None and len(blocks) * self.block_size < seq_len:
             raise ValueError(f"Sequence {seq_id}: its blocks must hold {seq_len} tokens. Got {len(blocks)} blocks.")
         slots = _slots(blocks, range(context_len, seq_len), self.block_size)
-        whole("encoder_seq_len", data.encoder_seq_len, 0)
-        cross = [] if data.cross_block_table is None else _numbers("cross_block_table", data.cross_block_table)
-        if data.encoder_seq_len > min(self.input_builder.max_encoder_len or 0, len(cross) * self.block_size):
+        encoder_len = whole("encoder_seq_len", getattr(data, "encoder_seq_len", 0), 0)
+        cross = getattr(data, "cross_block_table", None)
+        cross = [] if cross is None else _numbers("cross_block_table", cross)
+        if encoder_len > min(self.input_builder.max_encoder_len or 0, len(cross) * self.block_size):
             raise ValueError(
                 f"Sequence {seq_id}: `encoder_seq_len` must be within `max_encoder_len`="
-                f"{self.input_builder.max_encoder_len} and `cross_block_table`. Got {data.encoder_seq_len}."
+                f"{self.input_builder.max_encoder_len} and `cross_block_table`. Got {encoder_len}."
             )
-        return _Row(data.is_prompt, seq_len, query_len, blocks, slots, data.encoder_seq_len, cross)
+        return _Row(data.is_prompt, seq_len, query_len, blocks, slots, encoder_len, cross)
 
     def _get_graph_runner_block_tables(self, num_seqs: int, block_tables: list[list[int]]) -> np.ndarray:
         """The block tables as one array as wide as the longest sequence needs, 0 where they end.
@@ -161,7 +184,7 @@ class FlashAttentionMetadataBuilder:
     def build(
         self, seq_lens: list[int], query_lens: list[int], cuda_graph_pad_size: int, batch_size: int
     ) -> FlashAttentionMetadata:
-        """Metadata of the rows added since `prepare`, on the device.
+        """Metadata of the rows added since `prepare`, or of the input builder's groups, on the device.
 
         Args:
             seq_lens, query_lens: Of the rows added; entries beyond them are padding.
@@ -171,6 +194,8 @@ class FlashAttentionMetadataBuilder:
         Raises:
             ValueError: The arguments do not fit the rows, or the rows do not fit the bucket.
         """
+        for inter_data in () if self._rows else self.input_builder.inter_data_list:
+            self._add_seq_group(inter_data, False, False)
         config, pad = self.input_builder, max(whole("cuda_graph_pad_size", cuda_graph_pad_size, -1), 0)
         seq_lens, query_lens = _numbers("seq_lens", seq_lens), _numbers("query_lens", query_lens)
         if len(seq_lens) != len(query_lens):
@@ -207,13 +232,13 @@ class FlashAttentionMetadataBuilder:
             queries[len(prefills) :] = 1
         slots = _padded([slot for row in prefills for slot in row.slots], num_prefill_tokens)
         slots += _padded([slot for row in decodes for slot in row.slots], num_decode_tokens)
-        return FlashAttentionMetadata(
+        metadata = FlashAttentionMetadata(
             num_prefills=len(prefills),
             num_prefill_tokens=num_prefill_tokens,
             num_decode_tokens=num_decode_tokens,
             slot_mapping=_ints(slots),
-            multi_modal_placeholder_index_maps=None,
-            enable_kv_scales_calculation=False,
+            multi_modal_placeholder_index_maps=self._index_maps(),
+            enable_kv_scales_calculation=True,
             seq_lens=lens,
             seq_lens_tensor=_ints(lens),
             max_prefill_seq_len=config.max_model_len if prefills else 0,
@@ -228,6 +253,25 @@ class FlashAttentionMetadataBuilder:
             attention_chunk_size=config.attention_chunk_size,
             **self._encoder_fields(rows, len(prefills), num_encoder_tokens),
         )
+        return self._with_schedules(metadata)
+
+    def _with_schedules(self, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
+        config = self.input_builder
+        kinds = schedules_of(config.attention_layers, config.dtype, config.attention_chunk_size, self.block_size)
+        parts = {"prefill_schedules": metadata.prefill_metadata, "decode_schedules": metadata.decode_metadata}
+        if kinds is None:
+            return metadata
+        made = {
+            name: kinds.over(
+                read_of(part, part.block_tables, part.seq_lens_tensor), part.num_prefill_tokens + part.num_decode_tokens
+            )
+            for name, part in parts.items()
+            if part is not None
+        }
+        return dataclasses.replace(metadata, **made)
+
+    def _index_maps(self) -> dict[str, Any] | None:
+        return {modality: places.index_map() for modality, places in self._placeholders.items()} or None
 
     def _encoder_fields(self, rows: list[_Row], num_prefills: int, num_encoder_tokens: int) -> dict[str, Any]:
         longest = self.input_builder.max_encoder_len

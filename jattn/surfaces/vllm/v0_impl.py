@@ -11,7 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, check_fields, check_whole, in_words, instance, number, scale_arrays, whole_number
+from jattn.attention.metadata import QueriesOverPages
+from jattn.attention.paged_call import attend_pages
 from jattn.kv_cache_dtype import cache_dtype
+from jattn.surfaces.vllm.schedules import Schedules
 from jattn.surfaces.vllm.v0_metadata import (
     AttentionType,
     FlashAttentionMetadata,
@@ -20,7 +23,7 @@ from jattn.surfaces.vllm.v0_metadata import (
     checked_metadata,
     copied,
 )
-from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend, write_pages
+from jattn_kernels import AttentionSpec, ragged_extend, write_pages
 from jattn_kernels.spec import PageLayout
 
 # What the kernels' names are called here.
@@ -79,7 +82,7 @@ class FlashAttentionImpl:
         logits_soft_cap: Soft cap; None or 0 is off.
         attn_type: An AttentionType.
         kv_sharing_target_layer_name: The layer whose cache this one is given, to read and not to write.
-        use_irope: Attend within chunks of the metadata's `attention_chunk_size`.
+        use_irope: Attend within chunks of the metadata's `attention_chunk_size`; to all keys if it has none.
 
     Raises:
         ValueError: A value contradicts its rule.
@@ -192,13 +195,11 @@ class FlashAttentionImpl:
 
         Raises:
             ValueError: Arguments do not belong together.
-            NotImplementedError: `output_scale` is given, or scales are to be calculated.
+            NotImplementedError: `output_scale` is given.
         """
         metadata = checked_metadata(attn_metadata)
         query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
         refuse_output_scale(output_scale)
-        if metadata.enable_kv_scales_calculation:
-            raise NotImplementedError("`enable_kv_scales_calculation` must be False: scales are given by the layer.")
         self._check_types_fields(query, metadata)
         with in_words(**(CROSS_WORDS if self.attn_type == AttentionType.ENCODER_DECODER else {})):
             return self._served(layer, query, key, value, kv_cache, metadata)
@@ -215,9 +216,10 @@ class FlashAttentionImpl:
         if slots is None:
             raise ValueError("`slot_mapping` must be given where a cache is read. Got None.")
         kv_cache = self.save(layer, key, value, kv_cache, slots)
-        chunk_size = self._chunk_size(metadata)
-        outs = []
-        for part, first in ((metadata.prefill_metadata, 0), (metadata.decode_metadata, metadata.num_prefill_tokens)):
+        spec, outs = self.spec(self._chunk_size(metadata)), []
+        prefills = metadata.prefill_metadata, 0, metadata.prefill_schedules
+        decodes = metadata.decode_metadata, metadata.num_prefill_tokens, metadata.decode_schedules
+        for part, first, schedules in (prefills, decodes):
             if part is None:
                 continue
             tables, lens = (
@@ -227,18 +229,8 @@ class FlashAttentionImpl:
             )
             if tables is None or lens is None:
                 raise ValueError("`block_tables` and `seq_lens_tensor` must be given where a cache is read. Got None.")
-            one_token_a_row = part.num_prefills == 0 and (part.max_decode_query_len or 1) == 1
-            outs.append(
-                self.attend_pages(
-                    layer,
-                    copied(query[first : first + part.num_prefill_tokens + part.num_decode_tokens]),
-                    kv_cache,
-                    tables,
-                    lens,
-                    None if one_token_a_row else part.query_start_loc,
-                    self.spec(chunk_size),
-                )
-            )
+            rows = copied(query[first : first + part.num_prefill_tokens + part.num_decode_tokens])
+            outs.append(self.attend(layer, rows, kv_cache, read_of(part, tables, lens), spec, schedules))
         return jnp.concatenate(outs), kv_cache
 
     def checked(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any) -> tuple[Any, Any, Any, Any]:
@@ -299,27 +291,24 @@ class FlashAttentionImpl:
             )
         return kv_cache
 
-    def attend_pages(
+    def attend(
         self,
         layer: AttentionLayer,
         query: Float[Array, "T N H"],
         kv_cache: Float[Array, "..."],
-        block_tables: Int[Array, "B max_pages"],
-        seq_lens: Int[Array, " B"],
-        query_start_loc: Int[Array, " B_plus_1"] | None,
+        read: QueriesOverPages,
         spec: AttentionSpec,
+        schedules: Schedules | None,
     ) -> Float[Array, "T N H"]:
-        """Attention over the cache; one token a row if `query_start_loc` is None."""
+        """Attention over the cache."""
         with in_words(**WORDS):
-            scales = scale_arrays(q_scale=layer._q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
-            facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes(), **_for_queries(query, scales)}
-            if query_start_loc is None:
-                out = paged_decode(query[:, None], kv_cache, None, block_tables, seq_lens, **facts)
-                assert isinstance(out, jax.Array)
-                return out[:, 0]
-            out = paged_extend(query, kv_cache, None, block_tables, seq_lens, query_start_loc, **facts)
-            assert isinstance(out, jax.Array)
-            return out
+            schedule = None if schedules is None else schedules.of(spec)
+            return attend_pages(query, kv_cache, None, read, spec=spec, schedule=schedule, **self.options(layer, query))
+
+    def options(self, layer: AttentionLayer, query: Float[Array, "T N H"]) -> dict[str, Any]:
+        """Scales and slopes, as the kernels take them."""
+        scales = scale_arrays(q_scale=layer._q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
+        return {"alibi_slopes": self._slopes(), **_for_queries(query, scales)}
 
     def _attend_uncached(self, layer, query, key, value, metadata: FlashAttentionMetadata) -> Array:
         part = metadata.prefill_metadata
@@ -337,7 +326,7 @@ class FlashAttentionImpl:
         spec = self.spec(self._chunk_size(metadata), paged=False)
         with in_words(**WORDS):
             facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes()}
-            scale = _for_queries(query, scale_arrays(q_scale=layer._q_scale))
+            scale = {"q_scale": self.options(layer, query)["q_scale"]}
             out = ragged_extend(query, key, value, query_start_loc, key_start_loc, **facts, **scale)
         assert isinstance(out, jax.Array)
         return out
@@ -346,10 +335,6 @@ class FlashAttentionImpl:
         return None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
 
     def _chunk_size(self, metadata: FlashAttentionMetadata) -> int | None:
-        if self.use_irope and metadata.attention_chunk_size is None:
-            raise ValueError(
-                "`attention_chunk_size` of the metadata must be given to a layer with `use_irope`. Got None."
-            )
         return metadata.attention_chunk_size if self.use_irope else None
 
     def _check_types_fields(self, query: Array, metadata: FlashAttentionMetadata) -> None:
@@ -363,6 +348,15 @@ class FlashAttentionImpl:
         tokens = metadata.num_encoder_tokens if encoder else tokens
         if query.shape[0] != tokens:
             raise ValueError(f"`query` must have the metadata's {tokens} tokens. Got query.shape={query.shape}.")
+
+
+def read_of(part: FlashAttentionMetadata, block_tables: Any, seq_lens: Any) -> QueriesOverPages:
+    """What the prefills or the decodes of a batch read."""
+    one_token_a_row = part.num_prefills == 0 and (part.max_decode_query_len or 1) == 1
+    starts = None if one_token_a_row else part.query_start_loc
+    return QueriesOverPages(
+        page_table=block_tables, seq_lens=seq_lens, cu_q_lens=starts, q_len=1 if starts is None else None
+    )
 
 
 def _for_queries(query: Array, scales: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.arguments import array, instance, integers, whole
+from jattn.attention.metadata import QueriesOverPages
+from jattn.surfaces.vllm.schedules import Schedules
 
 PAD_SLOT_ID = -1
 
@@ -56,7 +58,7 @@ class FlashAttentionMetadata:
         num_decode_tokens: Tokens of decodes.
         slot_mapping: Where each token's key and value go.
         multi_modal_placeholder_index_maps: Carried for the model; attention does not read it.
-        enable_kv_scales_calculation: Refused by attention if set: scales are the layer's.
+        enable_kv_scales_calculation: Carried for the layer, which may then calculate its scales; not read here.
         seq_lens: `seq_lens_tensor` on the host, for the host's own use.
         seq_lens_tensor: Keys of each row, this pass's included.
         max_prefill_seq_len, max_decode_seq_len: Bounds on these, in tokens.
@@ -76,6 +78,7 @@ class FlashAttentionMetadata:
         cross_slot_mapping: Where each of these tokens' key and value go.
         cross_block_tables: Pages of each row's encoder tokens.
         attention_chunk_size: Of layers with `use_irope`; vLLM has it in its model's configuration.
+        prefill_schedules, decode_schedules: Of the layers that the builder knows; None if it knows none.
     """
 
     num_prefills: int = dataclasses.field(metadata={"static": True})
@@ -105,6 +108,8 @@ class FlashAttentionMetadata:
     cross_slot_mapping: Int[Array, " Te"] | None = None
     cross_block_tables: Int[Array, "B max_encoder_pages"] | None = None
     attention_chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    prefill_schedules: Schedules | None = None
+    decode_schedules: Schedules | None = None
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
@@ -222,7 +227,12 @@ class FlashAttentionMetadata:
             seq_start_loc=start_locations(lens),
             _cached_prefill_metadata=None,
             _cached_decode_metadata=None,
+            prefill_schedules=None,
         )
+        kinds = self.decode_schedules or self.prefill_schedules
+        if kinds is not None:
+            read = QueriesOverPages(page_table=self.block_tables, seq_lens=lens, q_len=1)
+            metadata = dataclasses.replace(metadata, decode_schedules=kinds.over(read, num_seqs))
         return metadata, ModelInput(tokens, jnp.where(grows, position.astype(positions.dtype), positions))
 
     def _rows(self, rows: slice) -> dict[str, Any]:

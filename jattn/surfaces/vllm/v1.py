@@ -87,6 +87,7 @@ class VllmConfig:
     Attributes:
         attention_layers: By name, the implementation of each attention layer.
         attention_chunk_size: Of layers that attend within chunks; None if there are none.
+        dtype: Of the layers' queries; None makes no schedules ahead.
 
     Raises:
         ValueError: `attention_layers` is no mapping, or `attention_chunk_size` below 1.
@@ -94,6 +95,7 @@ class VllmConfig:
 
     attention_layers: Mapping[str, Any]
     attention_chunk_size: int | None = None
+    dtype: Any = None
 
     def __post_init__(self):
         instance("attention_layers", self.attention_layers, Mapping)
@@ -145,8 +147,8 @@ class AttentionMetadataBuilder[M](abc.ABC):
         return self.build(0, common_attn_metadata)
 
     def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
-        """Whether a batch may run in a compiled step; any may, as lengths are data."""
-        return True
+        """Whether a batch may run in a compiled step; none may unless a builder says so."""
+        return False
 
     def reorder_batch(self, input_batch: InputBatch, scheduler_output: SchedulerOutput) -> Reordered:
         """The order in which the backend wants the rows, and whether that is another one; by default it is not.
@@ -257,7 +259,9 @@ def reorder_batch_to_split_decodes_and_prefills(
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int]:
-    """How a batch of decodes first divides; on the host, rows without tokens at its end not counted.
+    """How a batch of decodes first divides, on the host.
+
+    Rows without tokens at its end are not counted, but for those of a batch of decodes alone: they are padded ones.
 
     Args:
         decode_threshold: Most tokens of a decode.
@@ -274,10 +278,11 @@ def split_decodes_and_prefills(
         raise ValueError("`query_start_loc_cpu` must be given to divide a batch on the host. Got None.")
     offsets = host_integers("query_start_loc_cpu", offsets, "batch_size + 1")
     lens = np.diff(offsets)
-    num_rows = int(np.flatnonzero(lens)[-1]) + 1 if lens.any() else 0
-    is_decode = lens[:num_rows] <= whole("decode_threshold", decode_threshold, 0)
-    num_decodes = int(is_decode.sum())
-    if not is_decode[:num_decodes].all():
+    is_decode = lens <= whole("decode_threshold", decode_threshold, 0)
+    if is_decode.all():  # padding as well
+        return common_attn_metadata.num_reqs, 0, common_attn_metadata.num_actual_tokens, 0
+    num_decodes, num_rows = int(np.argmin(is_decode)), int(np.flatnonzero(lens)[-1]) + 1
+    if is_decode[num_decodes:num_rows].any():
         raise ValueError(f"Decodes must come before prefills. Got query lengths {lens[:num_rows].tolist()}.")
     num_decode_tokens, num_tokens = int(offsets[num_decodes]), int(offsets[num_rows])
     return num_decodes, num_rows - num_decodes, num_decode_tokens, num_tokens - num_decode_tokens

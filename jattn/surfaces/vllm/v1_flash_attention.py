@@ -6,13 +6,16 @@ import typing
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_fields, check_whole, in_words, instance, integers, whole
-from jattn.local_attention import pad_local_attention_virtual_batches
+from jattn.attention.metadata import QueriesOverPages
 from jattn.surfaces.vllm import v0_impl
+from jattn.surfaces.vllm.schedules import Schedules, schedules_of
 from jattn.surfaces.vllm.v0_metadata import AttentionType
 from jattn.surfaces.vllm.v1 import AttentionMetadataBuilder, CommonAttentionMetadata, VllmConfig, get_kv_cache_layout
+from jattn_kernels import shared_prefix_decode
 
 __all__ = [
     "FlashAttentionImpl",
@@ -46,8 +49,10 @@ class FlashAttentionMetadata:
         num_actual_tokens: Tokens of the bucket.
         max_query_len: Bound on a request's tokens; with 1 and a token a row, the batch is all decodes.
         query_start_loc, seq_lens, block_table, slot_mapping: As in CommonAttentionMetadata.
-        local_query_start_loc, local_seqused_k, local_block_table: The same of the chunks as requests of their own; None
-            if the model has no layers that attend within chunks.
+        attention_chunk_size: Of layers that attend within chunks; None if the model has none.
+        prefix_len, suffix_table, suffix_lens: The tokens that all requests begin with, whole blocks, and each one's
+            blocks and keys after them; None where they are not read once for all.
+        schedules: Of the layers that the builder knows; None if it knows none.
     """
 
     num_actual_tokens: int = dataclasses.field(metadata={"static": True})
@@ -56,9 +61,22 @@ class FlashAttentionMetadata:
     seq_lens: Int[Array, " B"]
     block_table: Int[Array, "B max_pages"]
     slot_mapping: Int[Array, " T"]
-    local_query_start_loc: Int[Array, " V+1"] | None = None
-    local_seqused_k: Int[Array, " V"] | None = None
-    local_block_table: Int[Array, "V pages_a_chunk"] | None = None
+    attention_chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    prefix_len: Int[Array, ""] | None = None
+    suffix_table: Int[Array, "B max_pages"] | None = None
+    suffix_lens: Int[Array, " B"] | None = None
+    schedules: Schedules | None = None
+
+    @property
+    def read(self) -> QueriesOverPages:
+        """What attention reads."""
+        decodes = self.max_query_len == 1 and self.seq_lens.shape[0] == self.num_actual_tokens
+        return QueriesOverPages(
+            page_table=self.block_table,
+            seq_lens=self.seq_lens,
+            cu_q_lens=None if decodes else self.query_start_loc,
+            q_len=1 if decodes else None,
+        )
 
 
 class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetadata]):
@@ -72,7 +90,11 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttentionMetadata:
-        """Metadata of a batch; jit-able. The prefix and `fast_build` are accepted for vLLM's sake and ignored.
+        """Metadata of a batch; jit-able.
+
+        Args:
+            common_prefix_len: Tokens that all requests begin with and that were computed before this pass. In a batch
+                of decodes alone the whole blocks among them are read once for all, unless `fast_build`.
 
         Raises:
             ValueError: The chunk size is no multiple of the block size, or an array is none of integers or of another
@@ -90,25 +112,42 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
                 "`query_start_loc` must have an entry more than `num_reqs`, `seq_lens` and `block_table_tensor` a row "
                 f"for each. Got num_reqs={common.num_reqs} and {rows[0]}, {rows[1]} and {rows[2]} requests."
             )
-        local = {}
-        if chunk_size is not None:
-            whole("num_actual_tokens", common.num_actual_tokens)
-            _, local_starts, local_lens, local_table = pad_local_attention_virtual_batches(
-                chunk_size, starts, lens, table, self.kv_cache_spec.block_size, common.num_actual_tokens
+        if chunk_size is not None and chunk_size % self.kv_cache_spec.block_size:
+            raise ValueError(
+                "`attention_chunk_size` must be a multiple of `block_size`. "
+                f"Got attention_chunk_size={chunk_size}, block_size={self.kv_cache_spec.block_size}."
             )
-            local = {
-                "local_query_start_loc": local_starts,
-                "local_seqused_k": local_lens,
-                "local_block_table": local_table,
-            }
-        return FlashAttentionMetadata(
+        metadata = FlashAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=starts,
             seq_lens=lens,
             block_table=table,
             slot_mapping=slots,
-            **local,
+            attention_chunk_size=chunk_size,
+        )
+        prefix_len = whole("common_prefix_len", common_prefix_len, 0)
+        if prefix_len >= self.kv_cache_spec.block_size and not fast_build and metadata.read.q_len == 1:
+            return self._with_prefix(metadata, prefix_len)
+        config, layout = self.vllm_config, get_kv_cache_layout()
+        impls = [impl for impl in config.attention_layers.values() if isinstance(impl, v0_impl.FlashAttentionImpl)]
+        block_size = self.kv_cache_spec.block_size
+        kinds = schedules_of(impls, config.dtype, chunk_size, block_size, layout)
+        made = None if kinds is None else kinds.over(metadata.read, common.num_actual_tokens)
+        return dataclasses.replace(metadata, schedules=made)
+
+    def can_run_in_cudagraph(self, common_attn_metadata: CommonAttentionMetadata) -> bool:
+        """Any batch may run in a compiled step, as lengths are data."""
+        return True
+
+    def _with_prefix(self, metadata: FlashAttentionMetadata, prefix_len: int) -> FlashAttentionMetadata:
+        pages = prefix_len // self.kv_cache_spec.block_size
+        whole_blocks, table = pages * self.kv_cache_spec.block_size, metadata.block_table
+        return dataclasses.replace(
+            metadata,
+            prefix_len=jnp.asarray(whole_blocks, jnp.int32),
+            suffix_table=jnp.pad(table[:, pages:], ((0, 0), (0, min(pages, table.shape[1])))),
+            suffix_lens=jnp.maximum(metadata.seq_lens - whole_blocks, 0),
         )
 
 
@@ -139,7 +178,8 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
         """Writes this pass's keys and values, then attends. The cache may be donated.
 
         Args:
-            key, value: Both None to read only what is cached.
+            query, key, value: Rows past the metadata's `num_actual_tokens` are padding. `key` and `value` may both be
+                None, to read only what is cached.
             output: Accepted for vLLM's sake and ignored: the output is returned.
             output_scale: Refused.
 
@@ -154,22 +194,41 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
         metadata, layout = attn_metadata, get_kv_cache_layout()
         query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
         v0_impl.refuse_output_scale(output_scale)
-        if kv_cache is None or query.shape[0] != metadata.num_actual_tokens:
+        rows, tokens = query.shape[0], metadata.num_actual_tokens
+        if kv_cache is None or rows < tokens:
             raise ValueError(
-                f"`kv_cache` must be given, and a query for each of the {metadata.num_actual_tokens} tokens. "
-                f"Got query.shape={query.shape}."
+                f"`kv_cache` must be given, and a query for each of the {tokens} tokens. Got query.shape={query.shape}."
             )
-        if self.use_irope and metadata.local_block_table is None:
+        if self.use_irope and metadata.attention_chunk_size is None:
             raise ValueError("`attention_chunk_size` of the configuration must be given to a layer with `use_irope`.")
+        if rows > tokens:
+            query = v0_impl.copied(query[:tokens])
+        if key is not None and value is not None and key.shape[0] > tokens:
+            key, value = key[:tokens], value[:tokens]
         # As v0's words, but for these two.
         with in_words(block_tables="block_table", seq_lens_tensor="seq_lens"):
-            return self._served_from_pages(layer, query, key, value, kv_cache, metadata, layout)
+            kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
+            spec = self.spec(metadata.attention_chunk_size if self.use_irope else None, layout)
+            if metadata.prefix_len is None:
+                out = self.attend(layer, query, kv_cache, metadata.read, spec, metadata.schedules)
+            else:
+                out = self._attend_prefix_once(layer, query, kv_cache, metadata, spec)
+        return jnp.pad(out, ((0, rows - tokens), (0, 0), (0, 0))), kv_cache
 
-    def _served_from_pages(self, layer, query, key, value, kv_cache, metadata: Any, layout) -> tuple[Any, Any]:
-        kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
-        table, lens, starts = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-        if self.use_irope:
-            table, lens, starts = metadata.local_block_table, metadata.local_seqused_k, metadata.local_query_start_loc
-        decodes = metadata.max_query_len == 1 and lens.shape[0] == metadata.num_actual_tokens
-        starts = None if decodes else starts
-        return self.attend_pages(layer, query, kv_cache, table, lens, starts, self.spec(None, layout)), kv_cache
+    def _attend_prefix_once(self, layer, query, kv_cache, metadata: FlashAttentionMetadata, spec) -> Array:
+        assert metadata.prefix_len is not None
+        assert metadata.suffix_table is not None
+        assert metadata.suffix_lens is not None
+        out = shared_prefix_decode(
+            query[:, None],
+            kv_cache,
+            None,
+            metadata.block_table[0],
+            metadata.prefix_len,
+            metadata.suffix_table,
+            metadata.suffix_lens,
+            spec=spec,
+            **self.options(layer, query),
+        )
+        assert isinstance(out, jax.Array)
+        return out[:, 0]
