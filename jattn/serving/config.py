@@ -2,7 +2,9 @@
 
 import dataclasses
 import typing
-from typing import Annotated, Protocol
+from typing import Annotated
+
+from jattn.serving.speculation import Speculation
 
 # The command line prints these lines as help, so nothing here imports jax, which takes seconds.
 
@@ -20,14 +22,6 @@ class Knob:
     help: str
     flag: bool = False
     choices: tuple[str, ...] = ()
-
-
-@typing.runtime_checkable
-class Speculation(Protocol):
-    """What a drafter (`jattn.serving.steps.drafting.Drafter`) says of itself."""
-
-    @property
-    def num_draft_tokens(self) -> int: ...
 
 
 @typing.no_type_check  # it checks its values itself, and takes any integer type

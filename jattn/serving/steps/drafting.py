@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend
 from jattn.kv_pool import KVPool
-from jattn.serving.config import Speculation
+from jattn.serving.speculation import Speculation
 from jattn.serving.steps.loop_state import LoopState
 
 _UNROLLED = 4  # steps of a lookup that are one kernel; more of them only make it longer to compile
