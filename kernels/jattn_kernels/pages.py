@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.scales import head_scales
+from jattn_kernels.lowering.scales import head_scales
 from jattn_kernels.shapes.arrays import check_are_arrays, check_int32
 from jattn_kernels.shapes.latent import check_latent_rows
 from jattn_kernels.shapes.pages import PageGeometry, check_page_rows

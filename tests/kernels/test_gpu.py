@@ -61,7 +61,7 @@ def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracl
     assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
 
 
-def is_readied(case):
+def is_converted(case):
     """Whether it is worth a look both ways, with keys converted ahead of the kernel and in it."""
     is_small = case.page_size == 8 or case.spec.combined_pool is not None
     return is_small or case.spec.rope_theta is not None or case.name.startswith("paged_extend_fp8")
@@ -69,7 +69,7 @@ def is_readied(case):
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in KERNEL_SIZED if case.operation == "paged_extend" and is_readied(case)],
+    [case for case in KERNEL_SIZED if case.operation == "paged_extend" and is_converted(case)],
     ids=lambda case: case.name,
 )
 def test_mosaic_extend_converts_keys_the_other_way_too(monkeypatch, case):

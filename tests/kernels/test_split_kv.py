@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec
+from jattn_kernels.lowering.fp8_parts import in_parts
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
 from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
-from jattn_kernels.mosaic.sm90.decode.rows import in_parts
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_tiles
 from tests.kernels.harness.interpreter import interpreted

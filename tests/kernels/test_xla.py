@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import jattn_kernels
-from jattn_kernels import AttentionSpec, mla_decode, paged_decode, paged_extend, ragged_extend, rope
+from jattn_kernels import AttentionSpec, mla_decode, paged_decode, paged_extend, ragged_extend
+from jattn_kernels.lowering import rope
 from jattn_kernels.reference.scores import rotate
 from jattn_kernels.xla import fetch, tiles
 from tests.kernels.harness.case_table import CASES, assert_close, build, random_cases

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import varying_axes
+from jattn_kernels.lowering.rope import rotate, shrink_of
+from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.merge import sink_share
 from jattn_kernels.operands import AttentionOptions
-from jattn_kernels.rope import rotate, shrink_of
-from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.xla.fetch import Fetcher
 from jattn_kernels.xla.scores import compute_dtype, logits_of

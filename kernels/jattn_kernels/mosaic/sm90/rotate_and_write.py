@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.decode.split_kv import stacked
+from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.spec import AttentionSpec
 
 _THREADS, _LANES = 128, 32

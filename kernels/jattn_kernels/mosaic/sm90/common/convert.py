@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jattn_kernels.lowering.rope import angles
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
-from jattn_kernels.rope import angles
 from jattn_kernels.spec import AttentionSpec
 
 

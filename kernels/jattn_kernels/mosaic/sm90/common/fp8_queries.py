@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.mosaic.sm90.decode.rows import (
+from jattn_kernels.lowering.fp8_parts import (
     EXPONENT,
     MANTISSA_BITS,
     NARROW_SIZE,
@@ -22,6 +21,7 @@ from jattn_kernels.mosaic.sm90.decode.rows import (
     leading_bits,
     num_parts,
 )
+from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.spec import AttentionSpec
 
 _THREADS = 128

@@ -13,9 +13,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jattn_kernels.lowering.rope import shrink_of
 from jattn_kernels.mosaic.sm90.common.convert import Rotation, rotate_pairs, rotated_by, rotation_of
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
-from jattn_kernels.rope import shrink_of
 from jattn_kernels.spec import AttentionSpec
 
 _PIECE = WGMMA_ROWS  # keys

@@ -7,20 +7,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.lowering.fp8_parts import in_parts, in_range
 from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
 from jattn_kernels.lowering.mask_words import mask_words
+from jattn_kernels.lowering.rope import rotate, shrink_of
+from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.convert import rotation_of
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
+from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
 from jattn_kernels.mosaic.sm90.decode.kernel import decode
 from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
-from jattn_kernels.mosaic.sm90.decode.rows import by_head, in_parts, in_range, padded
+from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_tiles, value_columns
-from jattn_kernels.rope import rotate, shrink_of
-from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -213,16 +215,6 @@ def _slopes(
         return slopes
     of_heads = jnp.tile(slopes.reshape(spec.num_kv_heads, spec.group_size), (1, num_tokens))
     return padded(of_heads, sizes).reshape(-1)
-
-
-def stacked(
-    k_pages: Float[Array, "..."], v_pages: Float[Array, "..."] | None, layer_index: Int[Array, ""] | int | None
-) -> tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]]:
-    """The layer as the kernels read it, and pages with a leading layer axis; the same ones twice if they hold both."""
-    v_pages = k_pages if v_pages is None else v_pages
-    if layer_index is None:
-        return jnp.zeros(1, jnp.int32), k_pages[None], v_pages[None]
-    return jnp.asarray(layer_index, jnp.int32).reshape(1), k_pages, v_pages
 
 
 def _by_token(rows: Float[Array, "B K R W"], num_tokens: int) -> Float[Array, "B Q N W"]:

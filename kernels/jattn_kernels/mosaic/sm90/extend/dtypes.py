@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jattn_kernels.mosaic.sm90.decode.rows import num_parts
+from jattn_kernels.lowering.fp8_parts import num_parts
 from jattn_kernels.spec import AttentionSpec
 
 

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionOptions
+from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.key_rotation import RotationTables
+from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, rows_of_best_copy
-from jattn_kernels.mosaic.sm90.decode.split_kv import stacked
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.kernel import ExtendKernel
 from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass, prepass, rotated_rows
@@ -24,7 +25,6 @@ from jattn_kernels.mosaic.sm90.extend.schedule import (
     is_own,
 )
 from jattn_kernels.mosaic.sm90.extend.work_tile import Operands
-from jattn_kernels.scales import head_scales, logit_factors
 from jattn_kernels.spec import AttentionSpec
 
 
