@@ -177,6 +177,8 @@ def test_works_the_second_time():
     (tmp_path / "tests" / "test_two.py").write_text("import missing_on_a_gpu_machine")
     (tmp_path / "tests" / "count").write_text("")
     monkeypatch.setattr(gpu_record, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the others take seconds to import
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     recorder = Recorder(tmp_path / "out", {"kernels_sha": "abc"})
     gpu_record.record_tests(recorder, processes=1)
     assert recorder.failures == ["tests"]
