@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, NormCall
-from jattn_kernels.mosaic.sm90 import paged_decode as decode_entry
-from jattn_kernels.mosaic.sm90 import rms_norm, rotate_and_write
+from jattn_kernels.mosaic.sm90 import paged_decode, rms_norm, rotate_and_write
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.operands import AttentionOperands, NormOperands, Operands, RotaryOperands
 
@@ -22,7 +21,7 @@ def make_schedule(
     call: AttentionCall, seq_lens: Int[Array, " B"], cu_q_lens: Int[Array, " B_plus_1"] | None, max_seq_len: int | None
 ) -> Any:
     """The work list of decode or of extend over pages; None of other operations, or if it needs a `max_seq_len`."""
-    make = {"paged_decode": decode_entry.decode_schedule, "paged_extend": extend.make_schedule}.get(call.operation)
+    make = {"paged_decode": paged_decode.decode_schedule, "paged_extend": extend.make_schedule}.get(call.operation)
     if make is None:
         return None
     facts: dict[str, Any] = {"num_tokens": call.num_tokens, "kv_itemsize": jnp.dtype(call.kv_dtype).itemsize}
@@ -30,7 +29,7 @@ def make_schedule(
 
 
 def _paged_decode(call: AttentionCall, operands: AttentionOperands) -> Any:
-    return decode_entry.paged_decode(*_paged(operands), options=operands.options, **_facts(call))
+    return paged_decode.paged_decode(*_paged(operands), options=operands.options, **_facts(call))
 
 
 def _paged_extend(call: AttentionCall, operands: AttentionOperands) -> Any:

@@ -90,22 +90,22 @@ class Operands(NamedTuple):
         key_rotations: The same for each key of any tile, by its number there.
     """
 
-    q: Any
-    k_pages: Any
-    v_pages: Any
-    page_table: Any
-    layer: Any
-    work_tiles: Any
-    workers: Any
-    first: Any = None
-    end: Any = None
-    position: Any = None
-    slopes: Any = None
-    logit_factor: Any = None
-    out_factor: Any = None
-    mask: Any = None
-    tile_rotations: Any = None
-    key_rotations: Any = None
+    q: Any  # [B, parts, rows, H]; rotated: float32 [B, row blocks, H, block_rows]
+    k_pages: Any  # [L, P, page_size, K, H], or as the layout has it
+    v_pages: Any  # [L, P, page_size, K, Hv]
+    page_table: Any  # [B, max_pages]
+    layer: Any  # [1]
+    work_tiles: Any  # [W, 5]
+    workers: Any  # [workers, 7]
+    first: Any = None  # [B], or [B, rows of a head]
+    end: Any = None  # [B, rows of a head]
+    position: Any = None  # [B], or [B, rows of a head]
+    slopes: Any = None  # [rows of all heads]
+    logit_factor: Any = None  # [B or 1, K]
+    out_factor: Any = None  # [K]
+    mask: Any = None  # [B, keys]
+    tile_rotations: Any = None  # float32 [tiles, H / 2] each
+    key_rotations: Any = None  # float16 [block_kv, H / 2] each
 
 
 class WorkTile(NamedTuple):
@@ -142,15 +142,15 @@ class SharedMemory(NamedTuple):
         partials_full, partials_empty: Of `partials`, between the first consumer warpgroup and each other one.
     """
 
-    q: Any
-    pages: Any
-    converted: Any
-    p: Any
-    partials: Any
-    result: Any
-    q_full: Any
-    q_empty: Any
-    full: Any
-    empty: Any
-    partials_full: Any
-    partials_empty: Any
+    q: Any  # [2, parts, block_rows, H]; rotated: float32 [2, H, block_rows]
+    pages: Any  # [stages, block_kv, H], [stages, block_kv, Hv]
+    converted: Any  # [warpgroups, ...] each
+    p: Any  # [warpgroups, block_rows, block_kv]
+    partials: Any  # [warpgroups - 1, Hv, block_rows], [warpgroups - 1, block_rows]
+    result: Any  # [block_rows, Hv], [block_rows]
+    q_full: Any  # [2]
+    q_empty: Any  # [2]
+    full: Any  # [stages] each
+    empty: Any  # [stages] each
+    partials_full: Any  # [warpgroups - 1]
+    partials_empty: Any  # [warpgroups - 1]

@@ -27,15 +27,15 @@ class SharedMemory(NamedTuple):
         rotate: consumer <-> consumer.
     """
 
-    q_and_out: Any
-    q_staging: Any
-    p: Any
+    q_and_out: Any  # [2, 64, columns], [2, rows, width]: they overlap
+    q_staging: Any  # [2, 64, width]
+    p: Any  # [2, 64, block_kv]
     copied: TilePair
     converted: TilePair
-    q_full: Any
-    q_empty: Any
-    last_v_full: Any
-    schedule_barrier: Any
+    q_full: Any  # [2]
+    q_empty: Any  # [2]
+    last_v_full: Any  # [1]
+    schedule_barrier: Any  # [1]
 
 
 def shared_memory(

@@ -37,19 +37,19 @@ class Operands(NamedTuple):
         mask: For each row of each tile a bit for each key, 32 keys a word, words first.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    places: Any
-    query_blocks: Any
-    num_query_blocks: Any
-    layer: Any
+    q: Any  # [T, N, columns]
+    k: Any  # [L, P, page_size, K, H], or [L, S, K, H]
+    v: Any  # [L, P, page_size, K, Hv], or [L, S, K, Hv]
+    places: Any  # [B, max_pages], or [B + 1]
+    query_blocks: Any  # [blocks, 6 to 8]
+    num_query_blocks: Any  # [1]
+    layer: Any  # [1]
     rows: Any = None
-    slopes: Any = None
-    logit_factor: Any = None
-    out_factor: Any = None
-    mask: Any = None
-    row_factor: Any = None
+    slopes: Any = None  # [head blocks, 64]
+    logit_factor: Any = None  # [B or 1, K]
+    out_factor: Any = None  # [K]
+    mask: Any = None  # [words, query blocks, 2, 64]
+    row_factor: Any = None  # [K, query blocks, 2, 64]
     rotations: Any = None
 
 
@@ -98,9 +98,9 @@ class Tiles(NamedTuple):
         full, empty: Barriers of each: the tile may be read; it may be overwritten.
     """
 
-    smem: Any
-    full: Any
-    empty: Any
+    smem: Any  # [stages, block_kv, width]
+    full: Any  # [stages]
+    empty: Any  # [stages]
 
     @property
     def stages(self) -> int:
