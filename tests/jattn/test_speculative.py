@@ -14,7 +14,6 @@ from jattn.checkpoint import Checkpoint
 from jattn.model import model_class
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
-from jattn.serving.executor import step_plans
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.draft_model import DraftModel
@@ -23,7 +22,7 @@ from jattn.serving.steps.sampler import SamplingState, sample
 from tests.careful import compiled_with_care
 from tests.jattn.harness import one_pass
 from tests.jattn.harness.prompt_lookup import counted, prompt_lookup
-from tests.jattn.harness.tiny import run
+from tests.jattn.harness.tiny import one_variant, run
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 PLAIN = EngineConfig(
@@ -73,12 +72,19 @@ def encode(text):
 @functools.cache
 def engine_of(name):
     drafter = {"plain": None, "ngram": NGRAM, "draft_model": DRAFT}[name]
-    with compiled_with_care():
+    with compiled_with_care(), one_variant("plain"):
         return Engine(
             bundled(),
             dataclasses.replace(PLAIN, speculative=drafter),
             draft_model=draft_model() if drafter is DRAFT else None,
         )
+
+
+@pytest.fixture(autouse=True)
+def variant():
+    """The one that draws; the tests that compile engines of their own have the other one."""
+    with one_variant("plain"):
+        yield
 
 
 @pytest.fixture
@@ -277,9 +283,8 @@ def texts(prompts, drafter, dtype=jnp.float32, **fields):
     return [request.generated for request in requests]
 
 
-def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(monkeypatch):
+def test_bfloat16_text_differs_only_where_two_tokens_are_as_good():
     """As good: nearer to the best than twice the error of a bfloat16 logit, measured against float32."""
-    monkeypatch.setattr(step_plans, "VARIANTS", ("greedy",))
     prompts = mixed_prompts()
     plain = texts(prompts, None, jnp.bfloat16)
     for drafter in (NGRAM, DRAFT):
@@ -293,9 +298,8 @@ def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(monkeypatch):
                 assert np.max(rounded[-1]) - np.min(both) < 2 * np.max(np.abs(rounded - exact))
 
 
-def test_text_over_fp8_pages_is_that_of_plain_decode_over_them(monkeypatch):
+def test_text_over_fp8_pages_is_that_of_plain_decode_over_them():
     """Whoever writes a token's key, a verification or a decode, rounds it the same."""
-    monkeypatch.setattr(step_plans, "VARIANTS", ("greedy",))
     prompts, fields = list(map(encode, TEXTS)), {"kv_cache_dtype": "fp8_e4m3", "num_pages": 24}
     expected = texts(prompts, None, **fields)
     for drafter in (NGRAM, DRAFT):
