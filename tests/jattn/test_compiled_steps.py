@@ -85,6 +85,15 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
     assert compiled_steps.compiler_options(unrolled=True) is None
 
 
+def test_no_step_is_rematerialised_for_a_pool_that_xla_counts_thrice(monkeypatch):
+    """The name is one that this version of XLA knows: others fail on a CPU too."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    told = compiled_steps.compiler_options(unrolled=True)
+    monkeypatch.undo()
+    assert told["xla_gpu_memory_limit_slop_factor"] >= 300
+    assert jax.jit(doubled, compiler_options=told)(1.0) == 2
+
+
 @pytest.mark.parametrize(
     ("largest", "smallest", "buckets"), [(8, 1, (1, 2, 4, 8)), (6, 1, (1, 2, 4, 6)), (1, 1, (1,)), (48, 64, (48,))]
 )
