@@ -81,7 +81,8 @@ class ForwardBatch:
         positions: Absolute positions; 0 where padded.
         seq_lens: Keys of each sequence, this pass's tokens included but for those that are drafted or verified.
         cu_q_lens: Where each sequence's tokens begin; the last entry counts the real tokens in extend.
-        out_cache_loc: For each group of the pool, the slot that each token's key and value are written to.
+        out_cache_loc: For each group of the pool, the slot that each token's key and value are written to; an array
+            alone is that of one group.
         page_tables: For each group of the pool, the pages of each sequence; 0 past its last page. Empty where
             `req_to_token_pool` says them.
         req_pool_indices: Each sequence's row of `req_to_token_pool`.
@@ -105,6 +106,10 @@ class ForwardBatch:
     encoder_out_cache_loc: Int[Array, " E"] | None = None
     encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
     spec_info: SpecInput | None = None
+
+    def __post_init__(self):
+        if hasattr(self.out_cache_loc, "shape"):  # of one group
+            object.__setattr__(self, "out_cache_loc", (self.out_cache_loc,))
 
     @property
     def batch_size(self) -> int:

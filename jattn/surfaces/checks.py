@@ -30,7 +30,7 @@ WORDS = {
 
 
 def checked_rows(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, pool: Any) -> tuple[Any, Any, Any]:
-    """What a layer's call hands over, `q`, `k` and `v` as JAX's arrays; the last two may be None.
+    """What a layer's call hands over, `q`, `k` and `v` as JAX's arrays by head; the last two may be None.
 
     Raises:
         ValueError: An argument is of another type or shape than the layer says.
@@ -40,6 +40,11 @@ def checked_rows(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, pool: A
     instance("pool", pool, KVPool)
     if layer.group >= len(pool.groups):
         raise ValueError(f"`layer.group` must be one of the {len(pool.groups)} groups of `pool`. Got {layer.group}.")
+    q, k, v = (
+        _by_head(q, layer.tp_q_head_num, layer.head_dim),
+        _by_head(k, layer.tp_k_head_num, layer.head_dim),
+        _by_head(v, layer.tp_v_head_num, layer.v_head_dim),
+    )
     q = array("q", q, "tokens", "heads", "head_dim")
     if q.shape[1:] != (layer.tp_q_head_num, layer.head_dim):
         raise ValueError(
@@ -47,3 +52,14 @@ def checked_rows(q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, pool: A
         )
     k, v = (x if x is None else array(name, x, "tokens", "heads", "head_dim") for name, x in (("k", k), ("v", v)))
     return q, k, v
+
+
+def _by_head(x: Any, heads: int, width: int) -> Any:
+    """Rows with an axis of heads, where these lie one after the other as the engines have them."""
+    flat = getattr(x, "ndim", None) == 2 and x.shape[1] == heads * width
+    return x.reshape(-1, heads, width) if flat else x
+
+
+def as_given(out: Any, q: Any) -> Any:
+    """A layer's output with an axis of heads if its queries have one."""
+    return out.reshape(out.shape[0], -1) if q.ndim == 2 else out

@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from jattn.backend import AttentionLayer, forward
-from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig, FlashAttentionMultiStepBackend
+from jattn.flash_attention import (
+    FlashAttentionBackend,
+    FlashAttentionConfig,
+    FlashAttentionMultiStepBackend,
+    spec_of,
+)
 from jattn.forward_batch import ForwardMode
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput
 from jattn_kernels.spec import AttentionSpec
@@ -22,11 +27,11 @@ PLAIN = AttentionLayer(
 )
 
 
-def make_config(page_size, **fields):
+def make_config(page_size, layer=PLAIN, **fields):
     return FlashAttentionConfig(
         max_context_len=MAX_CONTEXT,
         page_size=page_size,
-        layers=(PLAIN,),
+        layers=(layer,),
         implementation="xla",
         speculative_num_draft_tokens=NUM_DRAFT,
         **fields,
@@ -34,8 +39,8 @@ def make_config(page_size, **fields):
 
 
 @jax.jit(static_argnums=0)
-def one_step(backend, q, k, v, batch, metadata, pool):
-    return forward(backend, q, k, v, PLAIN, batch, metadata, pool)
+def one_step(backend, q, k, v, batch, metadata, pool, layer=PLAIN):
+    return forward(backend, q, k, v, layer, batch, metadata, pool)
 
 
 def up_to_the_end(requests, longest):
@@ -100,10 +105,20 @@ def tree_mask(seq_lens):
     return [np.concatenate([np.ones((NUM_DRAFT, n), bool), ancestors], axis=1) for n in seq_lens if n]
 
 
-@pytest.mark.parametrize(("page_size", "longest"), [(1, 100), (16, 100), (16, 190)])
-def test_verified_tree_sees_its_ancestors(page_size, longest):
+WINDOWED = dataclasses.replace(PLAIN, sliding_window_size=20)
+LATENT = dataclasses.replace(PLAIN, tp_k_head_num=1, tp_v_head_num=1, head_dim=24, v_head_dim=H)
+
+
+@pytest.mark.parametrize(
+    ("layer", "page_size", "longest"),
+    [(PLAIN, 1, 100), (PLAIN, 16, 100), (PLAIN, 16, 190), (WINDOWED, 16, 100), (LATENT, 16, 100)],
+    ids=["plain_page_1", "plain", "end_of_context", "window", "latent"],
+)
+def test_verified_tree_sees_its_ancestors(layer, page_size, longest):
     requests, rng = up_to_the_end(random_requests(9, page_size), longest), np.random.default_rng(9)
-    backend, rows = FlashAttentionBackend(make_config(page_size)), Rows(requests, rng, PLAIN, jnp.float32)
+    latent = layer is LATENT
+    backend = FlashAttentionBackend(make_config(page_size, layer, attention_arch="MLA" if latent else "MHA"))
+    rows, spec = Rows(requests, rng, layer, jnp.float32, latent=latent), spec_of(layer)
     lens = requests.seq_lens.tolist()
     rows.fill([requests.slots(row, 0, length) for row, length in enumerate(lens)])
     slots = [
@@ -118,16 +133,16 @@ def test_verified_tree_sees_its_ancestors(page_size, longest):
         ForwardMode.TARGET_VERIFY, slots, 4 * NUM_DRAFT, np.arange(5) * NUM_DRAFT, spec_info=spec_info
     )
     k, v = rows.made(np.asarray(batch.out_cache_loc[0]))
-    q = normal(rng, 4 * NUM_DRAFT, N, H)
+    q = normal(rng, 4 * NUM_DRAFT, N, layer.head_dim)
     metadata = jax.jit(backend.init_forward_metadata)(batch)
-    out, _ = one_step(backend, q, k, v, batch, metadata, rows.pool)
+    out, _ = one_step(backend, q, k, v, batch, metadata, rows.pool, layer)
     expected, masks = np.zeros(out.shape), iter(masks)
     for row, length in enumerate(lens):
         at = slice(row * NUM_DRAFT, (row + 1) * NUM_DRAFT)
         if length:
             seen = rows.stored(requests.slots(row, 0, length + NUM_DRAFT))
             options = {"custom_mask": next(masks).reshape(-1), "q_positions": positions[at]}
-            expected[at] = oracle(q[at], *seen, SPEC, **options)
+            expected[at] = oracle(q[at], *seen, spec, **options)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
 

@@ -43,6 +43,16 @@ def test_extend_without_prefix_needs_no_pages():
     check(make_backend(), make_world(1), LAYER, ForwardMode.EXTEND, **NEW, extend_no_prefix=True)
 
 
+def test_extend_without_prefix_is_found_where_lengths_are_known():
+    backend = make_backend()
+    plain, continued = (
+        make_batch(make_world(1), ForwardMode.EXTEND, (1, 3), (9, 2), lens) for lens in ((9, 2), (9, 5))
+    )
+    found = [backend.init_forward_metadata(batch).extend_no_prefix for batch in (plain, continued)]
+    assert found == [True, False]
+    assert not jax.jit(backend.init_forward_metadata)(plain).extend_no_prefix
+
+
 def test_extend_without_prefix_is_refused_where_there_is_one():
     batch = make_batch(make_world(1), ForwardMode.EXTEND, (1, 3), (9, 2), (9, 5))
     with pytest.raises(ValueError, match=r"`extend_no_prefix` needs .* Got prefixes of \[0, 3, 0, 0\] tokens"):

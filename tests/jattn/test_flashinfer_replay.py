@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.spec_info import EagleVerifyInput
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.pymllm_requests import (
     LAYER,
@@ -70,6 +71,34 @@ def test_replayed_verify_adds_the_drafted_tokens_to_real_rows_only():
     (plan,) = metadata.prefill_wrappers
     assert plan.seq_lens.tolist() == [25, 0, 0]
     assert plan.cu_q_lens.tolist() == [0, 5, 10, 15]
+
+
+def test_replay_reads_the_constructors_table_of_numpy_as_it_is_now():
+    world = make_world(16)
+    table = np.array(world.req_to_token)
+    backend = make_backend(16, req_to_token=table)
+    arguments = (jnp.array([3, 1], jnp.int32), jnp.array([20, 33], jnp.int32), 53, ForwardMode.DECODE, None)
+    table[3], table[1] = table[1].copy(), table[3].copy()
+    (plan,) = backend.init_forward_metadata_replay_cuda_graph(2, *arguments).decode_wrappers
+    np.testing.assert_array_equal(plan.page_table, world.page_table[[1, 3]])
+    with pytest.raises(ValueError, match="`req_to_token` must be given"):
+        make_backend(16).init_forward_metadata_replay_cuda_graph(2, *arguments)
+
+
+def test_replay_takes_the_encoders_lengths_and_the_mask_of_a_tree():
+    world, int32 = make_world(16), functools.partial(jnp.array, dtype=jnp.int32)
+    rows = (int32([3, 1]), int32([20, 33]), 53)
+    backend = make_backend(16, is_encoder_decoder=True)
+    replay = functools.partial(backend.init_forward_metadata_replay_cuda_graph, 3, *rows, ForwardMode.DECODE, None)
+    own, encoder = replay(world.req_to_token, encoder_lens=int32([17, 5])).decode_wrappers
+    assert encoder.seq_lens.tolist() == [17, 5, 0]
+    np.testing.assert_array_equal(own.page_table[:2, :3], [world.page_table[3, 2:5], world.page_table[1, 1:4]])
+    tree = EagleVerifyInput(custom_mask=jnp.ones(2 * 60, bool), positions=jnp.arange(4, dtype=jnp.int32))
+    backend = make_backend(16, num_draft_tokens=2)
+    replay = functools.partial(backend.init_forward_metadata_replay_cuda_graph, 2, *rows)
+    (plan,) = replay(ForwardMode.TARGET_VERIFY, None, world.req_to_token, spec_info=tree).prefill_wrappers
+    assert plan.custom_mask is tree.custom_mask
+    assert plan.q_positions.tolist() == [0, 1, 2, 3]
 
 
 def whole_step(backend, mode):

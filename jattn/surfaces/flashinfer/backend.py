@@ -14,7 +14,7 @@ from jattn.attention.metadata import QueriesOverPages
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput, tree_of
-from jattn.surfaces.checks import WORDS, checked_rows
+from jattn.surfaces.checks import WORDS, as_given, checked_rows
 from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
@@ -32,7 +32,7 @@ class FlashInferAttnBackend(FlashInferConfig):
     """Static and hashable: arrays come in through calls, metadata and pool go out of them."""
 
     def init_forward_metadata(
-        self, forward_batch: ForwardBatch, *, use_ragged: bool | None = None, extend_no_prefix: bool = False
+        self, forward_batch: ForwardBatch, *, use_ragged: bool | None = None, extend_no_prefix: bool | None = None
     ) -> DecodeMetadata | PrefillMetadata:
         """Metadata of a batch, once for all layers; jit-able.
 
@@ -40,7 +40,8 @@ class FlashInferAttnBackend(FlashInferConfig):
             use_ragged: Whether an extend attends to its own keys as they come, and merges that with attention to those
                 in pages; None does in EXTEND and MIXED, as pymllm, unless the pool rounds keys: then what a query sees
                 of them would depend on where its prompt was cut.
-            extend_no_prefix: The caller's promise that no sequence of an extend has keys from before.
+            extend_no_prefix: The caller's promise that no sequence of an extend has keys from before. None looks at the
+                lengths where they are known, and inside jit promises nothing.
 
         Raises:
             ValueError: The batch contradicts the backend, or its lengths, where they are known, the promise.
@@ -60,7 +61,10 @@ class FlashInferAttnBackend(FlashInferConfig):
             plans = self._plans(places, seq_lens, cu_q_lens, num_tokens)
             return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
         prefix_lens = forward_batch.extend_prefix_lens
-        if extend_no_prefix and not isinstance(prefix_lens, Tracer) and np.asarray(prefix_lens).any():
+        known = not isinstance(prefix_lens, Tracer)
+        if extend_no_prefix is None:
+            extend_no_prefix = known and not np.asarray(prefix_lens).any()
+        if extend_no_prefix and known and np.asarray(prefix_lens).any():
             raise ValueError(
                 "`extend_no_prefix` needs sequences without keys from before. "
                 f"Got prefixes of {np.asarray(prefix_lens).tolist()} tokens."
@@ -82,15 +86,15 @@ class FlashInferAttnBackend(FlashInferConfig):
     @in_words(**BACKEND_WORDS)
     def forward_extend(
         self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "S K H"] | None,
-        v: Float[Array, "S K Hv"] | None,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."] | None,
+        v: Float[Array, "..."] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         metadata: PrefillMetadata,
         pool: KVPool,
         save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+    ) -> tuple[Float[Array, "..."], KVPool]:
         """Writes this pass's keys and values, then attends; many tokens a sequence. The pool may be donated.
 
         `k` and `v` may be None where the keys are in the pool already, but not with `use_ragged`, except in cross
@@ -100,41 +104,43 @@ class FlashInferAttnBackend(FlashInferConfig):
             ValueError: The layer or the arrays contradict the metadata.
         """
         instance("metadata", metadata, PrefillMetadata)
+        given = q
         q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         self._check_prefill()
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
         if metadata.ragged is None or layer.is_cross_attention:
-            return self._attend(plan, q, layer, pool)[0], pool
+            return as_given(self._attend(plan, q, layer, pool)[0], given), pool
         if k is None or v is None:
             raise ValueError("`k` and `v` must be given with `use_ragged`. Got None.")
         out, lse = metadata.ragged.attend(q, k, v, spec=_spec_of(layer, metadata.ragged.spec))
         if not metadata.extend_no_prefix:
             out, _ = merge_state(out, lse, *self._attend(plan, q, layer, pool))
-        return out, pool
+        return as_given(out, given), pool
 
     @in_words(**BACKEND_WORDS)
     def forward_decode(
         self,
-        q: Float[Array, "B N H"],
-        k: Float[Array, "B K H"] | None,
-        v: Float[Array, "B K Hv"] | None,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."] | None,
+        v: Float[Array, "..."] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         metadata: DecodeMetadata,
         pool: KVPool,
         save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "B N Hv"], KVPool]:
+    ) -> tuple[Float[Array, "..."], KVPool]:
         """Writes this pass's keys and values, then attends; one token a sequence. The pool may be donated.
 
         Raises:
             ValueError: The layer or the arrays contradict the metadata.
         """
         instance("metadata", metadata, DecodeMetadata)
+        given = q
         q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
         plan = metadata.decode_wrappers[self._wrapper_index(layer)]
-        return self._attend(plan, q, layer, pool)[0], pool
+        return as_given(self._attend(plan, q, layer, pool)[0], given), pool
 
     def mixes(self) -> bool:
         """Whether each sequence's extend costs what its own length asks for and no more, in all that it calls."""
@@ -189,7 +195,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         req_pool_indices: Int[Array, " B"],
         seq_lens: Int[Array, " B"],
         forward_mode: ForwardMode,
-        req_to_token: Int[Array, "R max_context_len"],
+        req_to_token: Int[Array, "R max_context_len"] | None = None,
         *,
         encoder_lens: Int[Array, " B"] | None = None,
         spec_info: EagleVerifyInput | None = None,
@@ -227,7 +233,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         seq_lens_sum: Any,
         forward_mode: ForwardMode,
         seq_lens_cpu: Any,
-        req_to_token: Int[Array, "R max_context_len"],
+        req_to_token: Int[Array, "R max_context_len"] | None = None,
         *,
         encoder_lens: Int[Array, " B"] | None = None,
         spec_info: EagleVerifyInput | None = None,
@@ -240,7 +246,8 @@ class FlashInferAttnBackend(FlashInferConfig):
             req_pool_indices, seq_lens: The rows of `req_to_token`, and the keys of each; in target verify without the
                 drafted tokens.
             seq_lens_sum, seq_lens_cpu: Accepted and not used: shapes are static, lengths stay on the device.
-            req_to_token: Token slots; an encoder's come first, and the decoder's begin on a new page.
+            req_to_token: Token slots; an encoder's come first, and the decoder's begin on a new page. Outside jit that
+                of the constructor, as it is now, if it is NumPy's and none is given here.
             encoder_lens: Keys of each encoder, with `is_encoder_decoder`.
             spec_info: Mask and positions of the drafted tokens, [bs * num_draft_tokens], where they are trees.
 
@@ -259,7 +266,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         decode = forward_mode.is_decode_or_idle()
         req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
         drafted = 0 if decode else self.num_draft_tokens or 0
-        table = pages_of_requests(_rows(req_pool_indices, bs, 0), req_to_token, drafted, self)
+        slots: Any = self.host_table(seq_lens) if req_to_token is None else req_to_token
+        table = pages_of_requests(_rows(req_pool_indices, bs, 0), slots, drafted, self)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)
         seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)

@@ -3,6 +3,10 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
 from jattn.arguments import check_whole, in_words, instance, shown, whole_number
 from jattn.attention.backend import BackendOptions
 from jattn.attention.layer import AttentionLayer
@@ -20,8 +24,8 @@ class FlashInferConfig:
         num_heads, num_kv_heads, head_dim: Of the layers, on this device.
         kv_cache_dtype, q_dtype: Of the pool and of the queries.
         max_context_len: Longest sequence, in tokens.
-        req_to_token: The table of token slots, [max_reqs, max_context_len]. Only its shape is kept, and may be given
-            in its place: the table itself comes with each batch.
+        req_to_token: The table of token slots, [max_reqs, max_context_len], or its shape. Of NumPy's, which an engine
+            writes in place, replays may leave it out; any other comes with each batch.
         device: Accepted and not used: arrays are where JAX puts them.
         max_req_pool_size: Most sequences of a batch.
         sliding_window_size: Keys to the left, own one not counted, in the layers that have a window; with it there are
@@ -68,6 +72,8 @@ class FlashInferConfig:
         check_whole(self, "sliding_window_size", least=0, optional=True)
         check_whole(self, "num_draft_tokens", optional=True)
         check_whole(self, "num_heads", "num_kv_heads", "head_dim", "max_context_len", "max_req_pool_size", "page_size")
+        table: Any = self.req_to_token
+        object.__setattr__(self, "_table", table if isinstance(table, np.ndarray) else None)
         for name, axes in (("req_to_token", 2), ("kv_indptr_buf", 1), ("kv_last_page_len_buf", 1)):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else _shape(name, value, axes))
@@ -158,6 +164,22 @@ class FlashInferConfig:
             causal=causal,
             window_left=window_left,
         )
+
+    def host_table(self, rows: Any) -> Any:
+        """The constructor's table as it is now.
+
+        Args:
+            rows: What is read beside it.
+
+        Raises:
+            ValueError: It was none of NumPy's, or would become a constant of what is being compiled.
+        """
+        table: np.ndarray | None = getattr(self, "_table", None)
+        if table is None or isinstance(rows, Tracer):
+            raise ValueError(
+                "`req_to_token` must be given inside jit, and where the backend's is not a table of NumPy. Got None."
+            )
+        return jnp.array(table)  # a copy: the engine goes on writing into its own
 
     def check_table(self, name: str, shape: tuple[int, ...]) -> None:
         """Checks the shape of a table of token slots.

@@ -13,7 +13,7 @@ from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checke
 from jattn.kv_pool import KVPool
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
-from jattn.surfaces.checks import WORDS, checked_rows
+from jattn.surfaces.checks import WORDS, as_given, checked_rows
 from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.sglang.building import (
     NOWHERE,
@@ -128,16 +128,18 @@ class FlashAttentionBackend:
 
     def forward_extend(
         self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "S K H"] | None,
-        v: Float[Array, "S K Hv"] | None,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."] | None,
+        v: Float[Array, "..."] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         metadata: FlashAttentionMetadata,
         pool: KVPool,
         save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+    ) -> tuple[Float[Array, "..."], KVPool]:
         """Writes this pass's keys and values, then attends; many tokens a sequence. The pool may be donated.
+
+        `q`, `k` and `v` have an axis of heads, or those one after the other; the output is like `q`.
 
         Raises:
             ValueError: `k` or `v` is missing, or the layer is one of cross attention and the batch has no encoder.
@@ -147,15 +149,15 @@ class FlashAttentionBackend:
 
     def forward_decode(
         self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "S K H"] | None,
-        v: Float[Array, "S K Hv"] | None,
+        q: Float[Array, "..."],
+        k: Float[Array, "..."] | None,
+        v: Float[Array, "..."] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
         metadata: FlashAttentionMetadata,
         pool: KVPool,
         save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "T N Hv"], KVPool]:
+    ) -> tuple[Float[Array, "..."], KVPool]:
         """As `forward_extend`; one token a sequence, or one a branch in drafting."""
         return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
 
@@ -321,6 +323,7 @@ class FlashAttentionBackend:
     @in_words(**WORDS)
     def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
         instance("metadata", metadata, FlashAttentionMetadata)
+        given = q
         q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
         layer = self.config.paged_layer(layer)
         check_call(q, layer, metadata, pool, self.config, self.speculative_num_steps)
@@ -332,7 +335,7 @@ class FlashAttentionBackend:
         out, pool = self.config.paged_backend.forward_extend(
             self._stored(q, layer), None, None, layer, forward_batch, metadata.attention, pool
         )
-        return out.astype(q.dtype), pool
+        return as_given(out.astype(q.dtype), given), pool
 
     def _saved(self, pool: KVPool, layer, forward_batch, metadata, k, v) -> KVPool:
         if (k is None) != (v is None):
