@@ -35,3 +35,12 @@ def test_unknown_name_is_an_attribute_error():
 def test_names_are_listed_without_jax():
     program = "import sys, jattn; dir(jattn); jattn.EngineConfig; assert 'jax' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_script_beside_a_folder_of_that_name_finds_the_package(tmp_path):
+    """As one beside a clone does: a folder without `__init__.py` is a package too, but the last to be taken."""
+    (tmp_path / "jattn").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text("import jattn; print(jattn.__version__)")
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (result.returncode, result.stdout.strip()) == (0, jattn.__version__), result.stderr
