@@ -171,12 +171,12 @@ class Engine:
             for request, place, logprobs in launch.prompt_logprobs():
                 request.prompt_logprobs[place] = logprobs
             for given in launch.given():
-                events += self._taken(given)
+                self._take(given, events)
         return events
 
-    def _taken(self, given: Given) -> list[TokenEvent]:
-        """What a launch gave a request, up to the token that ends it."""
-        request, events = given.request, []
+    def _take(self, given: Given, events: list[TokenEvent]) -> None:
+        """Takes what a launch gave a request, up to the token that ends it."""
+        request = given.request
         if given.drafted is not None and given.accepted is not None:
             num_tokens = sum(token is not None for token in given.tokens)
             self.scheduler.note_accepted(request, max(0, num_tokens - 1))
@@ -184,10 +184,9 @@ class Engine:
         for i, token in enumerate(given.tokens):
             if request.finished:
                 break
-            events.append(self._taken_token(request, token, given.logprobs[i] if given.logprobs else None))
-        return events
+            events.append(self._take_token(request, token, given.logprobs[i] if given.logprobs else None))
 
-    def _taken_token(self, request: Request, token: int | None, logprobs: dict[int, Logprob] | None) -> TokenEvent:
+    def _take_token(self, request: Request, token: int | None, logprobs: dict[int, Logprob] | None) -> TokenEvent:
         if token is None:
             self.scheduler.finish(request, "error")
             return TokenEvent(request, None, request.finish_reason)

@@ -33,7 +33,8 @@ class KVCacheManager:
 
     def lacking(self, request: Request, num_tokens: int) -> int:
         """Pages that `request` has to be given to have room for `num_tokens`."""
-        return max(0, self.pages_for(num_tokens) - len(request.pages))
+        lacking = -(-num_tokens // self.page_size) - len(request.pages)
+        return lacking if lacking > 0 else 0
 
     def allocate(self, request: Request, num_tokens: int) -> int | None:
         """Gives a request without pages room for `num_tokens`.
@@ -62,7 +63,8 @@ class KVCacheManager:
         lacking = self.lacking(request, num_tokens)
         if lacking > self.num_free:
             return False
-        request.pages += self._allocator.allocate(lacking)
+        if lacking:  # for one decode in `page_size`
+            request.pages += self._allocator.allocate(lacking)
         return True
 
     def free(self, request: Request) -> None:

@@ -56,14 +56,15 @@ class Launch:
         for row, (request, tokens) in enumerate(zip(self.requests, by_row, strict=False)):
             if request is None or request.finished:
                 continue
-            places = range(row * len(tokens), (row + 1) * len(tokens))
+            begin = row * len(tokens)
             if UNUSED in tokens:
                 tokens = tokens[: tokens.index(UNUSED)]
             logprobs = None
             if output.logprobs is not None and (count := request.params.logprobs) is not None:
-                logprobs = [output.logprobs.at(*each, count) for each in zip(places, tokens, strict=False)]
-            tokens = [None if token == NO_TOKEN else token for token in tokens]
-            yield Given(request, tokens, logprobs, *(drafts[row] if drafts else ()))
+                logprobs = [output.logprobs.at(place, token, count) for place, token in enumerate(tokens, begin)]
+            if NO_TOKEN in tokens:
+                tokens = [None if token == NO_TOKEN else token for token in tokens]
+            yield Given(request, tokens, logprobs, *drafts[row]) if drafts else Given(request, tokens, logprobs)
 
     def prompt_logprobs(self) -> Iterator[tuple[Request, int, dict[int, Logprob]]]:
         """Requests, places of their prompts, and the log-probabilities there; of a launch that is read."""
