@@ -1,0 +1,37 @@
+"""Which steps an engine compiles: one for each launch that there may be, and not many."""
+
+import dataclasses
+
+import pytest
+
+from jattn.serving.executor.step_plans import step_key
+from jattn.serving.request import SamplingParams
+from tests.jattn.harness.tiny import CONFIG, plans_of
+
+ASKED = {"greedy": {"temperature": 0.0}, "plain": {"temperature": 1.0}, "full": {"temperature": 0.0, "logprobs": 1}}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return plans_of(dataclasses.replace(CONFIG, prefill_tokens=8192))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_each_launch_has_its_step(engine, asked):
+    requests = [engine.make_request([1], SamplingParams(**ASKED[asked]))]
+    plans, config = engine.executor.compiled_steps, engine.config
+    buckets = {"decode": config.decode_buckets, "prefill": config.prefill_buckets}
+    found = {step_key(kind, size, requests) for kind, sizes in buckets.items() for size in sizes}
+    assert found <= set(plans)
+    assert all(key.variant == asked for key in found if key.size <= 1024)
+
+
+def test_request_that_asks_for_most_decides(engine):
+    requests = [engine.make_request([1], SamplingParams(**asked)) for asked in ASKED.values()]
+    assert [step_key("decode", 4, requests[:count]).variant for count in (1, 2, 3)] == ["greedy", "plain", "full"]
+
+
+def test_finer_buckets_cost_a_bounded_number_of_steps(engine):
+    """Of 8,192 tokens: 8 sizes by doubling alone; none of the 12 above 1,024 has a step that cannot draw."""
+    prefills = [key for key in engine.executor.compiled_steps if key.kind == "prefill"]
+    assert len(prefills) == 5 * 3 + 12 * 2
