@@ -1,6 +1,9 @@
-"""What the backends of SGLang and pymllm check of a layer's call, and what they call the kernels' arguments."""
+"""What the backends of SGLang and pymllm share: checks of a layer's call, its words, and what they save and pad."""
 
 from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from jattn.arguments import array, instance
 from jattn.attention.layer import AttentionLayer
@@ -63,3 +66,30 @@ def _by_head(x: Any, heads: int, width: int) -> Any:
 def as_given(out: Any, q: Any) -> Any:
     """A layer's output with an axis of heads if its queries have one."""
     return out.reshape(out.shape[0], -1) if q.ndim == 2 else out
+
+
+def saved(
+    pool: KVPool, layer: AttentionLayer, forward_batch: ForwardBatch, slots_of_groups: Any, k: Any, v: Any
+) -> KVPool:
+    """The pool with a pass's keys and values, if it has any: a decoder's at its own slots, an encoder's at the batch's.
+
+    Args:
+        slots_of_groups: Of each group of the pool.
+
+    Raises:
+        ValueError: Only one of `k` and `v` is given, or the slots are missing.
+    """
+    if (k is None) != (v is None):
+        raise ValueError("`k` and `v` must be given together or both be None.")
+    if k is None:
+        return pool
+    slots = forward_batch.encoder_out_cache_loc if layer.is_cross_attention else slots_of_groups[layer.group]
+    if slots is None:
+        raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are saved. Got None.")
+    return pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+
+
+def bucket_rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:
+    """The first `bs` values; `fill` where there are fewer."""
+    values = values[:bs].astype(jnp.int32)
+    return jnp.pad(values, (0, bs - values.shape[0]), constant_values=fill)

@@ -6,20 +6,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jattn.arguments import in_words, instance, integers, scale_arrays, whole
 from jattn.attention.layer import AttentionLayer
-from jattn.attention.metadata import QueriesOverPages
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
 from jattn.kv_pool import KVPool
-from jattn.spec_info import EagleVerifyInput, tree_of
-from jattn.surfaces.checks import WORDS, as_given, checked_rows
+from jattn.spec_info import EagleVerifyInput
+from jattn.surfaces.checks import WORDS, as_given, bucket_rows, checked_rows, saved
 from jattn.surfaces.cuda_graph_state import CudaGraphState
+from jattn.surfaces.flashinfer.backend_plans import verify_metadata, wrapper_plans
 from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
-from jattn.surfaces.flashinfer.places import Places, pages_of_requests, places_of, split_encoder
-from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan, paged_plan
+from jattn.surfaces.flashinfer.places import pages_of_requests, places_of, split_encoder
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
 from jattn_kernels import merge_state
 from jattn_kernels.dispatch import works_per_sequence
 from jattn_kernels.spec import AttentionSpec
@@ -50,15 +50,15 @@ class FlashInferAttnBackend(FlashInferConfig):
         places = places_of(forward_batch, self)
         mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
-            return DecodeMetadata(self._plans(places, seq_lens))
+            return DecodeMetadata(wrapper_plans(self, places, seq_lens))
         self._check_prefill()
         if mode.is_target_verify():
-            return self._verify(places, seq_lens, forward_batch.input_ids.shape[0], forward_batch.spec_info)
+            return verify_metadata(self, places, seq_lens, forward_batch.input_ids.shape[0], forward_batch.spec_info)
         cu_q_lens, num_tokens = forward_batch.cu_q_lens, forward_batch.input_ids.shape[0]
         if use_ragged is None:
             use_ragged = not mode.is_draft_extend() and self.kv_cache_dtype == self.q_dtype
         if not use_ragged:
-            plans = self._plans(places, seq_lens, cu_q_lens, num_tokens)
+            plans = wrapper_plans(self, places, seq_lens, cu_q_lens, num_tokens)
             return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
         prefix_lens = forward_batch.extend_prefix_lens
         known = not isinstance(prefix_lens, Tracer)
@@ -80,7 +80,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             kv_dtype=self.q_dtype.name,
             implementation=self.implementation,
         )
-        plans = self._plans(places, prefix_lens, cu_q_lens, num_tokens, causal=False, q_start=prefix_lens)
+        plans = wrapper_plans(self, places, prefix_lens, cu_q_lens, num_tokens, causal=False, q_start=prefix_lens)
         return PrefillMetadata(plans, use_ragged=True, extend_no_prefix=extend_no_prefix, ragged=ragged)
 
     @in_words(**BACKEND_WORDS)
@@ -107,7 +107,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         given = q
         q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
         self._check_prefill()
-        pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
+        if save_kv_cache:
+            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
         plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
         if metadata.ragged is None or layer.is_cross_attention:
             return as_given(self._attend(plan, q, layer, pool)[0], given), pool
@@ -138,7 +139,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         instance("metadata", metadata, DecodeMetadata)
         given = q
         q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
-        pool = _saved(pool, layer, forward_batch, k, v) if save_kv_cache else pool
+        if save_kv_cache:
+            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
         plan = metadata.decode_wrappers[self._wrapper_index(layer)]
         return as_given(self._attend(plan, q, layer, pool)[0], given), pool
 
@@ -267,72 +269,18 @@ class FlashInferAttnBackend(FlashInferConfig):
         req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
         drafted = 0 if decode else self.num_draft_tokens or 0
         slots: Any = self.host_table(seq_lens) if req_to_token is None else req_to_token
-        table = pages_of_requests(_rows(req_pool_indices, bs, 0), slots, drafted, self)
+        table = pages_of_requests(bucket_rows(req_pool_indices, bs, 0), slots, drafted, self)
         given = jnp.arange(bs) < req_pool_indices.shape[0]
         table = jnp.where(given[:, None], table, 0)
-        seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
-        encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
+        seq_lens = bucket_rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
+        encoder_lens = None if encoder_lens is None else bucket_rows(encoder_lens, bs, 0)
         places = split_encoder(table, encoder_lens, self)
         if decode:
-            return DecodeMetadata(self._plans(places, seq_lens))
+            return DecodeMetadata(wrapper_plans(self, places, seq_lens))
         self._check_prefill()
         if self.num_draft_tokens is None:
             raise ValueError("`num_draft_tokens` must be given to the backend for target verify. Got None.")
-        return self._verify(places, seq_lens, bs * self.num_draft_tokens, spec_info)
-
-    def _verify(self, places: Places, seq_lens: Int[Array, " B"], num_tokens: int, spec_info: Any) -> PrefillMetadata:
-        """Metadata of drafted tokens, as many a row, in a chain or a tree; padded rows stay padding."""
-        bs = seq_lens.shape[0]
-        instance("spec_info", spec_info, EagleVerifyInput, type(None))
-        drafted = num_tokens // bs
-        mask, positions = (None, None) if spec_info is None else tree_of(spec_info, seq_lens, drafted)
-        plans = self._plans(
-            places,
-            jnp.where(seq_lens > 0, seq_lens + drafted, 0),
-            jnp.arange(bs + 1, dtype=jnp.int32) * drafted,
-            num_tokens,
-            q_positions=positions,
-            custom_mask=mask,
-        )
-        return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
-
-    def _plans(
-        self,
-        places: Places,
-        seq_lens: Int[Array, " B"],
-        cu_q_lens: Int[Array, " B_plus_1"] | None = None,
-        num_tokens: int | None = None,
-        *,
-        causal: bool = True,
-        q_start: Int[Array, " B"] | None = None,
-        q_positions: Int[Array, " T"] | None = None,
-        custom_mask: Bool[Array, " M"] | None = None,
-    ) -> tuple[PagedPlan, ...]:
-        """The plans of every wrapper, for each group of the pool."""
-
-        def plan(table, lens, *, window: int | None = None, causal: bool = causal, **own: Any) -> PagedPlan:
-            read = QueriesOverPages(
-                page_table=table, seq_lens=lens, cu_q_lens=cu_q_lens, q_len=1 if cu_q_lens is None else None, **own
-            )
-            return paged_plan(
-                read,
-                spec=self.spec(causal=causal, window_left=window),
-                page_size=self.page_size,
-                num_tokens=lens.shape[0] if num_tokens is None else num_tokens,
-                q_dtype=self.q_dtype.name,
-                kv_dtype=self.kv_cache_dtype.name,
-                implementation=self.implementation,
-            )
-
-        own: dict[str, Any] = {"q_start": q_start, "q_positions": q_positions, "custom_mask": custom_mask}
-        plans = []
-        for table in places.tables:
-            if self.dispatch_reason is WrapperDispatch.SLIDING_WINDOW:
-                plans.append(plan(table, seq_lens, window=self.sliding_window_size, **own))
-            plans.append(plan(table, seq_lens, **own))
-            if self.dispatch_reason is WrapperDispatch.CROSS_ATTENTION:
-                plans.append(plan(places.encoder_table, places.encoder_lens, causal=False))
-        return tuple(plans)
+        return verify_metadata(self, places, seq_lens, bs * self.num_draft_tokens, spec_info)
 
     def _attend(
         self, plan: PagedPlan, q: Float[Array, "T N H"], layer: AttentionLayer, pool: KVPool
@@ -386,21 +334,3 @@ def _spec_of(layer: AttentionLayer, planned: AttentionSpec) -> AttentionSpec:
         logits_soft_cap=layer.logit_cap if layer.logit_cap > 0 else None,
         window_left=layer.sliding_window_size if windowed else None,
     )
-
-
-def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:
-    """The first `bs` values; `fill` where there are fewer."""
-    values = values[:bs].astype(jnp.int32)
-    return jnp.pad(values, (0, bs - values.shape[0]), constant_values=fill)
-
-
-def _saved(pool: KVPool, layer: AttentionLayer, forward_batch: ForwardBatch, k, v) -> KVPool:
-    if (k is None) != (v is None):
-        raise ValueError("`k` and `v` must be given together or both be None.")
-    if k is None:
-        return pool
-    is_cross = layer.is_cross_attention
-    slots = forward_batch.encoder_out_cache_loc if is_cross else forward_batch.out_cache_loc[layer.group]
-    if slots is None:
-        raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are saved. Got None.")
-    return pool.write(layer.group, layer.layer_id, slots, k, v, layer.k_scale, layer.v_scale)

@@ -13,7 +13,7 @@ from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checke
 from jattn.kv_pool import KVPool
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
-from jattn.surfaces.checks import WORDS, as_given, checked_rows
+from jattn.surfaces.checks import WORDS, as_given, bucket_rows, checked_rows, saved
 from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.sglang.building import (
     NOWHERE,
@@ -147,19 +147,7 @@ class FlashAttentionBackend:
         """
         return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
 
-    def forward_decode(
-        self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."] | None,
-        v: Float[Array, "..."] | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        metadata: FlashAttentionMetadata,
-        pool: KVPool,
-        save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "..."], KVPool]:
-        """As `forward_extend`; one token a sequence, or one a branch in drafting."""
-        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+    forward_decode = forward_extend  # one token a sequence, or one a branch in drafting
 
     def save_rotated(
         self,
@@ -253,12 +241,14 @@ class FlashAttentionBackend:
         q_len = self._captured_q_len(forward_mode, spec_info)
         req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
         given = seq_lens.shape[0]
-        seq_lens = _rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value())
+        seq_lens = bucket_rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value())
         if forward_mode.is_idle():
             seq_lens = jnp.zeros_like(seq_lens)
-        encoder_lens = None if encoder_lens is None else _rows(encoder_lens, bs, 0)
+        encoder_lens = None if encoder_lens is None else bucket_rows(encoder_lens, bs, 0)
         added = num_drafted(forward_mode, spec_info, self._drafting, self.config)
-        places = places_of_requests(req_to_token, _rows(req_pool_indices, bs, 0), encoder_lens, added, self.config)
+        places = places_of_requests(
+            req_to_token, bucket_rows(req_pool_indices, bs, 0), encoder_lens, added, self.config
+        )
         if out_cache_loc is None:
             slots = slots_of_tokens(places, seq_lens, forward_mode, spec_info, self._drafting, self.config)
         else:
@@ -327,26 +317,14 @@ class FlashAttentionBackend:
         q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
         layer = self.config.paged_layer(layer)
         check_call(q, layer, metadata, pool, self.config, self.speculative_num_steps)
-        if self.config.is_fp8:
-            scales = scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale)
-            layer = dataclasses.replace(layer, **scales)
+        used = (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
+        layer = dataclasses.replace(layer, **scale_arrays(k_scale=used[0], v_scale=used[1]))
         if save_kv_cache:
-            pool = self._saved(pool, layer, forward_batch, metadata, k, v)
+            pool = saved(pool, layer, forward_batch, metadata.slots, k, v)
         out, pool = self.config.paged_backend.forward_extend(
             self._stored(q, layer), None, None, layer, forward_batch, metadata.attention, pool
         )
         return as_given(out.astype(q.dtype), given), pool
-
-    def _saved(self, pool: KVPool, layer, forward_batch, metadata, k, v) -> KVPool:
-        if (k is None) != (v is None):
-            raise ValueError("`k` and `v` must be given together or both be None.")
-        if k is None:
-            return pool
-        slots = forward_batch.encoder_out_cache_loc if layer.is_cross_attention else metadata.slots[layer.group]
-        if slots is None:
-            raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are. Got None.")
-        scales = (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
-        return pool.set_kv_buffer(layer, slots, k, v, *scales)
 
     def _stored(self, q: Array, layer: AttentionLayer) -> Array:
         """The queries, in the pool's dtype if that is asked for."""
@@ -354,9 +332,3 @@ class FlashAttentionBackend:
             return q
         limit = float(jnp.finfo(self.config.stored_dtype).max)
         return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(self.config.stored_dtype)
-
-
-def _rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:
-    """The first `bs` values; `fill` where there are fewer."""
-    values = values[:bs].astype(jnp.int32)
-    return jnp.pad(values, (0, bs - values.shape[0]), constant_values=fill)

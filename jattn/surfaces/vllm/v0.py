@@ -6,13 +6,9 @@ from jaxtyping import Array, Float
 
 from jattn.arguments import whole, whole_number
 from jattn.surfaces.vllm.v0_blocks import copy_blocks, swap_blocks
-from jattn.surfaces.vllm.v0_builder import (
-    CommonAttentionState,
-    FlashAttentionMetadataBuilder,
-    InputBuilder,
-    InterDataForSeqGroup,
-)
+from jattn.surfaces.vllm.v0_builder import CommonAttentionState, FlashAttentionMetadataBuilder
 from jattn.surfaces.vllm.v0_impl import HEAD_SIZES, AttentionLayer, FlashAttentionImpl
+from jattn.surfaces.vllm.v0_inputs import InputBuilder, InterDataForSeqGroup
 from jattn.surfaces.vllm.v0_metadata import (
     PAD_SLOT_ID,
     AttentionType,

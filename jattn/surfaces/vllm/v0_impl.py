@@ -22,33 +22,12 @@ from jattn.surfaces.vllm.v0_metadata import (
     _get_query_key_seq_metadata,
     checked_metadata,
     copied,
+    read_of,
 )
+from jattn.surfaces.vllm.words import CROSS_WORDS, WORDS
 from jattn_kernels import AttentionSpec, ragged_extend, write_pages
 from jattn_kernels.spec import PageLayout
 
-# What the kernels' names are called here.
-WORDS = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "k_pages": "kv_cache",
-    "slots": "slot_mapping",
-    "page_table": "block_tables",
-    "seq_lens": "seq_lens_tensor",
-    "cu_q_lens": "query_start_loc",
-    "cu_kv_lens": "seq_start_loc",
-    "num_q_heads": "num_heads",
-    "head_dim": "head_size",
-    "q_scale": "layer._q_scale",
-    "k_scale": "layer._k_scale",
-    "v_scale": "layer._v_scale",
-}
-CROSS_WORDS = {
-    "seq_start_loc": "encoder_seq_start_loc",
-    "slot_mapping": "cross_slot_mapping",
-    "block_tables": "cross_block_tables",
-    "seq_lens_tensor": "encoder_seq_lens_tensor",
-}
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -348,15 +327,6 @@ class FlashAttentionImpl:
         tokens = metadata.num_encoder_tokens if encoder else tokens
         if query.shape[0] != tokens:
             raise ValueError(f"`query` must have the metadata's {tokens} tokens. Got query.shape={query.shape}.")
-
-
-def read_of(part: FlashAttentionMetadata, block_tables: Any, seq_lens: Any) -> QueriesOverPages:
-    """What the prefills or the decodes of a batch read."""
-    one_token_a_row = part.num_prefills == 0 and (part.max_decode_query_len or 1) == 1
-    starts = None if one_token_a_row else part.query_start_loc
-    return QueriesOverPages(
-        page_table=block_tables, seq_lens=seq_lens, cu_q_lens=starts, q_len=1 if starts is None else None
-    )
 
 
 def _for_queries(query: Array, scales: dict[str, Any]) -> dict[str, Any]:

@@ -254,6 +254,15 @@ class FlashAttentionMetadata:
         return fields
 
 
+def read_of(part: FlashAttentionMetadata, block_tables: Any, seq_lens: Any) -> QueriesOverPages:
+    """What the prefills or the decodes of a batch read."""
+    one_token_a_row = part.num_prefills == 0 and (part.max_decode_query_len or 1) == 1
+    starts = None if one_token_a_row else part.query_start_loc
+    return QueriesOverPages(
+        page_table=block_tables, seq_lens=seq_lens, cu_q_lens=starts, q_len=1 if starts is None else None
+    )
+
+
 def copied(rows: Any) -> Any:
     """Rows that no kernel gets as a view of what they are cut out of: half of all views it would refuse (README)."""
     return jax.lax.optimization_barrier(rows) if isinstance(rows, jax.Array) else rows
