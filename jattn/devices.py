@@ -22,7 +22,8 @@ def started_devices() -> tuple[list[Any], list[str]]:
         except (RuntimeError, AssertionError) as error:  # it asserts where every platform asked for was passed over
             reasons = [" ".join(str(error).split()) or "no such device was found", *said]
             told = f" with `JAX_PLATFORMS`={jax.config.jax_platforms!r}" if jax.config.jax_platforms else ""
-            raise NoDeviceError(f"JAX cannot start{told}: {' '.join(reasons).rstrip('.')}.") from error
+            sentence = f"JAX cannot start{told}: {'; '.join(reason.rstrip('.') for reason in reasons)}"
+            raise NoDeviceError(sentence if sentence.endswith("?") else f"{sentence}.") from error
 
 
 @contextlib.contextmanager
