@@ -115,11 +115,6 @@ class AttentionSpec:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
     @property
-    def rules(self) -> tuple[bool | int | None, ...]:
-        """What a work list depends on beside shapes: which keys are seen, and whether the batch may matter."""
-        return self.causal, self.window_left, self.window_right, self.chunk_size, self.batch_invariant
-
-    @property
     def scale(self) -> float:
         """The softmax scale in force."""
         return 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale

@@ -27,8 +27,8 @@ from jattn_kernels.mosaic.sm90.decode.consumer import Consumer
 from jattn_kernels.mosaic.sm90.decode.producer import copy_all, read_work_tiles
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 
-_MEMORY_REGISTERS = 40
-_COMPUTE_REGISTERS = {2: 232, 3: 152}  # of a thread, where so many consumer warpgroups share an SM
+_PRODUCER_REGISTERS = 40  # of a thread
+_CONSUMER_REGISTERS = {2: 232, 3: 152}  # where so many consumer warpgroups share an SM
 
 
 class SplitResults(NamedTuple):
@@ -85,7 +85,7 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Shar
         @pl.when(warpgroup == number)
         def run():
             if warpgroups > 1:
-                plgpu.set_max_registers(_COMPUTE_REGISTERS[warpgroups], action="increase")
+                plgpu.set_max_registers(_CONSUMER_REGISTERS[warpgroups], action="increase")
             Consumer(config, operands, scratch, number).run(out_refs, work_tiles)
 
     def consumer_apart(number):
@@ -100,7 +100,7 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Shar
     @pl.when(warpgroup == warpgroups)
     def producer():
         if warpgroups > 1:
-            plgpu.set_max_registers(_MEMORY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         copy_all(config, operands, scratch, work_tiles)
 
 

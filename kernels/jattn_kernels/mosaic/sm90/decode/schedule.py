@@ -24,14 +24,12 @@ class DecodeSchedule:
             brings all that its first copies wait for. All fields of a worker without work tiles are 0.
         split: (sequence, first work tile, end work tile) of those of more than one split; -1 where there are fewer.
         block_kv: Keys a tile; static.
-        rules: Those of the spec that it is for, if it is known; static.
     """
 
     work_tiles: Int[Array, "W 5"]
     workers: Int[Array, "workers 7"]
     split: Int[Array, "most_split 3"]
     block_kv: int = dataclasses.field(metadata={"static": True})
-    rules: tuple[bool | int | None, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def split_evenly(
@@ -40,7 +38,6 @@ def split_evenly(
     *,
     block_kv: int,
     workers: int,
-    rules: tuple[bool | int | None, ...] | None = None,
 ) -> DecodeSchedule:
     """Cuts the tiles of all sequences, one after the other, into equal shares, one a worker.
 
@@ -52,7 +49,6 @@ def split_evenly(
         first_keys, end_keys: The keys that a sequence's queries see, by their numbers.
         block_kv: Keys a tile.
         workers: How many parts are worked on at the same time.
-        rules: Of the spec.
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
@@ -75,7 +71,6 @@ def split_evenly(
         workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, min(batch_size, workers)),
         block_kv=block_kv,
-        rules=rules,
     )
 
 
@@ -87,7 +82,6 @@ def split_at_multiples(
     tiles_per_split: int,
     max_keys: int,
     workers: int,
-    rules: tuple[bool | int | None, ...] | None = None,
 ) -> DecodeSchedule:
     """Cuts every sequence at the same multiples of a number of tiles, whatever else is in the batch.
 
@@ -116,7 +110,6 @@ def split_at_multiples(
         workers=_workers(fields, jnp.where(used, worker, workers), workers),
         split=_split_sequences(offsets, batch_size),
         block_kv=block_kv,
-        rules=rules,
     )
 
 

@@ -193,7 +193,7 @@ def _schedule(
     first = jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1)
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
     workers = max(1, num_sms() * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
-    facts = {"block_kv": sizes.block_kv, "workers": workers, "rules": spec.rules}
+    facts = {"block_kv": sizes.block_kv, "workers": workers}
     if sizes.tiles_per_split is None:
         return split_evenly(first, end, **facts)
     assert max_keys is not None

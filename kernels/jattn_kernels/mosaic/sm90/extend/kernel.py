@@ -28,7 +28,7 @@ kernel.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -37,12 +37,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.logits import LOG2E
 from jattn_kernels.mosaic.sm90.common.row_copies import RowCopies
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, PageCopies
 from jattn_kernels.mosaic.sm90.extend.converter import Converter
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
+from jattn_kernels.mosaic.sm90.extend.epilogue import Epilogue
 from jattn_kernels.mosaic.sm90.extend.producer import Producer
+from jattn_kernels.mosaic.sm90.extend.registers import Registers
 from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS
 from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendTiles,
@@ -54,22 +55,6 @@ from jattn_kernels.mosaic.sm90.extend.work_tile import Operands, TilePair, TileR
 from jattn_kernels.spec import AttentionSpec
 
 _PRODUCER, _CONVERTER = CONSUMER_WARPGROUPS, CONSUMER_WARPGROUPS + 1  # numbers of warpgroups
-
-
-class _Registers(NamedTuple):
-    """Of a thread of each warpgroup; those of all threads of a block are 65,536 at most."""
-
-    consumer: int
-    producer: int
-    converter: int = 0
-
-
-def _registers(dtypes: ExtendDtypes) -> _Registers:
-    if not dtypes.converts:
-        return _Registers(consumer=232, producer=40)
-    if not dtypes.rotates:
-        return _Registers(consumer=208, producer=24, converter=72)
-    return _Registers(consumer=192, producer=24, converter=104)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +132,7 @@ class ExtendKernel:
             scratch.schedule_barrier,
         )
         converted = TilePair(*map(_over, scratch.converted, scratch.copied))
-        registers = _registers(self.dtypes)
+        registers = Registers.of(self.dtypes)
         warpgroup = lax.axis_index("warpgroup")
         work_tiles = operands.num_query_blocks[0] * self.head_blocks
         block, blocks = lax.axis_index("block"), self.blocks(query_blocks_ref.shape[0])
@@ -196,6 +181,14 @@ class ExtendKernel:
             plgpu.set_max_registers(registers.consumer, action="increase")
             own = (None if ref is None else ref.at[warpgroup] for ref in (q_smem, q_staging, p_smem, out_smem))
             own_q, own_staging, own_p, own_out = own
+            epilogue = Epilogue(
+                spec=self.spec,
+                heads=self.heads,
+                tile_tokens=self.tile_tokens,
+                out=out_ref,
+                lse=lse_ref,
+                out_factor=operands.out_factor,
+            )
 
             def attend_work_tile(round, carry):
                 done, now = carry
@@ -217,21 +210,9 @@ class ExtendKernel:
                 arrived, taken = scratch.q_full.at[warpgroup], scratch.q_empty.at[warpgroup]
                 self._take_queries(own_staging, own_q, arrived, taken, rows)
                 pl.when(warpgroup == 1)(lambda: self._perform_schedule_barrier(schedule_barrier))
-                acc, m_i, l_i = self._attend(own_q, converted, own_p, schedule_barrier, now, rows, begun)
+                sums = self._attend(own_q, converted, own_p, schedule_barrier, now, rows, begun)
                 pl.when(warpgroup == 0)(lambda: self._perform_schedule_barrier(schedule_barrier))
-
-                @pl.when(tokens > 0)
-                def store_results():
-                    empty = m_i == -jnp.inf
-                    safe_l_i = jnp.where(empty, 1.0, l_i)
-                    lse = jnp.where(empty, -jnp.inf, (m_i + jnp.log2(safe_l_i)) / LOG2E)
-                    lse_ref[now.query_block, now.heads, warpgroup] = lse
-                    share = 1.0 / safe_l_i
-                    if operands.out_factor is not None:
-                        share = share * operands.out_factor[self._kv_head(now)]
-                    outs = [(part * _spread(share, part)).astype(self.dtypes.out) for part in acc]
-                    self._store_rows(outs, out_ref, now.first + skipped, tokens, now.heads * self.heads, own_out)
-
+                pl.when(tokens > 0)(lambda: epilogue.store(now, warpgroup, skipped, tokens, own_out, sums))
                 return begun + now.end_tile, following
 
             lax.fori_loop(0, rounds, attend_work_tile, (jnp.int32(0), work_tile(0)))
@@ -249,27 +230,6 @@ class ExtendKernel:
             q_smem[:, pl.ds(column, width)] = -q if rows.is_negated else q
             plgpu.commit_smem()
             plgpu.barrier_arrive(q_empty)
-
-    def _store_rows(self, outs, out_ref, first, tokens, head, staging):
-        """The first `tokens` tokens of each head: those behind them belong to another block."""
-        width = staging.shape[-1]
-        for column in staged_pieces(self.spec.value_dim, width):
-            out, begin = outs[column // outs[0].shape[1]], column % outs[0].shape[1]
-            part = lax.slice(out, (0, begin), (WGMMA_ROWS, begin + width)) if out.shape[1] > width else out
-            if column:
-                plgpu.wait_smem_to_gmem(0)
-            staging[pl.ds(0, WGMMA_ROWS)] = part
-            plgpu.commit_smem()
-            for bit in range(self.tile_tokens.bit_length()):
-                size = 1 << bit
-                done = lax.div(tokens, 2 * size) * (2 * size)
-
-                @pl.when((tokens & size) != 0)
-                def store_piece(size=size, done=done, column=column):
-                    @pl.loop(0, self.heads)
-                    def store_head(h):
-                        target = out_ref.at[pl.ds(first + done, size), head + h, pl.ds(column, width)]
-                        plgpu.copy_smem_to_gmem(staging.at[pl.ds(h * self.tile_tokens + done, size)], target)
 
     def _attend(self, q_smem, converted, p_smem, schedule_barrier, work_tile, rows, begun):
         """Unnormalised output acc, largest scaled score m_i (base 2) and sum l_i of each row."""
@@ -312,8 +272,9 @@ class ExtendKernel:
             acc = [part * _spread(alpha, part) for part in acc]
             l_i = l_i * alpha
             probabilities = p.astype(self.dtypes.product)
-            # The order is measured, not derived, as JAX's attention_mgpu says of its own: the sum before the schedule
-            # barrier, and held there by another one, where the accumulator is narrow; behind it where it is wide.
+            # The order that the kernel was tuned with, as in JAX's attention_mgpu: the sum before the schedule barrier,
+            # and held there by another one, where the accumulator is narrow; behind it where it is wide. What is known
+            # of it is that results do not depend on it.
             if self.spec.value_dim <= 128:
                 l_i = l_i + p.sum(axis=1)
                 acc, l_i, m_new, probabilities = lax.optimization_barrier((acc, l_i, m_new, probabilities))

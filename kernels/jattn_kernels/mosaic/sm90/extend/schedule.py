@@ -138,7 +138,6 @@ class ExtendSchedule:
         rows: None if each token sees all keys, or one more than the token before it.
         block_tokens: Query tokens a query block; static.
         block_kv: Keys a tile; static.
-        rules: Those of the spec that it is for; static.
     """
 
     query_blocks: Int[Array, "W fields"]
@@ -147,7 +146,6 @@ class ExtendSchedule:
     rows: RowBounds | None
     block_tokens: int = dataclasses.field(metadata={"static": True})
     block_kv: int = dataclasses.field(metadata={"static": True})
-    rules: tuple[bool | int | None, ...] = dataclasses.field(metadata={"static": True})
 
 
 def extend_schedule(
@@ -260,7 +258,6 @@ def longest_first(
         rows=jax.tree.map(lambda of_items: of_items[order], rows),
         block_tokens=block_tokens,
         block_kv=block_kv,
-        rules=spec.rules,
     )
 
 
