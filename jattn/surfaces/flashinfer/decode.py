@@ -2,19 +2,15 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from jattn.arguments import array, in_words, scale_arrays
-from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types, page_layout
+from jattn.arguments import in_words
+from jattn.surfaces.flashinfer.forward import DecodeForward
+from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
 from jattn.surfaces.flashinfer.page_lists import checked_page_lists
 from jattn.surfaces.flashinfer.plan import PagedPlan
 from jattn.surfaces.flashinfer.planning import paged_bounds, plan_of_lists
-from jattn.surfaces.flashinfer.wrapper import AttentionResult, PagedWrapper
-from jattn_kernels import lse_to_base2, ragged_extend
 
 
-class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(DecodeForward):
     """Decode attention of a batch over paged keys and values, one query a sequence.
 
     Args:
@@ -119,6 +115,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
         return self._kept(planned, lists.num_pages)
 
+    begin_forward = plan
+
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """The decode wrapper with `use_cuda_graph`, which see; its own names and order of arguments.
@@ -151,83 +149,3 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             last_page_len_buffer,
             implementation=implementation,
         )
-
-
-def single_decode_with_kv_cache(
-    q: Float[Array, "N H"],
-    k: Float[Array, "..."],
-    v: Float[Array, "..."],
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_tensor_cores: bool = False,
-    q_scale: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    return_lse: bool = False,
-    *,
-    implementation: str | None = None,
-) -> AttentionResult:
-    """Attention of one query over its sequence's keys, the last of which is at its position; jit-able.
-
-    Args:
-        k, v: [S, K, H] if NHD, [K, S, H] if HND.
-        use_tensor_cores: Accepted and not used: the kernels choose.
-        Others: As in `BatchDecodeWithPagedKVCacheWrapper`.
-
-    Returns:
-        The output, and the base-2 lse if asked for.
-
-    Raises:
-        ValueError: A shape or dtype is wrong, or an argument contradicts its rule.
-    """
-    axes = ("S", "K", "H") if page_layout(kv_layout) == "NHD" else ("K", "S", "H")
-    q, k, v = array("q", q, "N", "H"), array("k", k, *axes), array("v", v, *axes)
-    if axes[0] == "K":
-        k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-    _check_single(q, k, v)
-    spec = attention_spec(
-        num_qo_heads=q.shape[0],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[1],
-        head_dim_vo=v.shape[2],
-        kv_layout=kv_layout,
-        causal=True,
-        pos_encoding_mode=pos_encoding_mode,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-    )
-    out, lse = ragged_extend(
-        q[None],
-        k,
-        v,
-        jnp.array([0, 1], jnp.int32),
-        jnp.array([0, k.shape[0]], jnp.int32),
-        spec=spec,
-        **scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale),
-        alibi_slopes=alibi_slopes(pos_encoding_mode, q.shape[0]),
-        implementation=implementation,
-        return_lse=True,
-    )
-    return (out[0], lse_to_base2(lse[0])) if return_lse else out[0]
-
-
-def _check_single(q: Array, k: Array, v: Array) -> None:
-    """Checks the sizes of one query and its keys and values, [S, K, H]."""
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"`q`, `k` and `v` must not be empty. Got shapes {q.shape}, {k.shape}, {v.shape}.")
-    if k.shape[:2] != v.shape[:2]:
-        raise ValueError(
-            f"`k` and `v` must have as many tokens and heads. Got {k.shape[:2]} and {v.shape[:2]} of those."
-        )
-    if q.shape[0] % k.shape[1]:
-        raise ValueError(f"The heads of `q` must be a multiple of those of `k`. Got {q.shape[0]} and {k.shape[1]}.")
-    if q.shape[1] != k.shape[2]:
-        raise ValueError(f"`q` and `k` must have heads of one width. Got {q.shape[1]} and {k.shape[2]}.")

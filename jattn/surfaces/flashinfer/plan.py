@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -68,9 +68,6 @@ class PagedPlan(QueriesOverPages):
         combined = v_pages is None
         q = checked_queries(q, self.num_tokens, self.q_dtype, spec)
         self._check(k_pages, combined, spec)
-        same_work = spec == dataclasses.replace(
-            self.spec, sm_scale=spec.sm_scale, logits_soft_cap=spec.logits_soft_cap, page_layout=spec.page_layout
-        )
         with in_words(**words_of_cache(v_pages)):
             return attend_pages(
                 q,
@@ -78,7 +75,7 @@ class PagedPlan(QueriesOverPages):
                 v_pages,
                 self,
                 spec=dataclasses.replace(spec, combined_pool="pages_first") if combined else spec,
-                schedule=self.schedule if same_work else None,
+                schedule=self.schedule if self._has_work_of(spec) else None,
                 layer_index=layer_index,
                 q_scale=q_scale,
                 k_scale=k_scale,
@@ -87,6 +84,16 @@ class PagedPlan(QueriesOverPages):
                 implementation=self.implementation,
                 return_lse=True,
             )
+
+    def with_facts(self, spec: AttentionSpec, slopes: Float[Array, " N"] | None) -> Self:
+        """The plan of the same batch for other layers; its work list stays if it serves them."""
+        stays = self._has_work_of(spec) and (slopes is None) == (self.alibi_slopes is None)
+        return dataclasses.replace(self, spec=spec, alibi_slopes=slopes, schedule=self.schedule if stays else None)
+
+    def _has_work_of(self, spec: AttentionSpec) -> bool:
+        return spec == dataclasses.replace(
+            self.spec, sm_scale=spec.sm_scale, logits_soft_cap=spec.logits_soft_cap, page_layout=spec.page_layout
+        )
 
     def _check(self, k_pages, combined: bool, spec: AttentionSpec) -> None:
         if combined and spec.value_dim != spec.head_dim:
@@ -163,6 +170,10 @@ class RaggedPlan:
             return_lse=True,
         )
         return out, lse
+
+    def with_facts(self, spec: AttentionSpec, slopes: Float[Array, " N"] | None) -> Self:
+        """The plan of the same batch for other layers."""
+        return dataclasses.replace(self, spec=spec, alibi_slopes=slopes)
 
 
 def checked_queries(q: Any, num_tokens: int, q_dtype: str, spec: AttentionSpec) -> Float[Array, "T N H"]:

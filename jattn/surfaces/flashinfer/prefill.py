@@ -1,23 +1,20 @@
 """FlashInfer's prefill wrappers, over paged and over ragged keys: `plan` on the host, `run` for each layer."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from jattn.arguments import array, in_words, scale_arrays
+from jattn.arguments import in_words
+from jattn.surfaces.flashinfer.forward import PagedPrefillForward, RaggedForward
 from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
 from jattn.surfaces.flashinfer.masks import mask_on_host
 from jattn.surfaces.flashinfer.page_lists import Bounds, checked_indptr, checked_page_lists, padded
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
-from jattn.surfaces.flashinfer.planning import buffer_size, current_plan, paged_bounds, plan_of_lists
-from jattn.surfaces.flashinfer.wrapper import AttentionResult, PagedWrapper, Wrapper
-from jattn_kernels import lse_to_base2
+from jattn.surfaces.flashinfer.planning import buffer_size, paged_bounds, plan_of_lists
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(PagedPrefillForward):
     """Attention of ragged queries, the last ones of their sequences, over paged keys and values.
 
     Args:
@@ -144,8 +141,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         return self._kept(planned, lists.num_pages)
 
+    begin_forward = plan
 
-class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+
+class BatchPrefillWithRaggedKVCacheWrapper(RaggedForward):
     """Attention of ragged queries, the last ones of their sequences, over keys and values that are not paged.
 
     Args:
@@ -250,38 +249,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         )
         return self._kept(planned, int(keys[-1]))
 
-    def run(
-        self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "..."],
-        v: Float[Array, "..."],
-        q_scale: Any = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        return_lse: bool = False,
-        *,
-        planned: RaggedPlan | None = None,
-    ) -> AttentionResult:
-        """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a query that sees no key.
-
-        Args:
-            k, v: Keys and values, sequence by sequence; at least kv_indptr[-1] of each.
-            Others: As in `PagedWrapper.run`.
-
-        Raises:
-            ValueError: There is no plan, or the arrays are not what it is for.
-        """
-        plan = current_plan(planned, self._planned, q, RaggedPlan)
-        axes = ("S", "K", "H") if self._kv_layout == "NHD" else ("K", "S", "H")
-        k, v = array("k", k, *axes), array("v", v, *axes)
-        if self._kv_layout == "HND":
-            k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-        if planned is None:
-            self._check_room("k", k.shape[0], "keys")
-        out, lse = plan.attend(q, k, v, **scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale))
-        return (out, lse_to_base2(lse)) if return_lse else out
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    begin_forward = plan
 
 
 def query_rows(qo_indptr: Any, batch_size: int, bounds: Bounds | None) -> np.ndarray:

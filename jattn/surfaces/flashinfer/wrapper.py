@@ -1,15 +1,16 @@
-"""What FlashInfer's wrappers share: the plan they keep, and `run` over paged keys and values."""
+"""What FlashInfer's wrappers share: the plan they keep, and `run` over keys and values, paged or not."""
 
 import functools
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from jattn.arguments import instance, scale_arrays
+from jattn.arguments import array, instance, scale_arrays, shown
 from jattn.surfaces.flashinfer.cache import PagedCache, pages_of
 from jattn.surfaces.flashinfer.layer_facts import page_layout
 from jattn.surfaces.flashinfer.page_lists import Bounds
-from jattn.surfaces.flashinfer.plan import PagedPlan
+from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
 from jattn.surfaces.flashinfer.planning import check_same_kind, current_plan
 from jattn_kernels import lse_to_base2
 
@@ -40,6 +41,9 @@ class Wrapper:
 
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         """Accepted, and does nothing: there is no workspace."""
+
+    def end_forward(self) -> None:
+        """Does nothing, as in FlashInfer, which deprecates it."""
 
     def _kept[Plan](self, planned: Plan, num_needed: int) -> Plan:
         """The plan, which is now the one for calls of `run` outside jit.
@@ -73,6 +77,8 @@ class PagedWrapper(Wrapper):
         v_scale: Any = None,
         return_lse: bool = False,
         *,
+        out: Any = None,
+        lse: Any = None,
         layer_index: Int[Array, ""] | int | None = None,
         planned: PagedPlan | None = None,
     ) -> AttentionResult:
@@ -82,6 +88,7 @@ class PagedWrapper(Wrapper):
             paged_kv_cache: A pair of 4-D arrays, or one 5-D array whose axis after the pages' has keys and values;
                 those of NumPy are copied to the device.
             q_scale, k_scale, v_scale: Factors of fp8 queries, keys and values; numbers, or arrays of one a KV head.
+            out, lse: JAX arrays of the results' shapes and dtypes. They are not written, which no JAX array can be.
             layer_index: Which layer of a cache with a leading layer axis; may be traced.
             planned: What `plan` returned; the last plan if None, outside jit only.
 
@@ -89,11 +96,84 @@ class PagedWrapper(Wrapper):
             ValueError: There is no plan, or the arrays are not what it is for.
         """
         plan = current_plan(planned, self._planned, q, PagedPlan)
-        k_pages, _ = pages_of(paged_kv_cache)
-        if planned is None and k_pages.ndim > 3:
-            self._check_room("paged_kv_cache", k_pages.shape[0 if layer_index is None else 1], "pages")
-        scales = scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-        out, lse = plan.attend(q, paged_kv_cache, layer_index=layer_index, **scales)
-        return (out, lse_to_base2(lse)) if return_lse else out
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        found = self._attend(q, paged_kv_cache, plan, kept=planned is None, layer_index=layer_index, **scales)
+        return answer(found, return_lse, out=out, lse=lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def _attend(self, q, paged_kv_cache, plan: PagedPlan, *, kept: bool, layer_index, **scales: Any):
+        """Output and natural-log lse.
+
+        Args:
+            kept: Whether the plan is of the batch that the wrapper keeps.
+        """
+        k_pages, _ = pages_of(paged_kv_cache)
+        if kept and k_pages.ndim > 3:
+            self._check_room("paged_kv_cache", k_pages.shape[0 if layer_index is None else 1], "pages")
+        return plan.attend(q, paged_kv_cache, layer_index=layer_index, **scale_arrays(**scales))
+
+
+class RaggedWrapper(Wrapper):
+    """A wrapper over keys and values that are not paged."""
+
+    def run(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        return_lse: bool = False,
+        *,
+        out: Any = None,
+        lse: Any = None,
+        planned: RaggedPlan | None = None,
+    ) -> AttentionResult:
+        """Attention of the planned batch, and its base-2 lse if asked for; 0 and -inf for a query that sees no key.
+
+        Args:
+            k, v: Keys and values, sequence by sequence; at least kv_indptr[-1] of each.
+            Others: As in `PagedWrapper.run`.
+
+        Raises:
+            ValueError: There is no plan, or the arrays are not what it is for.
+        """
+        plan = current_plan(planned, self._planned, q, RaggedPlan)
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return answer(self._attend(q, k, v, plan, kept=planned is None, **scales), return_lse, out=out, lse=lse)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def _attend(self, q, k, v, plan: RaggedPlan, *, kept: bool, **scales: Any):
+        """As `PagedWrapper._attend`."""
+        axes = ("S", "K", "H") if self._kv_layout == "NHD" else ("K", "S", "H")
+        k, v = array("k", k, *axes), array("v", v, *axes)
+        if self._kv_layout == "HND":
+            k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+        if kept:
+            self._check_room("k", k.shape[0], "keys")
+        return plan.attend(q, k, v, **scale_arrays(**scales))
+
+
+def answer(found: tuple[Any, Any], return_lse: bool, **room: Any) -> AttentionResult:
+    """The output, and the base-2 lse if asked for, of an output and natural-log lse.
+
+    Args:
+        room: What FlashInfer would write into, `out` and `lse`; None where nothing is given.
+
+    Raises:
+        ValueError: An array to write into is none of JAX, or has another shape or dtype.
+    """
+    results = {"out": found[0], "lse": lse_to_base2(found[1])}
+    for name, given in room.items():
+        result = results[name]
+        if given is not None and not (
+            isinstance(given, jax.Array) and given.shape == result.shape and given.dtype == result.dtype
+        ):
+            raise ValueError(
+                f"`{name}` must be None, or a JAX array {list(result.shape)} of {result.dtype}; it is not written, and "
+                f"what is returned is new. Got {shown(name, given)}."
+            )
+    return (results["out"], results["lse"]) if return_lse else results["out"]
