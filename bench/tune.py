@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from bench import attention
 from bench.workloads import DTYPES, AttentionWorkload
 from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement, Shape, line
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import arrangements, choose_tiles, shape_of
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import arrangements, choose_decode_tiles, shape_of
 
 TUNED: tuple[AttentionWorkload, ...] = tuple(
     AttentionWorkload(batch=24, ctx=4096, d=d, kv=kv, verify=verify, rope=rope)  # too few for extend's kernel
@@ -51,7 +51,7 @@ def search(workload: AttentionWorkload, time_us: Callable[[AttentionWorkload], f
     """Times every arrangement of a workload's shape; one that does not compile is left out."""
     kv_itemsize = jnp.dtype(DTYPES[workload.kv]).itemsize
     with _told(None):
-        rule = choose_tiles(workload.spec, kv_itemsize, workload.verify)
+        rule = choose_decode_tiles(workload.spec, kv_itemsize, workload.verify)
     own = Arrangement(rule.stages, rule.blocks_per_sm, rule.warpgroups)
     shape = shape_of(workload.spec, kv_itemsize, rule.block_rows)
     timed = []

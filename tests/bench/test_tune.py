@@ -7,7 +7,7 @@ import pytest
 from bench import tune
 from bench.workloads import AttentionWorkload
 from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_tiles
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles
 
 WORKLOAD = AttentionWorkload(batch=32, ctx=4096)
 RULE, OTHER = Arrangement(3, 2, 1), Arrangement(4, 1, 2)
@@ -17,7 +17,7 @@ def times(faster, seen=None):
     """A clock: 100 us, and what is told for one arrangement; it asks what the kernel would be compiled for."""
 
     def time_us(workload):
-        sizes = choose_tiles(workload.spec, 2, workload.verify)
+        sizes = choose_decode_tiles(workload.spec, 2, workload.verify)
         arrangement = Arrangement(sizes.stages, sizes.blocks_per_sm, sizes.warpgroups)
         if seen is not None:
             seen.append(arrangement)
@@ -59,12 +59,12 @@ def test_main_writes_what_dispatch_then_takes(tmp_path, monkeypatch, capsys):
     assert "Set JATTN_DECODE_TILES" in capsys.readouterr().out
     (row,) = (json.loads(text) for text in out.read_text().splitlines())
     assert row["time_us"] == 90.0
-    by_rule = choose_tiles(WORKLOAD.spec, 2, 1)
+    by_rule = choose_decode_tiles(WORKLOAD.spec, 2, 1)
     monkeypatch.setenv(VARIABLE, str(out))
-    told = choose_tiles(WORKLOAD.spec, 2, 1)
+    told = choose_decode_tiles(WORKLOAD.spec, 2, 1)
     assert (told.stages, told.blocks_per_sm, told.warpgroups) == OTHER
     assert told.block_rows == by_rule.block_rows
-    assert choose_tiles(WORKLOAD.spec, 1, 1).warpgroups == 3  # another shape
+    assert choose_decode_tiles(WORKLOAD.spec, 1, 1).warpgroups == 3  # another shape
 
 
 def test_main_adds_to_what_was_kept(tmp_path, monkeypatch):
@@ -75,7 +75,7 @@ def test_main_adds_to_what_was_kept(tmp_path, monkeypatch):
         tune.main(["--out", str(out), "--only", WORKLOAD.name])
     assert len(out.read_text().splitlines()) == 2
     monkeypatch.setenv(VARIABLE, str(out))
-    sizes = choose_tiles(WORKLOAD.spec, 2, 1)
+    sizes = choose_decode_tiles(WORKLOAD.spec, 2, 1)
     assert (sizes.stages, sizes.blocks_per_sm, sizes.warpgroups) == (2, 1, 2)
 
 
@@ -100,7 +100,7 @@ def test_a_file_that_is_none_of_these_is_refused(tmp_path, monkeypatch, text):
         file.write_text(text)
     monkeypatch.setenv(VARIABLE, str(file))
     with pytest.raises(ValueError, match="JATTN_DECODE_TILES must name a file"):
-        choose_tiles(WORKLOAD.spec, 2, 1)
+        choose_decode_tiles(WORKLOAD.spec, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path, monkeypatch, arrangement, m
     (tmp_path / "tiles.jsonl").write_text(tune.line(shape, Arrangement(*arrangement)))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "tiles.jsonl"))
     with pytest.raises(ValueError, match=match):
-        choose_tiles(WORKLOAD.spec, 2, 1)
+        choose_decode_tiles(WORKLOAD.spec, 2, 1)

@@ -7,7 +7,7 @@ import pytest
 
 from jattn_kernels import AttentionSpec
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
-from jattn_kernels.mosaic.sm90.extend.schedule import choose_tiles
+from jattn_kernels.mosaic.sm90.extend.schedule import choose_extend_tiles
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
 
@@ -22,4 +22,4 @@ SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128)
 )
 def test_extend_has_as_many_blocks_as_the_device_has_sms(monkeypatch, device, expected):
     monkeypatch.setattr(jax, "devices", lambda *_: [device])
-    assert choose_tiles(SPEC, ExtendDtypes.widest(2, SPEC)).blocks == expected
+    assert choose_extend_tiles(SPEC, ExtendDtypes.widest(2, SPEC)).blocks == expected

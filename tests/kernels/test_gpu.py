@@ -16,6 +16,7 @@ from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of
+from tests.kernels.harness.mosaic_calls import schedule_call
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,8 @@ def test_mosaic_decode_of_several_tokens_by_extends_kernel_agrees_with_the_oracl
     monkeypatch.setattr(decode_entry, "_MANY_ROWS", 1)
     inputs = build(case)
     batch_size, num_tokens = inputs.args[0].shape[:2]
-    assert decode_entry.is_for_extend(case.spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2)
+    call = schedule_call("paged_decode", case.spec, num_tokens, case.dtype)
+    assert decode_entry.suits_extend(call, batch_size, num_tokens)
     attend = functools.partial(jattn_kernels.paged_decode, return_lse=True, implementation="mosaic")
     assert_close(case, inputs, *attend(*inputs.args, **inputs.kwargs))
 

@@ -14,6 +14,7 @@ from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from tests.kernels.harness.case_table import Case, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.mosaic_calls import mosaic_call
 
 
 @pytest.fixture
@@ -160,7 +161,8 @@ def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
 
         def decode(q, k_pages, v_pages, table, lens, layer, spec=spec):
             options = AttentionOptions(layer_index=layer)
-            return paged.paged_decode(q, k_pages, v_pages, table, lens, options, spec=spec, page_size=page_size)
+            arrays = q, k_pages, v_pages, table, lens
+            return paged.paged_decode(*mosaic_call("paged_decode", arrays, options, spec, page_size))
 
         traced = jax.jit(decode).trace(q, pages, pages, table, ints, jax.ShapeDtypeStruct((), jnp.int32))
         assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -212,7 +214,7 @@ def test_mosaic_decode_with_a_feature_lowers_for_cuda(feature, num_tokens):
     def decode(q, k, v, table, lens, layer, given):
         v = None if spec.combined_pool else v
         options = AttentionOptions(layer_index=layer, **given)
-        return paged.paged_decode(q, k, v, table, lens, options, spec=spec, page_size=16)
+        return paged.paged_decode(*mosaic_call("paged_decode", (q, k, v, table, lens), options, spec, 16))
 
     traced = jax.jit(decode).trace(q, k, v, table, ints, jax.ShapeDtypeStruct((), jnp.int32), given)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()

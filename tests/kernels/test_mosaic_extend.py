@@ -13,7 +13,13 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.entry import make_schedule, paged_extend, ragged_extend
-from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, ExtendTiles, choose_tiles, heads_per_tile, is_own
+from jattn_kernels.mosaic.sm90.extend.schedule import (
+    ExtendSchedule,
+    ExtendTiles,
+    choose_extend_tiles,
+    heads_per_tile,
+    is_own,
+)
 from jattn_kernels.mosaic.sm90.extend.work_tile import TileRows, WorkTile
 from tests.kernels.harness.case_table import assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
@@ -29,6 +35,7 @@ from tests.kernels.harness.extend_calls import (
     interpreted_in_few_blocks,
     lower_for_cuda,
 )
+from tests.kernels.harness.mosaic_calls import mosaic_call, schedule_call
 
 
 @pytest.fixture
@@ -74,11 +81,11 @@ def test_rows_that_must_not_depend_on_others_have_all_tiles_masked(batch_invaria
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch, kv_dtype):
     sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, converted_stages=2, blocks=1)
-    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: sizes)
+    monkeypatch.setattr(extend, "choose_extend_tiles", lambda *facts: sizes)
     spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True, window_left=40)
     prompt = chunked_prompt(spec, num_tokens=80, cut=33, kv_dtype=kv_dtype)
-    whole = paged_extend(*prompt.whole, AttentionOptions(), spec=spec, page_size=16)
-    chunked = paged_extend(*prompt.chunked, AttentionOptions(), spec=spec, page_size=16)
+    whole = paged_extend(*mosaic_call("paged_extend", prompt.whole, AttentionOptions(), spec, 16))
+    chunked = paged_extend(*mosaic_call("paged_extend", prompt.chunked, AttentionOptions(), spec, 16))
     for alone, beside in zip(whole, chunked, strict=True):
         np.testing.assert_array_equal(alone, beside[prompt.tokens])
 
@@ -86,11 +93,11 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(interpreter, monkeypatch, kv_dtype):
     sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, converted_stages=2, blocks=1)
-    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: sizes)
+    monkeypatch.setattr(extend, "choose_extend_tiles", lambda *facts: sizes)
     spec = AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=64, batch_invariant=True)
     prompt = prompt_behind(spec, num_tokens=150, kv_dtype=kv_dtype)
-    alone = ragged_extend(*prompt.whole, AttentionOptions(), spec=spec)
-    behind = ragged_extend(*prompt.chunked, AttentionOptions(), spec=spec)
+    alone = ragged_extend(*mosaic_call("ragged_extend", prompt.whole, AttentionOptions(), spec))
+    behind = ragged_extend(*mosaic_call("ragged_extend", prompt.chunked, AttentionOptions(), spec))
     chex.assert_trees_all_equal(alone, tuple(x[prompt.tokens] for x in behind))
 
 
@@ -194,10 +201,11 @@ def test_chosen_tiles_fit_with_as_many_keys_as_a_schedule_expects(head_dim, valu
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=head_dim, v_head_dim=value_dim, rope_theta=theta)
     for q_dtype, kv_dtype in DTYPES if (head_dim, value_dim) in FP8_WIDTHS else DTYPES[:1]:
         dtypes = ExtendDtypes.of(q_dtype, kv_dtype, spec)
-        sizes = choose_tiles(spec, dtypes)
+        sizes = choose_extend_tiles(spec, dtypes)
         assert [sizes.refuses(spec, dtypes, page_size) for page_size in (8, 256)] == [None, None]
-        lens, facts = jnp.array([9], jnp.int32), {"num_tokens": 9, "kv_itemsize": jnp.dtype(kv_dtype).itemsize}
-        schedule = jax.eval_shape(functools.partial(make_schedule, spec=spec, **facts), lens, jnp.array([0, 9]))
+        call = schedule_call("paged_extend", spec, 9, kv_dtype)
+        lens, offsets = jnp.array([9], jnp.int32), jnp.array([0, 9])
+        schedule = jax.eval_shape(functools.partial(make_schedule, call, max_seq_len=None), lens, offsets)
         assert schedule.block_kv == sizes.block_kv
 
 
@@ -237,9 +245,8 @@ def test_extend_makes_its_own_schedule_where_lengths_alone_do_not_tell(facts, gi
 def schedule_of(q_lens, kv_lens, num_tokens, **facts):
     spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=64, **facts)
     lens, offsets = (jnp.asarray(values, jnp.int32) for values in (kv_lens, [0, *np.cumsum(q_lens)]))
-    schedule = jax.jit(make_schedule, static_argnames=("spec", "num_tokens", "kv_itemsize"))(
-        lens, offsets, spec=spec, num_tokens=num_tokens, kv_itemsize=2
-    )
+    call = schedule_call("paged_extend", spec, num_tokens, "bfloat16")
+    schedule = jax.jit(make_schedule, static_argnums=0)(call, lens, offsets, None)
     assert isinstance(schedule, ExtendSchedule)
     return schedule
 

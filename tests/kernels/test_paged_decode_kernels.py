@@ -13,9 +13,10 @@ from jattn_kernels.call import Device
 from jattn_kernels.mosaic.sm90 import paged_decode as decode_entry
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, choose_tiles
+from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, choose_extend_tiles
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.mosaic_calls import schedule_call
 
 SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
@@ -31,7 +32,9 @@ def small_hopper(hopper, monkeypatch):
     """It is the interpreter, and so small that few rows of few sequences are enough for extend's kernel."""
     monkeypatch.setattr(decode_entry, "num_sms", lambda: 1)
     monkeypatch.setattr(decode_entry, "_MANY_ROWS", 1)
-    monkeypatch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
+    monkeypatch.setattr(
+        extend, "choose_extend_tiles", lambda *facts: dataclasses.replace(choose_extend_tiles(*facts), blocks=2)
+    )
     with interpreted():
         yield
 
@@ -60,8 +63,9 @@ def small_hopper(hopper, monkeypatch):
 )
 def test_extend_gets_calls_of_many_rows_that_fill_the_gpu(hopper, facts, batch_size, num_tokens, by_extend):
     spec = dataclasses.replace(SPEC, **facts)
-    assert decode_entry.is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=2) == by_extend
-    assert not decode_entry.is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=1)
+    wide, narrow = (schedule_call("paged_decode", spec, num_tokens, dtype) for dtype in ("bfloat16", "float8_e4m3fn"))
+    assert decode_entry.suits_extend(wide, batch_size, num_tokens) == by_extend
+    assert not decode_entry.suits_extend(narrow, batch_size, num_tokens)
     lens = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
     schedule = functools.partial(make_schedule, spec=spec, num_tokens=num_tokens, dtype=jnp.bfloat16, page_size=16)
     shapes = jax.eval_shape(functools.partial(schedule, max_seq_len=100), lens)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec, rotate, rotate_and_write
-from jattn_kernels.call import Device
+from jattn_kernels.call import AttentionCall, Device
 from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
+from jattn_kernels.operands import RotaryOperands
 from tests.kernels.harness.interpreter import interpreted
 
 LAYERS, PAGES, PAGE_SIZE = 2, 4, 8
@@ -60,6 +61,13 @@ def expected(num_kv_heads, layout, layer, qkv, cos, sin, k_pages, v_pages, slots
     return turned[:, :num_q_heads], k_pages, v_pages
 
 
+def mosaic_call(arrays, layer_index, spec):
+    names = ("qkv", "cos", "sin", "k_pages", "v_pages", "slots")
+    operands = RotaryOperands(**dict(zip(names, arrays, strict=True)), layer_index=layer_index)
+    dtypes = dict.fromkeys(("q_dtype", "kv_dtype"), operands.qkv.dtype.name)
+    return AttentionCall(operation="rotate_and_write", spec=spec, page_size=None, **dtypes), operands
+
+
 def assert_agrees(results, wanted, dtype):
     # A product and a sum in float32 may be one rounding or two: a unit in the last place of the result's dtype.
     for result, right in zip(as_float32(*results), wanted, strict=True):
@@ -97,7 +105,7 @@ def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeyp
     monkeypatch.setattr(sm90.tiles, "num_sms", lambda: blocks)
     spec = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=128)
     with interpreted():
-        results = mosaic_rotate_and_write(*given, 1, spec=spec)
+        results = mosaic_rotate_and_write(*mosaic_call(given, 1, spec))
         assert_agrees(results, expected(2, "NHD", 1, *given), "bfloat16")
 
 
@@ -105,7 +113,8 @@ def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeyp
 def test_mosaic_rotate_and_write_lowers_for_cuda_in_place(num_q_heads, num_kv_heads, head_dim, layout):
     spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout)
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout)
-    traced = jax.jit(lambda *given: mosaic_rotate_and_write(*given, spec=spec)).trace(*given, jnp.int32(1))
+    in_place = jax.jit(lambda layer, *given: mosaic_rotate_and_write(*mosaic_call(given, layer, spec)))
+    traced = in_place.trace(jnp.int32(1), *given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("#stablehlo.output_operand_alias<") == 2
 

@@ -14,7 +14,7 @@ from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
 from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_tiles
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles
 from tests.kernels.harness.interpreter import interpreted
 
 _SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
@@ -24,7 +24,7 @@ _SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 def test_some_tiles_fit_for_every_group_and_number_of_tokens(head_dim, rope_theta):
     for group, kv_itemsize, num_tokens in itertools.product((1, 5, 8, 32), (1, 2), (1, 2, 6, 16)):
         spec = AttentionSpec(num_q_heads=group, num_kv_heads=1, head_dim=head_dim, rope_theta=rope_theta)
-        sizes = choose_tiles(spec, kv_itemsize, num_tokens)
+        sizes = choose_decode_tiles(spec, kv_itemsize, num_tokens)
         assert sizes.block_rows % 8 == 0
         assert sizes.stages >= max(2, sizes.warpgroups)
         assert sizes.stages % sizes.warpgroups == 0

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Int
 MOST_TOKENS = 32  # bits of a word
 
 
-def mask_words(
+def mask_words_by_key(
     custom_mask: Bool[Array, " M"], seq_lens: Int[Array, " B"], *, num_tokens: int, num_keys: int
 ) -> Int[Array, "B num_keys"]:
     """Words of masks that are [num_tokens, seq_len] row-major, one sequence after the other; 0 past the last key.

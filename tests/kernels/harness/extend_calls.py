@@ -13,9 +13,10 @@ from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.entry import make_schedule, paged_extend, ragged_extend
-from jattn_kernels.mosaic.sm90.extend.schedule import choose_tiles
+from jattn_kernels.mosaic.sm90.extend.schedule import choose_extend_tiles
 from tests.kernels.harness.case_table import CASES
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.mosaic_calls import mosaic_call, schedule_call
 
 PAGED, RAGGED = (
     {case.name.removeprefix(f"{operation}_"): case for case in CASES if case.operation == operation}
@@ -27,7 +28,9 @@ PAGED, RAGGED = (
 def interpreted_in_few_blocks() -> Iterator[None]:
     """The interpreter is slow, and each block takes several work tiles, as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extend, "choose_tiles", lambda *facts: dataclasses.replace(choose_tiles(*facts), blocks=2))
+        patch.setattr(
+            extend, "choose_extend_tiles", lambda *facts: dataclasses.replace(choose_extend_tiles(*facts), blocks=2)
+        )
         with interpreted():
             yield
 
@@ -154,8 +157,8 @@ SLOW = [
 def attend(case, inputs):
     options = AttentionOptions(**{key: value for key, value in inputs.kwargs.items() if key != "spec"})
     if case.operation == "ragged_extend":
-        return ragged_extend(*inputs.args, options, spec=case.spec)
-    return paged_extend(*inputs.args, options, spec=case.spec, page_size=case.page_size)
+        return ragged_extend(*mosaic_call(case.operation, inputs.args, options, case.spec))
+    return paged_extend(*mosaic_call(case.operation, inputs.args, options, case.spec, case.page_size))
 
 
 NAMES_OF_SCALES = ("q_scale", "k_scale", "v_scale")
@@ -227,13 +230,15 @@ def lower_for_cuda(
         return jax.ShapeDtypeStruct((3, 1001, 2, width), kv_dtype or dtype)
 
     def extend_pages(q, k_pages, v_pages, table, lens, cu_q_lens, options):
-        facts = {"spec": spec, "num_tokens": 101, "kv_itemsize": jnp.dtype(kv_dtype or dtype).itemsize}
-        schedule = make_schedule(lens, cu_q_lens, **facts) if given else None
+        call = schedule_call("paged_extend", spec, 101, kv_dtype or dtype)
+        schedule = make_schedule(call, lens, cu_q_lens, None) if given else None
         options = AttentionOptions(**options, schedule=schedule)
-        return paged_extend(q, k_pages, v_pages, table, lens, cu_q_lens, options, spec=spec, page_size=page_size)
+        arrays = q, k_pages, v_pages, table, lens, cu_q_lens
+        return paged_extend(*mosaic_call("paged_extend", arrays, options, spec, page_size))
 
     def extend_ragged(q, k, v, cu_q_lens, cu_kv_lens, options):
-        return ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, AttentionOptions(**options), spec=spec)
+        arrays = q, k, v, cu_q_lens, cu_kv_lens
+        return ragged_extend(*mosaic_call("ragged_extend", arrays, AttentionOptions(**options), spec))
 
     q = jax.ShapeDtypeStruct((101, spec.num_q_heads, head_dim), dtype)
     ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 6), (4,), (5,), (5,))]

@@ -20,19 +20,19 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels.call import AttentionCall
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, num_sms
-from jattn_kernels.mosaic.sm90.decode import split_kv as paged
+from jattn_kernels.mosaic.sm90.decode import split_kv
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, heads_per_tile, tokens_per_query_block
-from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.operands import AttentionOperands
 
 _MANY_ROWS = 48  # from here on decode's kernel falls behind by more than uneven lengths may cost
 _LEAST_BUSY = 0.9  # of the SMs, if all sequences are of one length: what idles must not cost more than is won
 
 
-def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_itemsize: int) -> bool:
+def suits_extend(call: AttentionCall, batch_size: int, num_tokens: int) -> bool:
     """Whether extend's kernel does a decode call.
 
     It must have what the call asks for, read the keys no more often than decode's, and keep the SMs busy with work
@@ -40,9 +40,9 @@ def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_i
 
     Args:
         num_tokens: Query tokens a sequence.
-        kv_itemsize: Bytes of a number of a key or value.
     """
-    if spec.batch_invariant or spec.rope_theta is not None or kv_itemsize == 1:
+    spec = call.spec
+    if spec.batch_invariant or spec.rope_theta is not None or jnp.dtype(call.kv_dtype).itemsize == 1:
         return False
     rows, heads = num_tokens * spec.group_size, heads_per_tile(spec.group_size)
     work_tiles_per_head = spec.group_size // heads * -(-num_tokens // tokens_per_query_block(heads))
@@ -56,50 +56,30 @@ def is_for_extend(spec: AttentionSpec, *, batch_size: int, num_tokens: int, kv_i
     )
 
 
-def decode_schedule(
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: None = None,
-    *,
-    spec: AttentionSpec,
-    num_tokens: int,
-    kv_itemsize: int,
-    max_seq_len: int | None = None,
+def make_schedule(
+    call: AttentionCall, seq_lens: Int[Array, " B"], cu_q_lens: None, max_seq_len: int | None
 ) -> DecodeSchedule | ExtendSchedule | None:
-    """The work list of the kernel that does such calls; None if it needs a `max_seq_len` that is not given.
-
-    Args:
-        num_tokens: Query tokens a sequence.
-    """
-    batch_size = seq_lens.shape[0]
-    facts = {"spec": spec, "kv_itemsize": kv_itemsize}
-    if is_for_extend(batch_size=batch_size, num_tokens=num_tokens, **facts):
-        offsets = _cu_q_lens(batch_size, num_tokens)
-        return extend.make_schedule(seq_lens, offsets, num_tokens=batch_size * num_tokens, **facts)
-    return paged.decode_schedule(seq_lens, num_tokens=num_tokens, max_seq_len=max_seq_len, **facts)
+    """The work list of the kernel that does such calls; None if it needs a `max_seq_len` that is not given."""
+    batch_size, num_tokens = seq_lens.shape[0], call.num_tokens
+    assert num_tokens is not None
+    if not suits_extend(call, batch_size, num_tokens):
+        return split_kv.make_schedule(call, seq_lens, max_seq_len)
+    by_token = dataclasses.replace(call, num_tokens=batch_size * num_tokens)
+    return extend.make_schedule(by_token, seq_lens, _cu_q_lens(batch_size, num_tokens), max_seq_len)
 
 
 def paged_decode(
-    q: Float[Array, "B Q N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."] | None,
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
+    call: AttentionCall, operands: AttentionOperands
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
+    q, positions = operands.q, operands.options.q_positions
     batch_size, num_tokens = q.shape[:2]
-    keys = (k_pages, v_pages, page_table, seq_lens)
-    kv_itemsize = k_pages.dtype.itemsize
-    by_extend = is_for_extend(spec, batch_size=batch_size, num_tokens=num_tokens, kv_itemsize=kv_itemsize)
-    if not by_extend:
-        return paged.paged_decode(q, *keys, options, spec=spec, page_size=page_size)
-    if options.q_positions is not None:
-        options = dataclasses.replace(options, q_positions=options.q_positions.reshape(-1))
+    if not suits_extend(call, batch_size, num_tokens):
+        return split_kv.paged_decode(call, operands)
+    if positions is not None:
+        operands = operands.with_options(q_positions=positions.reshape(-1))
     by_token, cu_q_lens = q.reshape(-1, *q.shape[2:]), _cu_q_lens(batch_size, num_tokens)
-    out, lse = extend.paged_extend(by_token, *keys, cu_q_lens, options, spec=spec, page_size=page_size)
+    out, lse = extend.paged_extend(call, dataclasses.replace(operands, q=by_token, cu_q_lens=cu_q_lens))
     return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
 

@@ -6,9 +6,11 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
+from jattn_kernels.operands import NormOperands
 
 _THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MOST_COLUMNS = 8192  # 64 a thread
@@ -23,10 +25,9 @@ def supports(columns: int, *dtypes: Any) -> bool:
     )
 
 
-def rms_norm(
-    x: Float[Array, "T D"], scale: Float[Array, "L D"], layer_index: Int[Array, ""], *, eps: float, offset: float
-) -> Float[Array, "T D"]:
+def rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"]:
     """Rows over their root mean square, times a layer's scale and an offset."""
+    x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=_VECTOR)
 
@@ -46,4 +47,4 @@ def rms_norm(
         grid_names=("row",),
         kernel_name="rms_norm",
     )
-    return run(x, scale, layer_index.reshape(1))
+    return run(x, operands.scale, operands.layer_index.reshape(1))

@@ -17,10 +17,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float
 
+from jattn_kernels.call import AttentionCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.operands import stacked
+from jattn_kernels.operands import RotaryOperands
 from jattn_kernels.spec import AttentionSpec
 
 _THREADS, _LANES = 128, 32
@@ -53,24 +55,17 @@ def _when(condition: Any, act: Callable[[], None]) -> None:
 
 
 def rotate_and_write(
-    qkv: Float[Array, "T heads H"],
-    cos: Float32[Array, "T half"],
-    sin: Float32[Array, "T half"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."],
-    slots: Int[Array, " T"],
-    layer_index: Int[Array, ""] | int | None,
-    *,
-    spec: AttentionSpec,
+    call: AttentionCall, operands: RotaryOperands
 ) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
     """Rotated queries, and the pages with the token's rotated keys and its values at their slots."""
+    spec, qkv, k_pages, v_pages = call.spec, operands.qkv, operands.k_pages, operands.v_pages
     num_tokens, num_heads, head_dim = qkv.shape
     half, num_q_heads, num_kv_heads = head_dim // 2, spec.num_q_heads, spec.num_kv_heads
     first_value = num_q_heads + num_kv_heads
     at_once = heads_at_once(spec)
     assert at_once is not None
     by_token = spec.page_layout == "NHD"
-    layer, k_layers, v_layers = stacked(k_pages, v_pages, layer_index)
+    layer, k_layers, v_layers = stacked(k_pages, v_pages, operands.layer_index)
     num_pages, page_size = k_layers.shape[1], k_layers.shape[2 if by_token else 3]
     groups = num_heads // at_once
     divisors = (n for n in range(1, groups + 1) if groups % n == 0)
@@ -135,7 +130,8 @@ def rotate_and_write(
     )
     tokens_of_pages = (-1, num_kv_heads, 2, half) if by_token else (-1, num_kv_heads, page_size, 2, half)
     k_ref, v_ref = (jax.new_ref(pages.reshape(tokens_of_pages)) for pages in (k_layers, v_layers))
-    q = run(qkv.reshape(num_tokens, num_heads, 2, half), cos, sin, slots, layer, k_ref, v_ref)
+    halves = qkv.reshape(num_tokens, num_heads, 2, half)
+    q = run(halves, operands.cos, operands.sin, operands.slots, layer, k_ref, v_ref)
     written = launch.frozen(k_ref, v_ref)
     k_pages, v_pages = (new.reshape(old.shape) for new, old in zip(written, (k_pages, v_pages), strict=True))
     return q.reshape(num_tokens, num_q_heads, head_dim), k_pages, v_pages

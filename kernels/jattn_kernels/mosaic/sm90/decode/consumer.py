@@ -106,7 +106,7 @@ class Consumer:
             (acc, m_i, l_i), (mask, tile_rotation) = carry
             tile, stage = tile_of(step), stage_of(step)
             key = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
-            ahead = self._ahead(work_tile, tile_of(step + 1))
+            following = self._load_of_tile(work_tile, tile_of(step + 1))
             values = self._converted.values if config.dequantises else v_smem.at[stage]
             if config.rotates:
                 rotate_queries_back(rows.queries, self._converted.queries, tile_rotation)
@@ -149,7 +149,7 @@ class Consumer:
             acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))
             if not config.dequantises:
                 plgpu.barrier_arrive(v_empty.at[stage])
-            return _State(acc, m_new, l_i), ahead
+            return _State(acc, m_new, l_i), following
 
         def skip_tile(step):
             """An empty one: the producer warpgroup waits for it too."""
@@ -164,7 +164,7 @@ class Consumer:
             plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA),
         )
         steps = lax.div(jnp.maximum(work_tile.end - work_tile.first - self._number, 0) + warpgroups - 1, warpgroups)
-        state, _ = lax.fori_loop(0, steps, attend_tile, (start, self._ahead(work_tile, tile_of(0))))
+        state, _ = lax.fori_loop(0, steps, attend_tile, (start, self._load_of_tile(work_tile, tile_of(0))))
         if self._number:
             pl.loop(steps, steps_of(work_tile, config))(skip_tile)
         return _State(state.acc, state.m_i, state.l_i.sum(axis=0))
@@ -230,8 +230,8 @@ class Consumer:
         parts = self._operands.key_rotations
         return Rotation(*(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in parts))
 
-    def _ahead(self, work_tile: WorkTile, tile):
-        """What memory holds for a tile, read a tile ahead: mask words of its keys, and its first key's rotation."""
+    def _load_of_tile(self, work_tile: WorkTile, tile):
+        """What memory holds for a tile, read a tile early: mask words of its keys, and its first key's rotation."""
         operands, block_kv = self._operands, self._shape[0]
         load: Any = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         mask = rotation = None

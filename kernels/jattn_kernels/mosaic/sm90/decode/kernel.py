@@ -32,12 +32,12 @@ _CONSUMER_REGISTERS = {2: 232, 3: 152}  # where so many consumer warpgroups shar
 
 
 class SplitResults(NamedTuple):
-    """What decode leaves behind: sequences that are done, and parts of the others, each normalised on its own.
+    """What decode leaves behind: sequences that are done, and splits of the others, each normalised on its own.
 
     Attributes:
-        out: Of sequences of one part; whatever memory held, elsewhere.
+        out: Of sequences of one split; whatever memory held, elsewhere.
         lse: Natural log; -inf where nothing is seen.
-        split_outs: Of the parts of the other sequences.
+        split_outs: Of the splits of the other sequences.
         split_lses: Natural log.
     """
 
@@ -52,15 +52,15 @@ def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -
     assert schedule.block_kv == config.sizes.block_kv
     heads = config.spec.num_kv_heads
     shape = (operands.q.shape[0], heads, config.row_blocks * config.rows)
-    part_shape = (schedule.work_tiles.shape[0], heads, config.row_blocks * config.sizes.block_rows)
+    split_shape = (schedule.work_tiles.shape[0], heads, config.row_blocks * config.sizes.block_rows)
     leaves, tree = jax.tree.flatten(operands)
     run = launch.kernel(
         functools.partial(_block, config, tree),
         out_type=[
             jax.ShapeDtypeStruct((*shape, config.width), config.out_dtype),
             jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct((*part_shape, config.width), jnp.float32),
-            jax.ShapeDtypeStruct(part_shape, jnp.float32),
+            jax.ShapeDtypeStruct((*split_shape, config.width), jnp.float32),
+            jax.ShapeDtypeStruct(split_shape, jnp.float32),
         ],
         grid=(schedule.workers.shape[0], heads, config.row_blocks),
         grid_names=("worker", "head", "rows"),

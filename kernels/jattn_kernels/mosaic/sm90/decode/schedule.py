@@ -41,14 +41,14 @@ def split_evenly(
 ) -> DecodeSchedule:
     """Cuts the tiles of all sequences, one after the other, into equal shares, one a worker.
 
-    A sequence is cut only where a share ends, so there are at most B + workers - 1 parts. Where that spares half of the
+    A sequence is cut only where a share ends: there are at most B + workers - 1 splits. Where that spares half of the
     cuts or more, shares are up to a fifteenth larger and some workers idle, as it is for sequences of one length: 32 of
     them over 33 workers are not cut.
 
     Args:
         first_keys, end_keys: The keys that a sequence's queries see, by their numbers.
         block_kv: Keys a tile.
-        workers: How many parts are worked on at the same time.
+        workers: How many splits are worked on at the same time.
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
@@ -60,7 +60,7 @@ def split_evenly(
     counts = jnp.where(tiles > 0, (ends - 1) // share - first_worker + 1, 1)
     offsets = _offsets(counts)
 
-    work_tile, used, sequence = _parts(offsets, batch_size + workers - 1)
+    work_tile, used, sequence = _splits(offsets, batch_size + workers - 1)
     worker = first_worker[sequence] + work_tile - offsets[sequence]
     first = jnp.maximum(begins[sequence], worker * share)
     end = jnp.where(used, jnp.maximum(first, jnp.minimum(ends[sequence], (worker + 1) * share)), first)
@@ -92,14 +92,14 @@ def split_at_multiples(
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
-    first_part = first_tile // tiles_per_split
-    counts = jnp.maximum(1, -(-end_tile // tiles_per_split) - first_part)
+    first_split = first_tile // tiles_per_split
+    counts = jnp.maximum(1, -(-end_tile // tiles_per_split) - first_split)
     offsets = _offsets(counts)
 
-    work_tile, used, sequence = _parts(offsets, batch_size * max(1, -(-max_keys // (tiles_per_split * block_kv))))
-    part = first_part[sequence] + work_tile - offsets[sequence]
-    first = jnp.maximum(first_tile[sequence], part * tiles_per_split)
-    end = jnp.minimum(end_tile[sequence], (part + 1) * tiles_per_split)
+    work_tile, used, sequence = _splits(offsets, batch_size * max(1, -(-max_keys // (tiles_per_split * block_kv))))
+    split = first_split[sequence] + work_tile - offsets[sequence]
+    first = jnp.maximum(first_tile[sequence], split * tiles_per_split)
+    end = jnp.minimum(end_tile[sequence], (split + 1) * tiles_per_split)
     end = jnp.where(used, jnp.maximum(first, end), first)
     done = jnp.cumsum(end - first, dtype=jnp.int32)
     share = jnp.maximum(1, -(-done[-1] // workers))
@@ -139,7 +139,7 @@ def _offsets(counts: Int[Array, " B"]) -> Int[Array, " B_plus_1"]:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
 
 
-def _parts(offsets: Int[Array, " B_plus_1"], most: int):
+def _splits(offsets: Int[Array, " B_plus_1"], most: int):
     """The numbers of all work tiles, whether each is used, and its sequence."""
     work_tile = jnp.arange(most, dtype=jnp.int32)
     return work_tile, work_tile < offsets[-1], jnp.minimum(_owner(offsets[1:], work_tile), offsets.shape[0] - 2)

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels.call import AttentionCall, AttentionOptions
 from jattn_kernels.lowering.fp8_parts import in_parts, in_range
 from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
-from jattn_kernels.lowering.mask_words import mask_words
+from jattn_kernels.lowering.mask_words import mask_words_by_key
 from jattn_kernels.lowering.rope import rotate, shrink_of
 from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.merge import sink_share
@@ -22,25 +22,16 @@ from jattn_kernels.mosaic.sm90.decode.kernel import decode
 from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
 from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule, split_at_multiples, split_evenly
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_tiles, value_columns
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_decode_tiles, value_columns
+from jattn_kernels.operands import AttentionOperands
 from jattn_kernels.spec import AttentionSpec
 
 
-def decode_schedule(
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: None = None,
-    *,
-    spec: AttentionSpec,
-    num_tokens: int,
-    kv_itemsize: int,
-    max_seq_len: int | None = None,
-) -> DecodeSchedule | None:
-    """The work list of queries at the ends of their sequences; None if it needs a `max_seq_len` that is not given.
-
-    Args:
-        num_tokens: Query tokens a sequence.
-    """
-    sizes = choose_tiles(spec, kv_itemsize, num_tokens)
+def make_schedule(call: AttentionCall, seq_lens: Int[Array, " B"], max_seq_len: int | None) -> DecodeSchedule | None:
+    """The work list of queries at the ends of their sequences; None if it needs a `max_seq_len` that is not given."""
+    spec, num_tokens = call.spec, call.num_tokens
+    assert num_tokens is not None
+    sizes = choose_decode_tiles(spec, jnp.dtype(call.kv_dtype).itemsize, num_tokens)
     if sizes.tiles_per_split is not None and max_seq_len is None:
         return None
     bounds = _bounds(seq_lens, AttentionOptions(), spec, num_tokens)
@@ -48,37 +39,31 @@ def decode_schedule(
 
 
 def paged_decode(
-    q: Float[Array, "B Q N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."] | None,
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
+    call: AttentionCall, operands: AttentionOperands
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
+    spec, options, q, page_table = call.spec, operands.options, operands.q, operands.page_table
+    kv_dtype, seq_lens = operands.k.dtype, operands.seq_lens
+    assert call.page_size is not None
     num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    is_narrow_kv = k_pages.dtype.itemsize == 1
-    dtype = jnp.float16 if is_narrow_kv else q.dtype
+    dtype = jnp.float16 if kv_dtype.itemsize == 1 else q.dtype
     rows = num_tokens * spec.group_size
-    sizes = choose_tiles(spec, k_pages.dtype.itemsize, num_tokens)
+    sizes = choose_decode_tiles(spec, kv_dtype.itemsize, num_tokens)
     shared = _heads_share_rows(spec, num_tokens)
-    max_keys = page_table.shape[1] * page_size
+    max_keys = page_table.shape[1] * call.page_size
     bounds = _bounds(seq_lens, options, spec, num_tokens)
     q_rows, logit_factor = _queries(
-        q, options, bounds.position, dtype=dtype, kv_dtype=k_pages.dtype, spec=spec, sizes=sizes, shared=shared
+        q, options, bounds.position, dtype=dtype, kv_dtype=kv_dtype, spec=spec, sizes=sizes, shared=shared
     )
     config = DecodeConfig(
         spec,
         sizes,
-        page_size,
+        call.page_size,
         num_tokens,
         row_blocks=-(-rows // sizes.block_rows),
         heads_per_block=sizes.block_rows // spec.group_size if shared else 1,
         dtype=jnp.dtype(dtype),
-        kv_dtype=k_pages.dtype,
+        kv_dtype=kv_dtype,
         out_dtype=out_dtype,
         q_parts=q_rows.shape[1] if spec.rope_theta is None else 1,
     )
@@ -96,12 +81,10 @@ def paged_decode(
     if spec.rope_theta is not None:
         tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
         tile_rotations = rotation_of(tile * sizes.block_kv, spec, jnp.float32)
-        key_rotations = rotation_of(
-            jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink_of(k_pages.dtype)
-        )
+        key_rotations = rotation_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink_of(kv_dtype))
 
-    layer, k_pages, v_pages = stacked(k_pages, v_pages, options.layer_index)
-    operands = Operands(
+    layer, k_pages, v_pages = stacked(operands.k, operands.v, options.layer_index)
+    kernel_operands = Operands(
         q=q_rows,
         k_pages=k_pages,
         v_pages=v_pages,
@@ -119,7 +102,7 @@ def paged_decode(
         else head_scales(options.v_scale, spec.num_kv_heads, options.layer_index),
         mask=None
         if options.custom_mask is None
-        else mask_words(
+        else mask_words_by_key(
             options.custom_mask,
             seq_lens,
             num_tokens=num_tokens,
@@ -128,8 +111,8 @@ def paged_decode(
         tile_rotations=tile_rotations,
         key_rotations=key_rotations,
     )
-    parts = decode(config, operands, schedule)
-    out, lse = merge_splits(parts, schedule, batch_invariant=spec.batch_invariant)
+    results = decode(config, kernel_operands, schedule)
+    out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
     if options.sinks is not None:

@@ -13,7 +13,7 @@ _FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
 _MOST_Q_BYTES = 4  # of a query's number: float32, or four of 8 bits
 _MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many consumer warpgroups
-_TILES_A_PART = 16  # where results must not depend on the batch
+_TILES_PER_SPLIT = 16  # where results must not depend on the batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DecodeTiles:
         stages: Tiles in shared memory, a multiple of `warpgroups`.
         blocks_per_sm: Blocks that fit on an SM at the same time.
         warpgroups: Consumers, which alternate between the tiles of a work tile.
-        tiles_per_split: How many tiles a part has where sequences are cut at multiples; None where they are cut evenly.
+        tiles_per_split: Tiles of a split where sequences are cut at multiples of them; None where they are cut evenly.
     """
 
     block_rows: int
@@ -50,7 +50,7 @@ class DecodeTiles:
         return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + reductions + tiles.RESERVED_BYTES
 
 
-def choose_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
+def choose_decode_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
     """Sizes found on this GPU by trying them, if they are told; else the best by rule that fit.
 
     As many stages of 64 keys as let two blocks share an SM, or one block have it, with some consumer warpgroups.
@@ -110,7 +110,7 @@ def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator
 
 def _arranged(spec: AttentionSpec, block_rows: int, arrangement: Arrangement) -> DecodeTiles:
     stages, blocks_per_sm, warpgroups = arrangement
-    tiles_per_split = _TILES_A_PART if spec.batch_invariant else None
+    tiles_per_split = _TILES_PER_SPLIT if spec.batch_invariant else None
     return DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_per_split)
 
 

@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import AttentionOptions
+from jattn_kernels.call import AttentionCall, AttentionOptions
 from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.key_rotation import RotationTables
@@ -16,78 +16,73 @@ from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.kernel import ExtendKernel
 from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass, prepass, rotated_rows
 from jattn_kernels.mosaic.sm90.extend.queries import Queries, prepared
-from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS, aligned, mask_words, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.extend.rows import (
+    CONSUMER_WARPGROUPS,
+    aligned,
+    mask_words_by_token,
+    of_rows,
+    token_bounds,
+)
 from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendSchedule,
     ExtendTiles,
-    choose_tiles,
+    choose_extend_tiles,
     extend_schedule,
     is_own,
 )
 from jattn_kernels.mosaic.sm90.extend.work_tile import Operands
+from jattn_kernels.operands import AttentionOperands
 from jattn_kernels.spec import AttentionSpec
 
 
 def make_schedule(
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    *,
-    spec: AttentionSpec,
-    num_tokens: int,
-    kv_itemsize: int,
-    max_seq_len: int | None = None,
+    call: AttentionCall, seq_lens: Int[Array, " B"], cu_q_lens: Int[Array, " B_plus_1"], max_seq_len: int | None
 ) -> ExtendSchedule:
-    """The work list of queries at the ends of their sequences.
-
-    Args:
-        num_tokens: Rows of q, padded tokens included.
-    """
-    sizes = choose_tiles(spec, ExtendDtypes.widest(kv_itemsize, spec))
+    """The work list of queries at the ends of their sequences."""
+    spec, num_tokens = call.spec, call.num_tokens
+    assert num_tokens is not None
+    sizes = choose_extend_tiles(spec, ExtendDtypes.widest(jnp.dtype(call.kv_dtype).itemsize, spec))
     return extend_schedule(seq_lens, cu_q_lens, AttentionOptions(), spec=spec, num_tokens=num_tokens, sizes=sizes)
 
 
 def paged_extend(
-    q: Float[Array, "T N H"],
-    k_pages: Float[Array, "..."],
-    v_pages: Float[Array, "..."] | None,
-    page_table: Int[Array, "B max_pages"],
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
-    page_size: int,
+    call: AttentionCall, operands: AttentionOperands
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Output and lse of ragged queries over paged keys.
 
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    dtypes = multiplied = ExtendDtypes.of(q.dtype, k_pages.dtype, spec)
+    spec, options, q, page_table = call.spec, operands.options, operands.q, operands.page_table
+    page_size, seq_lens, cu_q_lens = call.page_size, operands.seq_lens, operands.cu_q_lens
+    assert page_size is not None
+    dtypes = multiplied = ExtendDtypes.of(q.dtype, operands.k.dtype, spec)
     (num_seqs, max_pages), num_tokens = page_table.shape, q.shape[0]
     max_keys = max_pages * page_size
-    ahead = has_prepass(spec, dtypes, page_size=page_size, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys)
-    if ahead:
+    uses_prepass = has_prepass(
+        spec, dtypes, page_size=page_size, num_tokens=num_tokens, num_seqs=num_seqs, max_keys=max_keys
+    )
+    if uses_prepass:
         dtypes = dtypes.with_wide_queries
         multiplied = dtypes.after_prepass
-    sizes = choose_tiles(spec, multiplied)
+    sizes = choose_extend_tiles(spec, multiplied)
     if (reason := sizes.refuses(spec, multiplied, page_size)) is not None:
         raise NotImplementedError(reason)
     schedule = options.schedule
     # A schedule does not know whether keys of 8 bits will be dequantised ahead, and then be multiplied in larger tiles.
-    if schedule is None or is_own(spec, options) or (ahead and schedule.block_kv != sizes.block_kv):
+    if schedule is None or is_own(spec, options) or (uses_prepass and schedule.block_kv != sizes.block_kv):
         schedule = extend_schedule(seq_lens, cu_q_lens, options, spec=spec, num_tokens=num_tokens, sizes=sizes)
     num_keys = _whole_tiles(max_keys, sizes)
     mask = None
     if options.custom_mask is not None:
-        mask = mask_words(options.custom_mask, seq_lens, cu_q_lens, num_tokens=num_tokens, num_keys=num_keys)
+        mask = mask_words_by_token(options.custom_mask, seq_lens, cu_q_lens, num_tokens=num_tokens, num_keys=num_keys)
     position = None
     if dtypes.rotates:
         position = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens).position
     queries = prepared(q, cu_q_lens, options, position, spec=spec, dtypes=dtypes)
     copies, places = PageCopies.of(spec, sizes.block_kv, page_size, _most_rows(spec, dtypes)), page_table
-    keys_and_values = stacked(k_pages, v_pages, options.layer_index)
-    if ahead:
+    keys_and_values = stacked(operands.k, operands.v, options.layer_index)
+    if uses_prepass:
         keys_and_values, places, copies = prepass(
             keys_and_values, page_table, seq_lens, spec=spec, dtypes=dtypes, copies=copies
         )
@@ -96,28 +91,23 @@ def paged_extend(
 
 
 def ragged_extend(
-    q: Float[Array, "T N H"],
-    k: Float[Array, "*L S K H"],
-    v: Float[Array, "*L S K Hv"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    cu_kv_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    *,
-    spec: AttentionSpec,
+    call: AttentionCall, operands: AttentionOperands
 ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
     """Output and lse of ragged queries over ragged keys.
 
     Raises:
         NotImplementedError: The kernel cannot be compiled for these sizes.
     """
-    dtypes = multiplied = ExtendDtypes.of(q.dtype, k.dtype, spec)
+    spec, options, q = call.spec, operands.options, operands.q
+    cu_q_lens, cu_kv_lens = operands.cu_q_lens, operands.cu_kv_lens
+    dtypes = multiplied = ExtendDtypes.of(q.dtype, operands.k.dtype, spec)
     if dtypes.rotates:
         multiplied = dtypes.after_prepass
-    sizes = choose_tiles(spec, multiplied)
+    sizes = choose_extend_tiles(spec, multiplied)
     if (reason := sizes.refuses(spec, multiplied, None)) is not None:
         raise NotImplementedError(reason)
     seq_lens, starts = jnp.diff(cu_kv_lens), cu_kv_lens
-    layer, k, v = stacked(k, v, options.layer_index)
+    layer, k, v = stacked(operands.k, operands.v, options.layer_index)
     if spec.batch_invariant:
         starts, source = aligned(cu_kv_lens, k.shape[1])
         k, v = (rows.at[layer, source].get(mode="fill", fill_value=0)[None] for rows in (k, v))
@@ -132,7 +122,7 @@ def ragged_extend(
     num_keys = _whole_tiles(num_rows + TILED_ROWS, sizes)
     mask = None
     if options.custom_mask is not None:
-        mask = mask_words(
+        mask = mask_words_by_token(
             options.custom_mask,
             seq_lens,
             cu_q_lens,

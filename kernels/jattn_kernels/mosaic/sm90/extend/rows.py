@@ -115,7 +115,7 @@ def of_rows(
     return jnp.pad(by_tile, [(0, 0)] * (by_tile.ndim - 1) + [(0, missing)])
 
 
-def mask_words(
+def mask_words_by_token(
     custom_mask: Bool[Array, " M"],
     seq_lens: Int[Array, " B"],
     cu_q_lens: Int[Array, " B_plus_1"],

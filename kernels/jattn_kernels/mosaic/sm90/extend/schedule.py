@@ -66,7 +66,7 @@ class ExtendTiles:
         return None
 
 
-def choose_tiles(spec: AttentionSpec, dtypes: ExtendDtypes) -> ExtendTiles:
+def choose_extend_tiles(spec: AttentionSpec, dtypes: ExtendDtypes) -> ExtendTiles:
     """As many keys a tile as the registers of a warpgroup can hold scores and output for, and as many stages as fit.
 
     The keys a tile do not depend on the dtype of the queries, which a schedule does not know.
