@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.arguments import array, check_whole, in_words, instance, integers, number, scale_arrays, whole
+from jattn.arguments import array, check_fields, check_whole, in_words, instance, integers, number, scale_arrays, whole
 from jattn.dtype_names import DTYPE_NAMES, named_dtype
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -39,6 +39,7 @@ def traced(function):
         (lambda: integers("n", [[1], [2, 3]], "B", "n"), r"`n` must be integers \[B, n\]"),
         (lambda: integers("n", np.array([2**31]), "B"), "`n` must fit 32 bits. Got 2147483648 to"),
         (lambda: instance("pool", 5, dict, type(None)), "`pool` must be of type dict or None. Got pool=5"),
+        (lambda: check_fields("layer", 5, "real", "x", "y"), "`layer` must have `x`, `y`. Got layer=5"),
         (lambda: scale_arrays(k_scale="x"), "`k_scale` must be None, a number, or an array of one a KV head. Got"),
     ],
 )
