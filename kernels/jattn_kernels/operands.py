@@ -48,7 +48,7 @@ class LatentKwargs(LayerOptions, total=False):
 
 
 def names_options[F: Callable[..., Any]](options: type) -> Callable[[F], F]:
-    """Lets a face show each of its `**options` by name, as `help` and editors ask for them.
+    """Lets a face show each of its `**options` by name, as `help` and editors ask for them, and take no others.
 
     Args:
         options: The TypedDict of them; each is None by default.
@@ -61,8 +61,16 @@ def names_options[F: Callable[..., Any]](options: type) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in typing.get_type_hints(options).items()
         ]
-        face.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
-        return face
+        known = frozenset(parameter.name for parameter in parameters)
+
+        @functools.wraps(face)
+        def of_known(*args: Any, **kwargs: Any) -> Any:
+            if unknown := kwargs.keys() - known:  # or an option of another operation would be taken
+                raise TypeError(f"{face.__name__}() got an unexpected keyword argument {min(unknown)!r}")
+            return face(*args, **kwargs)
+
+        of_known.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
+        return typing.cast(F, of_known)
 
     return named
 

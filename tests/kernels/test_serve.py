@@ -9,7 +9,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jattn_kernels
-from jattn_kernels import AttentionSpec, mla_decode, paged_decode, rms_norm, shared_prefix_decode
+from jattn_kernels import (
+    AttentionSpec,
+    mla_decode,
+    paged_decode,
+    ragged_extend,
+    rms_norm,
+    shared_prefix_decode,
+)
 from jattn_kernels.call import AttentionCall, Device, NormCall
 from jattn_kernels.dispatch import choose
 from tests.kernels.harness.case import build
@@ -103,5 +110,18 @@ def test_faces_show_their_optional_arguments_by_name():
         parameters = inspect.signature(face).parameters
         assert [name for name in parameters if name in options + more] == options + more
         assert all(parameters[name].default is None for name in options + more)
-    with pytest.raises(TypeError, match="option"):
-        inspect.unwrap(paged_decode)(*[None] * 5, spec=SPEC, option=1)
+
+
+@pytest.mark.parametrize(
+    ("face", "option"),
+    [
+        (paged_decode, "kv_scale"),
+        (ragged_extend, "schedule"),
+        (mla_decode, "k_scale"),
+        (mla_decode, "schedule"),
+        (shared_prefix_decode, "q_start"),
+    ],
+)
+def test_faces_take_no_option_of_other_operations(face, option):
+    with pytest.raises(TypeError, match=rf"^{face.__name__}\(\) got an unexpected keyword argument '{option}'$"):
+        face(spec=SPEC, **{option: 1})
