@@ -118,8 +118,9 @@ def test_v0_call_names_the_metadata_of_its_attention_type(attn_type, field):
     q, k, v = q_k_v(tokens_of(metadata), metadata.num_encoder_tokens if attn_type == "encoder_decoder" else None)
     impl, given = make_impl(attn_type=attn_type), getattr(metadata, field)
     for wrong in (given[:-1], [1]):
-        changed = dataclasses.replace(metadata, **{field: wrong})
-        refused(lambda: impl.forward(v0.AttentionLayer(), q, k, v, make_cache(), changed), field)  # noqa: B023
+        call, cache = (v0.AttentionLayer(), q, k, v), make_cache()
+        refused(lambda: impl.forward(*call, cache, dataclasses.replace(metadata, **{field: wrong})), field)  # noqa: B023
+    assert not cache.is_deleted()  # what is no array of integers is found before the cache is written
 
 
 def test_keys_that_are_not_the_tokens_are_refused_without_a_cache():
