@@ -16,6 +16,7 @@ from jattn_kernels.shapes.attention import (
     check_ragged_extend,
     check_schedule_sizes,
 )
+from jattn_kernels.shapes.options import check_features
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -226,7 +227,7 @@ def make_schedule(
         page_size=page_size,
         num_tokens=num_tokens,
         num_seqs=seq_lens.shape[0],
-        features=frozenset(features),
+        features=check_features(features),
         modes=modes_of(seq_lens),
     )
     chosen = choose(call, implementation).implementation

@@ -352,16 +352,3 @@ def test_advance_step_turns_prefills_into_decodes():
     assert (after.num_prefills, after.num_decode_tokens) == (0, 2)
     assert after.slot_mapping.tolist() == [3 * 16 + 5, 2 * 16 + 4]
     assert (model_input.input_tokens.tolist(), model_input.input_positions.tolist()) == ([5, 6], [5, 20])
-
-
-def test_what_is_cut_out_of_a_batch_is_copied():
-    """A kernel on a GPU would refuse most views."""
-    metadata = make_batch(7, config_of())
-    q, k, v = q_k_v(tokens_of(metadata))
-    step_of = functools.partial(make_impl().forward, v0.AttentionLayer())
-    jaxpr = jax.make_jaxpr(step_of)(q, k, v, make_cache(metadata), metadata).jaxpr
-    behind = [eqn.invars[0].aval.shape for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
-    rows, columns = metadata.block_tables.shape
-    prefills, tokens = metadata.num_prefills, metadata.num_prefill_tokens
-    assert {(prefills, columns), (rows - prefills, columns)} <= set(behind)
-    assert {(tokens, 4, 32), (metadata.num_decode_tokens, 4, 32)} <= set(behind)

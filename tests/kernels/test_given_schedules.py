@@ -97,3 +97,9 @@ def test_make_schedule_and_the_call_ask_dispatch_alike():
     assert made("paged_decode", num_tokens=40, features=("custom_mask",)) is None
     schedule = made("paged_decode", num_tokens=3, features=("custom_mask",))
     assert call("paged_decode", schedule, custom_mask=jnp.ones(1000, bool)) == call("paged_decode", None)
+
+
+@pytest.mark.parametrize("features", ["layer_index", ("custom",), ("schedule",)])
+def test_features_of_a_schedule_are_names_of_optional_arguments(features):
+    with pytest.raises(ValueError, match="`features` must be names out of layer_index, "):
+        made("paged_decode", features=features)

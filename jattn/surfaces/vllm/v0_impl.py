@@ -21,7 +21,6 @@ from jattn.surfaces.vllm.v0_metadata import (
     _get_causal_option,
     _get_query_key_seq_metadata,
     checked_metadata,
-    copied,
     read_of,
 )
 from jattn.surfaces.vllm.words import CROSS_WORDS, WORDS
@@ -208,7 +207,7 @@ class FlashAttentionImpl:
             )
             if tables is None or lens is None:
                 raise ValueError("`block_tables` and `seq_lens_tensor` must be given where a cache is read. Got None.")
-            rows = copied(query[first : first + part.num_prefill_tokens + part.num_decode_tokens])
+            rows = query[first : first + part.num_prefill_tokens + part.num_decode_tokens]
             outs.append(self.attend(layer, rows, kv_cache, read_of(part, tables, lens), spec, schedules))
         return jnp.concatenate(outs), kv_cache
 

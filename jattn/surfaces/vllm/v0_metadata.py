@@ -246,7 +246,7 @@ class FlashAttentionMetadata:
             "encoder_seq_lens_tensor",
             "cross_block_tables",
         )
-        fields = {name: None if (x := getattr(self, name)) is None else copied(x[rows]) for name in by_row}
+        fields = {name: None if (x := getattr(self, name)) is None else x[rows] for name in by_row}
         ends = slice(rows.start, None if rows.stop is None else rows.stop + 1)
         for name in ("query_start_loc", "seq_start_loc", "encoder_seq_start_loc"):
             offsets = getattr(self, name)
@@ -261,11 +261,6 @@ def read_of(part: FlashAttentionMetadata, block_tables: Any, seq_lens: Any) -> Q
     return QueriesOverPages(
         page_table=block_tables, seq_lens=seq_lens, cu_q_lens=starts, q_len=1 if starts is None else None
     )
-
-
-def copied(rows: Any) -> Any:
-    """Rows that no kernel gets as a view of what they are cut out of: half of all views it would refuse (README)."""
-    return jax.lax.optimization_barrier(rows) if isinstance(rows, jax.Array) else rows
 
 
 def checked_metadata(attn_metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:

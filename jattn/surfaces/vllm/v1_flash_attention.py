@@ -202,7 +202,7 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
         if self.use_irope and metadata.attention_chunk_size is None:
             raise ValueError("`attention_chunk_size` of the configuration must be given to a layer with `use_irope`.")
         if rows > tokens:
-            query = v0_impl.copied(query[:tokens])
+            query = query[:tokens]
         if key is not None and value is not None and key.shape[0] > tokens:
             key, value = key[:tokens], value[:tokens]
         # As v0's words, but for these two.

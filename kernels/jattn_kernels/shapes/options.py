@@ -1,5 +1,8 @@
 """Checks of the optional arguments of attention."""
 
+import dataclasses
+from typing import Any
+
 import jax.numpy as jnp
 
 from jattn_kernels.operands import AttentionOptions
@@ -70,3 +73,15 @@ def check_scale(name: str, scale, num_kv_heads: int, *, rows: int | None, row: s
             f"`{name}` must be floats, {' or '.join(forms.values())}. "
             f"Got {name}.dtype={scale.dtype}, {name}.shape={scale.shape}."
         )
+
+
+def check_features(features: Any) -> frozenset[str]:
+    """Names of optional arguments, as a set.
+
+    Raises:
+        ValueError: One names no optional argument of attention, or they come as one text.
+    """
+    known = [field.name for field in dataclasses.fields(AttentionOptions) if field.name != "schedule"]
+    if isinstance(features, str) or not set(features) <= set(known):
+        raise ValueError(f"`features` must be names out of {', '.join(known)}. Got features={features!r}.")
+    return frozenset(features)
