@@ -1,6 +1,7 @@
 """Decode over a shared prefix, against the oracle on each sequence as a whole."""
 
 import dataclasses
+import inspect
 import itertools
 
 import jax
@@ -169,7 +170,7 @@ def test_shared_prefix_says_what_is_wrong(change, sentence):
     names = ("q", "k_pages", "v_pages", "prefix_table", "prefix_len", "page_table", "suffix_lens")
     args, kwargs = shared(*whole(16), 16)
     # Past the type checker of the tests, which would be first to speak.
-    unchecked = getattr(shared_prefix_decode, "__wrapped__", shared_prefix_decode)
+    unchecked = inspect.unwrap(shared_prefix_decode)
     with pytest.raises(ValueError, match=sentence):
         unchecked(**dict(zip(names, args, strict=True)) | kwargs | change)
 
