@@ -1,4 +1,4 @@
-"""Attention kernels over paged and ragged keys: pure functions of arrays."""
+"""Kernels for attention over paged and ragged keys, and for what stands around it: pure functions of arrays."""
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
@@ -7,11 +7,14 @@ from jattn_kernels.norm import rms_norm
 from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.rotation import rotate
+from jattn_kernels.routing import route
+from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
 
 __all__ = [
     "AttentionSpec",
+    "Routing",
     "copy_pages",
     "lse_from_base2",
     "lse_to_base2",
@@ -26,6 +29,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "rotate_and_write",
+    "route",
     "shared_prefix_decode",
     "shared_prefix_schedule",
     "write_latent_pages",

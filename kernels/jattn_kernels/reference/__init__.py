@@ -1,8 +1,9 @@
-"""The oracle: what every attention feature means, in NumPy and float64, one request at a time; it imports no kernel."""
+"""The oracle: what every feature means, in NumPy and float64, one request or token at a time; it imports no kernel."""
 
 from jattn_kernels.reference.attention import mla_decode, mla_extend, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.reference.merge import merge_state, merge_states
 from jattn_kernels.reference.requests import REQUESTS, Request
+from jattn_kernels.reference.routing import route
 
 __all__ = [
     "REQUESTS",
@@ -14,4 +15,5 @@ __all__ = [
     "paged_decode",
     "paged_extend",
     "ragged_extend",
+    "route",
 ]
