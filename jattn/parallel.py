@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
@@ -40,6 +41,10 @@ class Parallel:
     def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
         """Sum over the devices of what each computed from its share."""
         return partial if self.axis is None else jax.lax.psum(partial, self.axis)
+
+    def once(self, whole: Float[Array, "..."]) -> Float[Array, "..."]:
+        """What every device has all of, as a part of what is summed over them: itself on the first, 0 on the others."""
+        return whole if self.axis is None else jnp.where(jax.lax.axis_index(self.axis) == 0, whole, 0)
 
     def gather_logits(self, logits: Float[Array, "B V_local"]) -> Float[Array, "B V"]:
         """Whole rows of logits from each device's part of the vocabulary."""

@@ -6,10 +6,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jattn.parallel import Parallel
-from jattn_models.layers import GatedMLP, Linear, precision, random_weights
+from jattn.routing import Routing
+from jattn_models.layers import GatedMLP, Linear, precision, random_weights, wide_matmul
+from jattn_models.router import Router
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedSwiGLU:
+    """(up + 1) * gate * sigmoid(alpha * gate), gpt-oss's; static and hashable.
+
+    Attributes:
+        limit: The most that a gate is, and that up is in size.
+        alpha: Factor on the gate in the sigmoid.
+    """
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: Float[Array, "rows F"], up: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,38 +36,41 @@ class Experts:
     """The facts of a mixture; static and hashable.
 
     Attributes:
-        count: Experts.
-        per_token: Experts that each token goes to.
+        routing: How many experts there are, and which of them a token goes to.
         intermediate_size: Hidden units of one expert.
-        normalised: Whether the chosen experts' weights are scaled to a sum of 1.
-        sigmoid: Whether an expert's weight is the sigmoid of its score alone, not a softmax over all experts' scores.
+        activation: What stands between an expert's projections; silu(gate) * up if None.
+        biased: Whether an expert's projections have biases.
+        router_biased: Whether the router's logits have a bias.
+        choice_biased: Whether its scores have one for the choice of experts alone.
         weighs_inputs: Whether the weight is on what an expert is given, not on what it returns.
         shared_size: Hidden units of an expert that every token goes to beside its own; None for no such expert.
+        shared_gated: Whether what the shared expert returns is weighed by the sigmoid of a learned gate.
     """
 
-    count: int
-    per_token: int
+    routing: Routing
     intermediate_size: int
-    normalised: bool
-    sigmoid: bool = False
+    activation: ClampedSwiGLU | None = None
+    biased: bool = False
+    router_biased: bool = False
+    choice_biased: bool = False
     weighs_inputs: bool = False
     shared_size: int | None = None
+    shared_gated: bool = False
 
     def __post_init__(self):
-        if self.per_token > self.count:
-            raise ValueError(
-                f"`num_experts_per_tok` must be at most the number of experts. Got {self.per_token} of {self.count}."
-            )
+        if self.shared_gated and self.shared_size is None:
+            raise ValueError("`shared_gated` needs a shared expert. Got shared_size=None.")
 
 
 class GroupedLinear(nnx.Module):
-    """One projection an expert; its kernel is [experts, inputs, outputs]."""
+    """One projection an expert; its kernel is [experts, inputs, outputs], its bias [experts, outputs]."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int, *, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
         self.kernel = random_weights(rngs, (experts, inputs, outputs), dtype)
+        self.bias = nnx.Param(jnp.zeros((experts, outputs), dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "rows D"], group_sizes: Int[Array, " E"]) -> Float[Array, "rows F"]:
-        """Rows are sorted by expert, so many of them each."""
+    def __call__(self, x: Float[Array, "rows D"], group_sizes: Int32[Array, " E"]) -> Float[Array, "rows F"]:
+        """The products alone; rows are sorted by expert, so many of them each."""
         return jax.lax.ragged_dot(x, self.kernel[...], group_sizes, precision=precision(x))
 
 
@@ -60,41 +82,63 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, hidden_size: int, experts: Experts, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
         units = parallel.share(experts.intermediate_size, "An expert's `intermediate_size`")
+        count, bias = experts.routing.num_experts, experts.biased
         self.parallel = parallel
         self.experts = experts
-        self.router = Linear(hidden_size, experts.count, dtype=dtype, rngs=rngs)
-        self.gate_up_proj = GroupedLinear(experts.count, hidden_size, 2 * units, dtype=dtype, rngs=rngs)
-        self.down_proj = GroupedLinear(experts.count, units, hidden_size, dtype=dtype, rngs=rngs)
+        self.router = Router(
+            hidden_size,
+            experts.routing,
+            biased=experts.router_biased,
+            choice_biased=experts.choice_biased,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        self.gate_up_proj = GroupedLinear(count, hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = GroupedLinear(count, units, hidden_size, bias=bias, dtype=dtype, rngs=rngs)
         self.shared = (
             None
             if experts.shared_size is None
             else GatedMLP(hidden_size, experts.shared_size, dtype=dtype, rngs=rngs, parallel=parallel)
         )
+        self.shared_gate = Linear(hidden_size, 1, dtype=dtype, rngs=rngs) if experts.shared_gated else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        weights, chosen = self.route(x)
+        mixed = self.mixed(x, *self.router(x))
+        return mixed if self.shared is None else mixed + self.shared_expert(x, self.shared)
+
+    def mixed(
+        self, x: Float[Array, "T D"], weights: Float32[Array, "T k"], chosen: Int32[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """The weighted sum of what each token's experts return, over all devices."""
         expert = chosen.reshape(-1)
         order = jnp.argsort(expert)  # a token's rows, and the way back to them
-        group_sizes = jnp.bincount(expert, length=self.experts.count).astype(jnp.int32)
-        rows = x[order // self.experts.per_token]
+        expert, group_sizes = expert[order], jnp.bincount(expert, length=self.experts.routing.num_experts)
+        rows = x[order // chosen.shape[1]]
         if self.experts.weighs_inputs:
             rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]).astype(x.dtype)
             weights = jnp.ones_like(weights)
-        gate, up = jnp.split(self.gate_up_proj(rows, group_sizes), 2, axis=-1)
-        rows = self.down_proj(jax.nn.silu(gate) * up, group_sizes)
+        rows = self.rows_of_experts(rows, expert, group_sizes.astype(jnp.int32))
         parts = rows[jnp.argsort(order)].reshape(*chosen.shape, -1)
         mixed = jnp.sum(parts.astype(jnp.float32) * weights[:, :, None], axis=1)
-        mixed = self.parallel.all_reduce(mixed.astype(x.dtype))
-        return mixed if self.shared is None else mixed + self.shared(x)
+        return self.parallel.all_reduce(mixed.astype(x.dtype))
 
-    def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int[Array, "T k"]]:
-        """The weights and the numbers of each token's experts, the best first."""
-        scores = self.router(x).astype(jnp.float32)
-        if not self.experts.sigmoid:
-            scores = jax.nn.softmax(scores, axis=-1)
-        weights, chosen = jax.lax.top_k(scores, self.experts.per_token)
-        if self.experts.sigmoid:  # only now: large scores would become equal
-            weights = jax.nn.sigmoid(weights)
-        if self.experts.normalised:
-            weights /= jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, chosen
+    def rows_of_experts(
+        self, rows: Float[Array, "rows D"], expert: Int[Array, " rows"], group_sizes: Int32[Array, " E"]
+    ) -> Float[Array, "rows D"]:
+        """What each row's expert returns for it, as far as this device's hidden units give it; rows are sorted."""
+        gate_up = self.gate_up_proj(rows, group_sizes)
+        if self.gate_up_proj.bias is not None:
+            gate_up += self.gate_up_proj.bias[...][expert]
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        hidden = jax.nn.silu(gate) * up if self.experts.activation is None else self.experts.activation(gate, up)
+        rows = self.down_proj(hidden, group_sizes)
+        if self.down_proj.bias is not None:
+            rows += self.parallel.once(self.down_proj.bias[...][expert])
+        return rows
+
+    def shared_expert(self, x: Float[Array, "T D"], shared: GatedMLP) -> Float[Array, "T D"]:
+        """What the expert that every token goes to returns, over all devices."""
+        if self.shared_gate is None:
+            return shared(x)
+        weights = jax.nn.sigmoid(wide_matmul(x, self.shared_gate.kernel[...]))
+        return (shared(x).astype(jnp.float32) * weights).astype(x.dtype)

@@ -15,6 +15,7 @@ from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.routing_fields import read_routing
 from jattn_models.temperature import Temperature
 from jattn_models.weights import Path, Source
 
@@ -60,11 +61,8 @@ class Llama4Config(DecoderConfig):
             qk_unit_norm=boolean(fields, "use_qk_norm", default=True),
             temperature=temperature if _is_tuned(fields) else None,
             experts=Experts(
-                count=positive(fields, "num_local_experts", int),
-                per_token=positive(fields, "num_experts_per_tok", int),
+                routing=read_routing(fields, "num_local_experts", scoring="sigmoid"),
                 intermediate_size=units,
-                normalised=False,
-                sigmoid=True,
                 weighs_inputs=True,
                 shared_size=units,
             ),

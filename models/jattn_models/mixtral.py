@@ -9,6 +9,7 @@ from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind
+from jattn_models.routing_fields import read_routing
 from jattn_models.weights import Path, Source
 from jattn_models.windows import WINDOW_FIELDS, one_window
 
@@ -27,10 +28,8 @@ class MixtralConfig(DecoderConfig):
             num_experts_per_tok=2,
         )
         experts = Experts(
-            count=positive(fields, "num_local_experts", int),
-            per_token=positive(fields, "num_experts_per_tok", int),
+            routing=read_routing(fields, "num_local_experts", normalised=True),
             intermediate_size=positive(fields, "intermediate_size", int),
-            normalised=True,
         )
         shared = shared_fields(fields, read=WINDOW_FIELDS)
         return cls(**shared, segments=one_window(fields, sparse=True), experts=experts)

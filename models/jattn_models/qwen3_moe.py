@@ -10,6 +10,7 @@ from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.routing_fields import read_routing
 from jattn_models.weights import Path, Source
 from jattn_models.windows import QWEN_DEFAULTS, WINDOW_FIELDS, one_window, used_window
 
@@ -30,10 +31,8 @@ class Qwen3MoeConfig(DecoderConfig):
         )
         fields = {"num_experts": fields.get("num_local_experts")} | used_window(fields)  # transformers 5 renamed it
         experts = Experts(
-            count=positive(fields, "num_experts", int),
-            per_token=positive(fields, "num_experts_per_tok", int),
+            routing=read_routing(fields, "num_experts", normalised=boolean(fields, "norm_topk_prob", default=False)),
             intermediate_size=positive(fields, "moe_intermediate_size", int),
-            normalised=boolean(fields, "norm_topk_prob", default=False),
         )
         shared = shared_fields(fields, read=WINDOW_FIELDS)
         return cls(**shared, segments=_segments(fields), qk_norm=True, experts=experts)

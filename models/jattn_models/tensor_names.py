@@ -44,7 +44,7 @@ def of_model[Config: DecoderConfig](
             names = {"model.layers.{layer}." + name: width for name, width in source.parts.items()}
             numbers = {"layer": layers}
             if config.experts is not None and any("{expert}" in name for name in names):
-                numbers["expert"] = range(config.experts.count)
+                numbers["expert"] = range(config.experts.routing.num_experts)
             sources[("layers", number, *path)] = dataclasses.replace(source, parts=names, numbers=numbers)
     return sources
 

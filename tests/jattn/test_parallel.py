@@ -31,6 +31,13 @@ def test_several_devices_sum_their_parts():
     chex.assert_trees_all_equal(on_devices(SEVERAL.all_reduce, parts), jnp.array([[31.0, 42.0]] * 2))
 
 
+def test_what_several_devices_all_have_is_summed_once():
+    whole = jnp.array([1.0, jnp.nan])
+    summed = on_devices(lambda x: SEVERAL.all_reduce(SEVERAL.once(x)), jnp.stack([whole] * 2))
+    chex.assert_trees_all_equal(summed, jnp.stack([whole] * 2))
+    assert ONE_DEVICE.once(whole) is whole
+
+
 def test_several_devices_gather_whole_rows():
     logits = jnp.arange(12.0).reshape(3, 4)  # three sequences; each device holds half of the vocabulary
     parts = jnp.stack(jnp.split(logits, 2, axis=1))

@@ -6,15 +6,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jattn.parallel import ONE_DEVICE
-from jattn_models.experts import Experts, MixtureOfExperts
+from jattn.parallel import ONE_DEVICE, Parallel
+from jattn.routing import Routing
+from jattn_models.experts import ClampedSwiGLU, Experts, MixtureOfExperts
 
 WIDTH, UNITS, COUNT = 8, 6, 5
 
 
-def mixture(per_token, *, dtype=jnp.float32, **facts):
-    experts = Experts(count=COUNT, per_token=per_token, intermediate_size=UNITS, **facts)
-    made = MixtureOfExperts(WIDTH, experts, dtype=dtype, rngs=nnx.Rngs(0), parallel=ONE_DEVICE)
+def routing_to(per_token, **facts):
+    return Routing(num_experts=COUNT, per_token=per_token, **facts)
+
+
+def mixture(routing, *, dtype=jnp.float32, parallel=ONE_DEVICE, **facts):
+    experts = Experts(routing=routing, intermediate_size=UNITS, **facts)
+    made = MixtureOfExperts(WIDTH, experts, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel)
     for leaf in jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)):
         leaf[...] = 20 * leaf[...]  # so that tokens prefer different experts
     return made
@@ -32,8 +37,8 @@ def by_loops(made, x):
     out, sizes = np.zeros_like(x, np.float64), np.zeros_like(x, np.float64)
     for row, token in enumerate(np.asarray(x, np.float64)):
         scores = np.exp(token @ router)
-        chosen = np.argsort(-scores)[: made.experts.per_token]
-        total = scores[chosen].sum() if made.experts.normalised else scores.sum()
+        chosen = np.argsort(-scores)[: made.experts.routing.per_token]
+        total = scores[chosen].sum() if made.experts.routing.normalised else scores.sum()
         for expert in chosen:
             gate, up = np.split(token @ gate_up[expert], 2)
             hidden = gate / (1 + np.exp(-gate)) * up
@@ -45,7 +50,7 @@ def by_loops(made, x):
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("per_token", [1, 2, COUNT])
 def test_mixture_is_the_weighted_sum_of_chosen_experts(per_token, normalised):
-    made, x = mixture(per_token, normalised=normalised), tokens(13)
+    made, x = mixture(routing_to(per_token, normalised=normalised)), tokens(13)
     expected, sizes = by_loops(made, x)
     # Sums of 8 (router, gate, up), 6 and at most 5 terms, one after another.
     tolerance = (3 * WIDTH + UNITS + COUNT) * np.finfo(np.float32).eps * sizes.max()
@@ -54,7 +59,7 @@ def test_mixture_is_the_weighted_sum_of_chosen_experts(per_token, normalised):
 
 @pytest.mark.parametrize("per_token", [1, 2])
 def test_inputs_weighed_by_sigmoids_beside_a_shared_expert(per_token):
-    made = mixture(per_token, normalised=False, sigmoid=True, weighs_inputs=True, shared_size=UNITS)
+    made = mixture(routing_to(per_token, scoring="sigmoid"), weighs_inputs=True, shared_size=UNITS)
     x = tokens(13)
     wide = np.asarray(x, np.float64)
     router, gate_up, down, shared_gate_up, shared_down = (
@@ -78,20 +83,20 @@ def test_inputs_weighed_by_sigmoids_beside_a_shared_expert(per_token):
 
 
 def test_large_scores_still_choose_the_largest():
-    made = mixture(1, normalised=False, sigmoid=True)
+    made = mixture(routing_to(1, scoring="sigmoid"))
     scores = jnp.array([30.0, 40.0, 20.0, 60.0, 50.0])  # whose sigmoids are all 1 in float32
     made.router.kernel[...] = jnp.zeros((WIDTH, COUNT)).at[0].set(scores)
-    assert made.route(jnp.ones((1, WIDTH)))[1].tolist() == [[3]]
+    assert made.router(jnp.ones((1, WIDTH)))[1].tolist() == [[3]]
 
 
 def test_mixture_compiles_once_whatever_the_router_chooses():
-    made = mixture(2, normalised=True)
+    made = mixture(routing_to(2, normalised=True))
     traced = []
 
     @jax.jit
     def apply(x):
         traced.append(x)
-        return made(x), made.route(x)[1]
+        return made(x), made.router(x)[1]
 
     one = jnp.broadcast_to(tokens(1), (6, WIDTH))
     crowded, many = apply(one)[1], apply(tokens(6))[1]
@@ -100,7 +105,7 @@ def test_mixture_compiles_once_whatever_the_router_chooses():
 
 
 def test_token_that_is_not_finite_harms_no_other():
-    made, x = mixture(2, normalised=True), tokens(6)
+    made, x = mixture(routing_to(2, normalised=True)), tokens(6)
     poisoned = np.asarray(made(x.at[2].set(jnp.nan)))
     others = np.arange(6) != 2
     assert np.isnan(poisoned[2]).all()
@@ -108,7 +113,7 @@ def test_token_that_is_not_finite_harms_no_other():
 
 
 def test_bfloat16_mixture_rounds_no_worse_than_its_inputs():
-    made, x = mixture(2, normalised=True), tokens(13)
+    made, x = mixture(routing_to(2, normalised=True)), tokens(13)
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(made))
     exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), narrow)
     graph = nnx.graphdef(made)
@@ -121,6 +126,153 @@ def test_bfloat16_mixture_rounds_no_worse_than_its_inputs():
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=0, atol=tolerance)
 
 
-def test_more_experts_a_token_than_there_are_is_refused():
-    with pytest.raises(ValueError, match=r"`num_experts_per_tok` must be at most .* Got 6 of 5"):
-        mixture(6, normalised=True)
+class Plain:
+    """A mixture in float64, a token and an expert at a time, by its own reading of what papers and peers say."""
+
+    def __init__(self, made):
+        self.facts = made.experts
+        self.leaves = {
+            ".".join(map(str, path)): np.asarray(variable.get_value(), np.float64)
+            for path, variable in nnx.to_flat_state(nnx.state(made))
+        }
+
+    def __call__(self, x, weights_of):
+        """The outputs, and the sizes of what was summed; `weights_of` gives a token's experts and weights."""
+        out, sizes = np.zeros(x.shape), np.zeros(x.shape)
+        for row, token in enumerate(np.asarray(x, np.float64)):
+            logits = token @ self.leaves["router.kernel"] + self.leaves.get("router.bias", 0)
+            for expert, weight in weights_of(logits).items():
+                self.add(out[row], sizes[row], weight, *self.expert(token, expert))
+            if self.facts.shared_size is not None:
+                gate = token @ self.leaves["shared_gate.kernel"] if self.facts.shared_gated else np.inf
+                self.add(out[row], sizes[row], sigmoid(gate), *self.shared(token))
+        return out, sizes
+
+    @staticmethod
+    def add(out, sizes, weight, returned, size):
+        out += weight * returned
+        sizes += weight * size
+
+    def expert(self, token, expert):
+        of_expert = {name: leaf[expert] for name, leaf in self.leaves.items() if name.startswith(("gate_up", "down"))}
+        gate, up = np.split(token @ of_expert["gate_up_proj.kernel"] + of_expert.get("gate_up_proj.bias", 0), 2)
+        if (clamped := self.facts.activation) is None:
+            hidden = gate * sigmoid(gate) * up
+        else:
+            gate, up = np.minimum(gate, clamped.limit), np.clip(up, -clamped.limit, clamped.limit)
+            hidden = (up + 1) * gate * sigmoid(clamped.alpha * gate)
+        down, bias = of_expert["down_proj.kernel"], of_expert.get("down_proj.bias", np.zeros(()))
+        return hidden @ down + bias, np.abs(hidden) @ np.abs(down) + np.abs(bias)
+
+    def shared(self, token):
+        gate, up = np.split(token @ self.leaves["shared.gate_up_proj.kernel"], 2)
+        hidden, down = gate * sigmoid(gate) * up, self.leaves["shared.down_proj.kernel"]
+        return hidden @ down, np.abs(hidden) @ np.abs(down)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def assert_is_plain(made, x, weights_of, out=None):
+    expected, sizes = Plain(made)(x, weights_of)
+    # Sums of 8 (router, gate, up), 6 and at most 6 terms, one after another.
+    tolerance = (3 * WIDTH + UNITS + COUNT + 1) * np.finfo(np.float32).eps * sizes.max()
+    np.testing.assert_allclose(made(x) if out is None else out, expected, rtol=0, atol=tolerance)
+
+
+def softmax_of_best(logits, count=2):
+    """gpt-oss: the softmax of the best logits alone."""
+    best = np.argsort(-logits)[:count]
+    powers = np.exp(logits[best] - logits[best].max())
+    return dict(zip(best.tolist(), powers / powers.sum(), strict=True))
+
+
+def gpt_oss(**facts):
+    return mixture(
+        routing_to(2, scoring="softmax_of_chosen"),
+        activation=ClampedSwiGLU(limit=7.0, alpha=1.702),
+        biased=True,
+        router_biased=True,
+        **facts,
+    )
+
+
+def filled(made):
+    """The mixture with biases that are not 0."""
+    for number, leaf in enumerate(jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))):
+        if not leaf[...].any():
+            leaf[...] = jax.random.normal(jax.random.key(number), leaf[...].shape, leaf[...].dtype)
+    return made
+
+
+def test_softmax_of_chosen_with_biases_and_clamped_swiglu():
+    made, x = filled(gpt_oss()), 3 * tokens(40)
+    assert_is_plain(made, x, softmax_of_best)
+    limit = made.experts.activation.limit
+    gate, up = jnp.split(jnp.einsum("td,edf->tef", x, made.gate_up_proj.kernel[...]), 2, axis=-1)
+    assert (gate > limit).any() and (up > limit).any() and (up < -limit).any() and (gate < -limit).any()  # noqa: PT018
+
+
+def test_choice_bias_and_groups_reach_the_router():
+    routing = Routing(
+        num_experts=6,
+        per_token=2,
+        scoring="sigmoid",
+        normalised=True,
+        scaling_factor=2.5,
+        num_groups=3,
+        groups_per_token=2,
+        group_score="two_best",
+    )
+    made = filled(mixture(routing, choice_biased=True, shared_size=UNITS, shared_gated=True))
+    bias = np.asarray(made.router.choice_bias[...], np.float64)
+
+    def weights_of(logits):
+        scores = sigmoid(logits)
+        groups = np.argsort(-(scores + bias).reshape(3, 2).sum(axis=1))[:2]
+        allowed = [expert for expert in range(6) if expert // 2 in groups]
+        chosen = sorted(allowed, key=lambda expert: -(scores + bias)[expert])[:2]
+        return {expert: 2.5 * scores[expert] / scores[chosen].sum() for expert in chosen}
+
+    assert_is_plain(made, tokens(40), weights_of)
+    made.router.choice_bias[...] = jnp.zeros(6)
+    assert np.abs(np.asarray(made(tokens(40))) - Plain(made)(tokens(40), weights_of)[0]).max() > 0.1
+
+
+def test_router_of_bfloat16_rounds_no_logit():
+    made = mixture(routing_to(2), dtype=jnp.bfloat16)
+    kernel = made.router.kernel[...]
+    made.router.kernel[...] = kernel.at[:, 1].set(kernel[:, 0]).at[0, 1].add(jnp.asarray(2**-9, jnp.bfloat16))
+    x = jnp.ones((1, WIDTH), jnp.bfloat16)
+    weights, chosen = made.router(x)
+    logits = np.asarray(x, np.float64) @ np.asarray(made.router.kernel[...], np.float64)
+    assert weights.dtype == jnp.float32
+    expected = np.exp(logits[0]) / np.exp(logits).sum()
+    np.testing.assert_allclose(weights[0], expected[chosen[0]], rtol=40 * np.finfo(np.float32).eps)
+
+
+@pytest.mark.parametrize("shared_size", [None, UNITS])
+def test_two_devices_count_each_bias_once(shared_size):
+    whole, x = filled(gpt_oss(shared_size=shared_size)), tokens(13)
+    graph = nnx.graphdef(gpt_oss(shared_size=shared_size, parallel=Parallel("tensor", 2)))
+    parts = [nnx.state(whole) for _ in range(2)]
+    for rank, part in enumerate(parts):
+        for path, variable in nnx.to_flat_state(part):
+            leaf, half = variable.get_value(), UNITS // 2
+            if "gate_up_proj" in path:
+                leaf = jnp.concatenate(
+                    [block[..., rank * half :][..., :half] for block in jnp.split(leaf, 2, axis=-1)], axis=-1
+                )
+            elif "down_proj" in path and "kernel" in path:
+                leaf = leaf[..., rank * half :, :][..., :half, :]
+            variable.set_value(leaf)
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    out = jax.vmap(lambda state: nnx.merge(graph, state)(x), axis_name="tensor")(both)
+    for device in out:
+        assert_is_plain(whole, x, softmax_of_best, device)
+
+
+def test_gate_of_no_shared_expert_is_refused():
+    with pytest.raises(ValueError, match=r"`shared_gated` needs a shared expert\. Got shared_size=None"):
+        mixture(routing_to(2), shared_gated=True)

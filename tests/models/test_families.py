@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn.routing import Routing
+from jattn_models.experts import Experts
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
@@ -63,7 +65,7 @@ def test_qwen2_has_biases_whatever_attention_bias_says():
 def test_qwen3_moe_experts_go_by_both_names(name):
     fields = {name: 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
     experts = Qwen3MoeConfig.from_dict(SMALLEST | fields).experts
-    assert (experts.count, experts.per_token, experts.intermediate_size, experts.normalised) == (6, 3, 16, True)
+    assert experts == Experts(routing=Routing(num_experts=6, per_token=3, normalised=True), intermediate_size=16)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +117,8 @@ def test_gemma3_has_a_rope_for_each_type_of_layer(fields, full, local):
 def test_llama4_mixture_has_a_shared_expert():
     config = Llama4Config.from_dict(SMALLEST | {"intermediate_size_mlp": 96})
     experts = config.experts
-    assert (experts.count, experts.per_token, experts.intermediate_size, experts.shared_size) == (16, 1, 48, 48)
-    assert (experts.sigmoid, experts.weighs_inputs, experts.normalised) == (True, True, False)
+    routing = Routing(num_experts=16, per_token=1, scoring="sigmoid")
+    assert experts == Experts(routing=routing, intermediate_size=48, weighs_inputs=True, shared_size=48)
     assert config.intermediate_size == 96
 
 

@@ -122,7 +122,7 @@ def test_window_that_is_said_not_to_be_used_is_refused(config_class):
 
 
 def test_llama4_scores_are_sigmoids():
-    assert Llama4Config.from_dict(SMALLEST | {"scoring_func": "sigmoid"}).experts.sigmoid
+    assert Llama4Config.from_dict(SMALLEST | {"scoring_func": "sigmoid"}).experts.routing.scoring == "sigmoid"
     with pytest.raises(NotImplementedError, match=r"`scoring_func` must be 'sigmoid'. Got 'softmax'"):
         Llama4Config.from_dict(SMALLEST | {"scoring_func": "softmax"})
 
