@@ -15,7 +15,7 @@ from jattn.parallel import Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind, RopeName
-from jattn_models.layers import Linear, RMSNorm
+from jattn_models.layers import Linear, ProjectionNorm, RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,10 @@ class Attention(nnx.Module):
         width, outputs = config.hidden_size, (self.num_q_heads + 2 * self.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(width, outputs, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(self.num_q_heads * config.head_dim, width, dtype=dtype, rngs=rngs)
-        self.q_norm, self.k_norm = (_head_norm(config, kind, dtype) for _ in range(2))
+        self.qkv_clip = config.qkv_clip
+        self.q_norm, self.k_norm = (
+            _norm(config, kind, heads, dtype, parallel) for heads in (self.num_q_heads, self.num_kv_heads)
+        )
 
     def layer(self, layer_index: Int[Array, ""] | int) -> AttentionLayer:
         """What a backend must know of one of these layers."""
@@ -80,6 +83,8 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qkv_clip is not None:
+            q, k, v = (jnp.clip(part, -self.qkv_clip, self.qkv_clip) for part in (q, k, v))
         if self.temperature is not None:
             factor = self.temperature(this_pass.forward_batch.positions)
             q = (q.astype(jnp.float32) * factor[:, None, None]).astype(q.dtype)
@@ -93,10 +98,13 @@ class Attention(nnx.Module):
         return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool
 
 
-def _head_norm(config: DecoderConfig, kind: LayerKind, dtype: Any) -> RMSNorm | None:
-    """Of each head's query or key, before they turn."""
-    if config.qk_norm:
-        return RMSNorm(config.head_dim, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
-    if config.qk_unit_norm and kind.rope:
-        return RMSNorm(config.head_dim, eps=config.rms_norm_eps, scaled=False, dtype=dtype)
+def _norm(config: DecoderConfig, kind: LayerKind, heads: int, dtype: Any, parallel: Parallel) -> RMSNorm | None:
+    """Of queries or keys, before they turn; `heads` are this device's."""
+    match config.qk_norm:
+        case "head":
+            return RMSNorm(config.head_dim, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
+        case "unit" if kind.rope:
+            return RMSNorm(config.head_dim, eps=config.rms_norm_eps, scaled=False, dtype=dtype)
+        case "projection":
+            return ProjectionNorm(heads * config.head_dim, eps=config.rms_norm_eps, dtype=dtype, parallel=parallel)
     return None

@@ -19,7 +19,7 @@ from jattn_models.layers import LayerNorm, Linear, precision, random_weights
 
 _FIRST_POSITION = 2  # of the table of positions; the rows before it are never used
 _EPS = 1e-5
-_UNUSED = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")  # all tied
+_UNREAD = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")  # all tied
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ class BartForConditionalGeneration(nnx.Module):
         """
         config = BartConfig.from_dict(checkpoint.config)
         graph, state = nnx.split(nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0))))
-        return nnx.merge(graph, weights.load(state, _sources(config), checkpoint, unused=_UNUSED))
+        return nnx.merge(graph, weights.load(state, _sources(config), checkpoint, unread=_UNREAD))
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, AttentionLayer]:

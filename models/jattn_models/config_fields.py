@@ -23,6 +23,18 @@ def positive[Number: (int, float)](fields: Mapping[str, Any], name: str, kind: t
     return kind(value)
 
 
+def whole(fields: Mapping[str, Any], name: str) -> int:
+    """A field that must be there, an integer and at least 0.
+
+    Raises:
+        ValueError: It is not.
+    """
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"`{name}` of the model's configuration must be a whole number of at least 0. Got {value!r}.")
+    return value
+
+
 def positives(fields: Mapping[str, Any], name: str, count: int) -> tuple[float, ...]:
     """A field that must be a list of `count` finite numbers greater than 0.
 

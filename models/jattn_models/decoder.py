@@ -110,8 +110,8 @@ class Decoder(nnx.Module):
         config = abstract.config
         graph, state = nnx.split(abstract)
         sources = tensor_names.of_model(config, cls.layer_tensors)
-        unused = ("lm_head.weight",) if config.tied else ()
-        return nnx.merge(graph, weights.load(state, sources, checkpoint, unused=unused, rank=device))
+        unread = cls.unread_tensors(config)
+        return nnx.merge(graph, weights.load(state, sources, checkpoint, unread=unread, rank=device))
 
     @classmethod
     def without_weights(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":
@@ -125,6 +125,11 @@ class Decoder(nnx.Module):
     def layer_tensors(cls, config: Any, kind: LayerKind) -> dict[weights.Path, weights.Source]:
         """For each leaf of a layer its source in the checkpoint, tensors named from the layer's own prefix on."""
         return tensor_names.of_layer(config)
+
+    @classmethod
+    def unread_tensors(cls, config: Any) -> tuple[str, ...]:
+        """How the names of tensors begin that a checkpoint may have and the model has no place for."""
+        return ("lm_head.weight",) if config.tied else ()
 
     @property
     def vocab_size(self) -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.experts import Experts
@@ -10,6 +10,8 @@ from jattn_models.layer_pattern import LayerKind, RopeName, Segment
 from jattn_models.rope import Rope
 from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
+
+QKNorm = Literal["head", "unit", "projection"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +25,9 @@ class DecoderConfig:
         local_rope: The one that they call "local".
         tied: Whether the embedding is also the output projection.
         qkv_bias: Whether queries, keys and values have a bias.
-        qk_norm: Whether each head's query and key pass a norm before they turn.
-        qk_unit_norm: Whether they do so only in layers that turn them, and the norm has no weights.
+        qk_norm: The norm that queries and keys pass before they turn: of each "head"; the same without weights in
+            layers that turn them, "unit"; of all heads of a "projection" together; None for none.
+        qkv_clip: The most that a query's, key's or value's numbers are in size, after that norm; None is off.
         attention_scale: Factor on q.k; 1 / sqrt(head_dim) if None.
         temperature: Of queries that do not turn; None for none.
         activation: Of the MLPs of dense layers, by Hugging Face's name.
@@ -46,8 +49,8 @@ class DecoderConfig:
     rope: Rope
     tied: bool
     qkv_bias: bool = False
-    qk_norm: bool = False
-    qk_unit_norm: bool = False
+    qk_norm: QKNorm | None = None
+    qkv_clip: float | None = None
     local_rope: Rope | None = None
     attention_scale: float | None = None
     temperature: Temperature | None = None

@@ -50,7 +50,7 @@ class Gemma3Config(DecoderConfig):
             **shared,
             segments=_segments(fields),
             local_rope=Rope.from_config({"rope_parameters": local}, shared["head_dim"]),
-            qk_norm=True,
+            qk_norm="head",
             attention_scale=positive(fields, "query_pre_attn_scalar", float) ** -0.5,
             activation=_ACTIVATION,
             norm_offset=1.0,

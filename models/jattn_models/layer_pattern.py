@@ -45,6 +45,10 @@ class Segment:
         step = len(self.period)
         return tuple((self.layers[place::step], kind) for place, kind in enumerate(self.period))
 
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of one of the layers, by its number."""
+        return self.period[(layer - self.layers.start) % len(self.period)]
+
 
 def alike(num_layers: int, kind: LayerKind | None = None) -> tuple[Segment, ...]:
     """All layers of one kind."""

@@ -93,6 +93,32 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
 
+class ProjectionNorm(RMSNorm):
+    """The norm of all heads of a projection together.
+
+    Args:
+        size: Numbers of this device's heads.
+        parallel: The other devices', which have the other heads.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: Any, parallel: Parallel):
+        super().__init__(size, eps=eps, dtype=dtype)
+        self.parallel = parallel
+
+    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        rows = x.reshape(x.shape[0], -1)
+        return (super().__call__(rows) if self.parallel.axis is None else self._of_share(rows)).reshape(x.shape)
+
+    def _of_share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        assert self.scale is not None
+        scale, wide = self.scale.get_value(), x.astype(jnp.float32)
+        if isinstance(scale, OfLayer):
+            scale = scale.stack[scale.number]
+        squares = self.parallel.all_reduce(jnp.sum(wide * wide, axis=-1, keepdims=True))
+        wide *= jax.lax.rsqrt(squares / (self.parallel.size * x.shape[-1]) + self.eps)
+        return (wide * scale.astype(jnp.float32)[None]).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """Norm over the last axis by its mean and deviation, in float32; the result has the input's dtype."""
 

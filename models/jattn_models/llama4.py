@@ -58,7 +58,7 @@ class Llama4Config(DecoderConfig):
         return cls(
             **shared,
             segments=_segments(fields),
-            qk_unit_norm=boolean(fields, "use_qk_norm", default=True),
+            qk_norm="unit" if boolean(fields, "use_qk_norm", default=True) else None,
             temperature=temperature if _is_tuned(fields) else None,
             experts=Experts(
                 routing=read_routing(fields, "num_local_experts", scoring="sigmoid"),

@@ -16,7 +16,7 @@ class Qwen3Config(DecoderConfig):
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3Config":
         fields = with_defaults(config, **QWEN_DEFAULTS, num_key_value_heads=32, head_dim=128)
         shared = shared_fields(fields, read=WINDOW_FIELDS)
-        return cls(**shared, segments=windows_by_layer(fields), qk_norm=True)
+        return cls(**shared, segments=windows_by_layer(fields), qk_norm="head")
 
 
 class Qwen3ForCausalLM(Decoder):

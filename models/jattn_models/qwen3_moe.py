@@ -1,6 +1,5 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in all layers but those that its configuration leaves dense."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -9,8 +8,9 @@ from jattn_models.config_fields import boolean, positive, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
-from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.layer_pattern import LayerKind
 from jattn_models.routing_fields import read_routing
+from jattn_models.sparse_layers import sparse_by_step
 from jattn_models.weights import Path, Source
 from jattn_models.windows import QWEN_DEFAULTS, WINDOW_FIELDS, one_window, used_window
 
@@ -35,7 +35,7 @@ class Qwen3MoeConfig(DecoderConfig):
             intermediate_size=positive(fields, "moe_intermediate_size", int),
         )
         shared = shared_fields(fields, read=WINDOW_FIELDS)
-        return cls(**shared, segments=_segments(fields), qk_norm=True, experts=experts)
+        return cls(**shared, segments=sparse_by_step(fields, one_window(fields)), qk_norm="head", experts=experts)
 
 
 class Qwen3MoeForCausalLM(Decoder):
@@ -50,19 +50,4 @@ class Qwen3MoeForCausalLM(Decoder):
             return tensors
         assert config.experts is not None
         units = config.experts.intermediate_size
-        return tensors | tensor_names.of_mixture(units, "mlp", gate="gate_proj", up="up_proj", down="down_proj")
-
-
-def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
-    """Every `decoder_sparse_step`-th layer is sparse, unless `mlp_only_layers` has its number."""
-    (alike,) = one_window(fields, sparse=True)
-    (sparse,) = alike.period
-    step, dense = positive(fields, "decoder_sparse_step", int), fields.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise ValueError(f"`mlp_only_layers` must be a list of layers' numbers. Got {dense!r}.")
-    if step == 1 and not dense:
-        return (alike,)
-    return segments(
-        len(alike.layers),
-        lambda layer: dataclasses.replace(sparse, sparse=layer not in dense and (layer + 1) % step == 0),
-    )
+        return tensors | tensor_names.of_mixture(units)

@@ -65,9 +65,10 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
     if config.qkv_bias:
         biases = {f"self_attn.{x}_proj.bias": width for x, width in widths.items()}
         sources["attention", "qkv_proj", "bias"] = split_outputs(biases)
-    if config.qk_norm:
-        sources["attention", "q_norm", "scale"] = whole("self_attn.q_norm.weight")
-        sources["attention", "k_norm", "scale"] = whole("self_attn.k_norm.weight")
+    if config.qk_norm in ("head", "projection"):
+        of_norm = whole if config.qk_norm == "head" else split_outputs
+        sources["attention", "q_norm", "scale"] = of_norm("self_attn.q_norm.weight")
+        sources["attention", "k_norm", "scale"] = of_norm("self_attn.k_norm.weight")
     return sources
 
 
@@ -90,7 +91,9 @@ def of_gated_mlp(
     }
 
 
-def of_mixture(units: int, prefix: str, *, gate: str, up: str, down: str) -> dict[Path, Source]:
+def of_mixture(
+    units: int, prefix: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[Path, Source]:
     """A mixture's tensors, in place of a dense layer's MLP.
 
     Args:

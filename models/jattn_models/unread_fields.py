@@ -26,6 +26,7 @@ _NEUTRAL: dict[str, Any] = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
     "scoring_func": "softmax",
+    "clip_qkv": None,
     "routed_scaling_factor": 1.0,
     "n_group": 1,
     "topk_group": 1,

@@ -57,7 +57,7 @@ def load(
     sources: Mapping[Path, Source],
     checkpoint: Checkpoint,
     *,
-    unused: tuple[str, ...] = (),
+    unread: tuple[str, ...] = (),
     rank: Rank = ONLY_RANK,
 ) -> Any:
     """A model's state with the checkpoint's values, in the dtypes of `state`.
@@ -69,14 +69,14 @@ def load(
         state: An abstract `nnx.State`, as `nnx.eval_shape` gives it, of one device's share of the model.
         sources: For each leaf its tensors.
         checkpoint: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
-        unused: Tensors that may be there but have no leaf.
+        unread: How the names of tensors begin that may be there but have no leaf.
         rank: The device.
 
     Raises:
         ValueError: A tensor is missing, has another shape or dtype, or has no leaf.
     """
     leaves = [(path, variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
-    _check_names([sources[path] for path, _, _ in leaves], checkpoint, unused)
+    _check_names([sources[path] for path, _, _ in leaves], checkpoint, unread)
     loaded = [
         (path, variable.replace(_leaf(path, abstract, sources[path], checkpoint, rank)))
         for path, variable, abstract in leaves
@@ -84,7 +84,7 @@ def load(
     return nnx.from_flat_state(loaded)
 
 
-def _check_names(sources: list[Source], checkpoint: Checkpoint, unused: tuple[str, ...]) -> None:
+def _check_names(sources: list[Source], checkpoint: Checkpoint, unread: tuple[str, ...]) -> None:
     """Checks the names alone, before memory is taken for all the layers that a configuration claims."""
     left = dict.fromkeys(checkpoint.tensor_names)
     for source in sources:
@@ -94,7 +94,7 @@ def _check_names(sources: list[Source], checkpoint: Checkpoint, unused: tuple[st
                 if name not in left:
                     checkpoint.read(name)  # raises: it is missing
                 left.pop(name, None)
-    if others := [name for name in left if name not in unused and not _RECOMPUTED.fullmatch(name)]:
+    if others := [name for name in left if not name.startswith(unread) and not _RECOMPUTED.fullmatch(name)]:
         raise ValueError(
             f"{checkpoint.path} must hold only tensors that {checkpoint.architecture} has a place for. "
             f"Got {len(others)} others, such as {others[0]!r}."

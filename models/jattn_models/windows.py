@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jattn_models.config_fields import boolean, positive, refuse
+from jattn_models.config_fields import boolean, positive, refuse, whole
 from jattn_models.layer_pattern import LayerKind, Segment, alike, segments
 
 WINDOW_FIELDS = ("sliding_window", "layer_types")
@@ -84,7 +84,5 @@ def listed(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:
 
 
 def _from_one_on(fields: Mapping[str, Any]) -> Callable[[int], bool]:
-    first = fields.get("max_window_layers")
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise ValueError(f"`max_window_layers` must be a whole number of at least 0. Got {first!r}.")
+    first = whole(fields, "max_window_layers")
     return lambda layer: layer >= first

@@ -40,7 +40,7 @@ from tests.models.harness.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 9
+    assert len(announced) == 12
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -64,8 +64,8 @@ def test_chunked_layers_are_refused_by_a_surface_without_chunks():
         paged_run("llama4", page_size=8, surface="flashinfer")
 
 
-# These have what the engine sees of the others: windows and chunks in some layers, mixtures, biases.
-SERVED = ("gemma3", "llama4", "qwen2", "qwen3_moe")
+# These have what the engine sees of the others: windows and chunks in some layers, mixtures, biases, groups.
+SERVED = ("gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
 
 
 # phi3_longrope is the same class as phi3.
@@ -104,7 +104,7 @@ def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 
 
-@pytest.mark.parametrize("case", ["llama4", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["glm4_moe", "llama4", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_prefill_in_two_chunks_matches_transformers(case):
     run = paged_run(case, page_size=8)
     first = run.extend([row[: len(row) // 2] for row in prompts(case)])
@@ -146,13 +146,41 @@ def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
     assert np.abs(logits[indifferent:] - expected[indifferent:]).max(axis=-1).min() > TOLERANCE
 
 
+# What the configuration of a mixture says, or of the attention beside it, and another word of it.
+@pytest.mark.parametrize(
+    ("case", "routing", "fact"),
+    [
+        ("glm4_moe", {"group_score": "best"}, {}),
+        ("glm4_moe", {"groups_per_token": 4}, {}),
+        ("glm4_moe", {"scaling_factor": 1.0}, {}),
+        ("glm4_moe", {"normalised": False}, {}),
+        ("glm4_moe", {"scoring": "softmax"}, {}),
+        ("olmoe", {"normalised": False}, {}),
+        ("olmoe", {}, {"qkv_clip": None}),
+        ("qwen2_moe", {"normalised": True}, {}),
+        ("qwen2_moe", {"scoring": "sigmoid"}, {}),
+    ],
+)
+def test_golden_logits_need_what_the_mixture_says(case, routing, fact):
+    whole = load(case)
+    experts = dataclasses.replace(
+        whole.config.experts, routing=dataclasses.replace(whole.config.experts.routing, **routing)
+    )
+    config = dataclasses.replace(whole.config, experts=experts, **fact)
+    other = nnx.merge(nnx.graphdef(type(whole)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.state(whole))
+    logits = dense_logits(other, golden(case, "tokens")[2])
+    assert np.abs(np.asarray(logits) - golden(case)[2]).max() > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("case", "lengths", "windows"),
     [
         ("gemma3", [5, 1], {-1, 7}),
+        ("glm4_moe", [1, 2], {-1}),
         ("llama4", [3, 1], {-1}),
         ("mistral", [2], {7}),
         ("qwen2", [1, 2], {-1, 7}),
+        ("qwen2_moe", [1, 1, 1], {-1, 7}),
         ("qwen3", [2], {-1, 7}),
         ("qwen3_moe", [2, 1], {-1}),
     ],
@@ -171,7 +199,7 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
     assert chunks == ({8, None} if case == "llama4" else {None})
 
 
-@pytest.mark.parametrize("case", ["llama4", "phi3", "phi3_longrope"])
+@pytest.mark.parametrize("case", ["glm4_moe", "llama4", "phi3", "phi3_longrope"])
 def test_rope_frequencies_match_transformers(case):
     with np.load(GOLDEN / case / "golden.npz") as arrays:
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)

@@ -64,11 +64,11 @@ def test_no_more_is_read_than_a_share_holds(case, monkeypatch):
 
 
 def test_every_weight_of_a_share_says_how_it_is_split():
-    """Norms and routers alone are whole on each device."""
+    """Norms, routers and gates of shared experts alone are whole on each device."""
     for case in ("gqa", *OTHER_CASES):
         whole, (first, _) = flat(nnx.state(load(case))), shares(Checkpoint(GOLDEN / case), 2)[1]
         same = {path[-2] for path, leaf in flat(first).items() if leaf.shape == whole[path].shape}
-        assert {name for name in same if "norm" not in name} <= {"router"}
+        assert {name for name in same if "norm" not in name} <= {"router", "shared_gate"}
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

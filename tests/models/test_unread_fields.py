@@ -5,12 +5,15 @@ import re
 import pytest
 
 from jattn_models.gemma3 import Gemma3Config
+from jattn_models.glm4_moe import Glm4MoeConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
+from jattn_models.olmoe import OlmoeConfig
 from jattn_models.phi3 import Phi3Config
 from jattn_models.qwen2 import Qwen2Config
+from jattn_models.qwen2_moe import Qwen2MoeConfig
 from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
 
@@ -43,6 +46,7 @@ ACTIVE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
     "scoring_func": "sigmoid",
+    "clip_qkv": 8.0,
     "routed_scaling_factor": 2.5,
     "n_group": 8,
     "topk_group": 4,
@@ -77,11 +81,14 @@ READ = {
         "attn_temperature_tuning",
         "scoring_func",
     },
+    Glm4MoeConfig: {"partial_rotary_factor", "attention_bias", "routed_scaling_factor", "n_group", "topk_group"},
     LlamaConfig: set(),
     MistralConfig: {"sliding_window"},
     MixtralConfig: {"sliding_window"},
+    OlmoeConfig: {"clip_qkv"},
     Phi3Config: {"sliding_window", "partial_rotary_factor"},
     Qwen2Config: {"sliding_window", "attention_bias"},
+    Qwen2MoeConfig: {"sliding_window", "attention_bias"},
     Qwen3Config: {"sliding_window"},
     Qwen3MoeConfig: {"sliding_window"},
 }
@@ -93,7 +100,7 @@ families = pytest.mark.parametrize("config_class", READ, ids=lambda config_class
 def test_field_that_changes_the_model_is_read_or_refused(config_class, name):
     fields = SMALLEST | {name: ACTIVE[name]}
     if name in READ[config_class]:
-        config_class.from_dict(fields)
+        config_class.from_dict(fields | ({"n_group": ACTIVE["n_group"]} if name == "topk_group" else {}))
     else:
         with pytest.raises(NotImplementedError, match=rf"`{name}` must be .*\. Got"):
             config_class.from_dict(fields)
@@ -141,6 +148,13 @@ def test_llama4_scores_are_sigmoids():
         (Qwen3Config, "use_sliding_window"),
         (Qwen3MoeConfig, "use_sliding_window"),
         (Qwen3MoeConfig, "norm_topk_prob"),
+        (Qwen2MoeConfig, "use_sliding_window"),
+        (Qwen2MoeConfig, "norm_topk_prob"),
+        (Qwen2MoeConfig, "qkv_bias"),
+        (OlmoeConfig, "norm_topk_prob"),
+        (Glm4MoeConfig, "norm_topk_prob"),
+        (Glm4MoeConfig, "attention_bias"),
+        (Glm4MoeConfig, "use_qk_norm"),
         (Llama4Config, "use_qk_norm"),
     ],
 )

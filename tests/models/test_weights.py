@@ -17,23 +17,26 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 EXPERT = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 BIAS = "model.layers.1.self_attn.k_proj.bias"
+CORRECTION = "model.layers.2.mlp.gate.e_score_correction_bias"
+GATE = "model.layers.2.mlp.shared_expert_gate.weight"
+DRAFTING = "model.layers.3.eh_proj.weight"
 FREQUENCIES = "model.layers.0.self_attn.rotary_emb.inv_freq"
 
 
-def load_model(folder):
+def load_model(folder, dtype=jnp.float32):
     checkpoint = Checkpoint(folder)
-    return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=jnp.float32)
+    return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)
 
 
 @pytest.fixture
 def load(tmp_path):
     """Loads a tiny model after its tensors were changed."""
 
-    def with_changes(case="mha", /, **changes):
+    def with_changes(case="mha", dtype=jnp.float32, /, **changes):
         folder = shutil.copytree(GOLDEN / case, tmp_path / case)
         tensors = load_file(folder / "model.safetensors") | changes
         save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
-        return load_model(folder)
+        return load_model(folder, dtype)
 
     return with_changes
 
@@ -68,7 +71,9 @@ def test_configuration_that_is_too_large_for_memory_is_held_against_the_tensors_
         load_model(folder)
 
 
-@pytest.mark.parametrize(("case", "name"), [("mixtral", EXPERT), ("qwen2", BIAS)])
+@pytest.mark.parametrize(
+    ("case", "name"), [("mixtral", EXPERT), ("qwen2", BIAS), ("glm4_moe", CORRECTION), ("qwen2_moe", GATE)]
+)
 def test_tensor_that_only_this_architecture_has_is_missed(load, case, name):
     with pytest.raises(ValueError, match=rf"must hold the tensor '{name}', which is missing"):
         load(case, **{name: None})
@@ -82,9 +87,16 @@ def test_more_experts_than_there_are_tensors_are_noticed_before_memory_is_taken(
         load_model(folder)
 
 
-@pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight")])
+@pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight"), ("glm4_moe", DRAFTING)])
 def test_tensor_that_is_not_needed_may_be_there(load, case, name):
     load(case, **{name: np.zeros(4, np.float32)})
+
+
+def test_bias_for_the_choice_of_experts_stays_float32(load):
+    bias = np.linspace(0, 1, 8, dtype=np.float32)
+    stack = load("glm4_moe", jnp.bfloat16, **{CORRECTION: bias}).layers[1].mlp.router
+    assert stack.kernel[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(stack.choice_bias[...][1], bias)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])

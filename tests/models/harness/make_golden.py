@@ -137,12 +137,60 @@ CASES = {
             "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0},
         },
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **SMALL,
+            **WINDOW,
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            **SMALL,
+            "intermediate_size": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "clip_qkv": 1.0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **SMALL,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 
 def randomise(model: PreTrainedModel) -> None:
-    """Weights so large that attention is peaked and logits differ; norms that are not 1."""
+    """Weights so large that attention is peaked and logits differ; norms that are not 1, biases that decide."""
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.5, 0.5)
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
