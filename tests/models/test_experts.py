@@ -9,6 +9,7 @@ from flax import nnx
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.routing import Routing
 from jattn_models.experts import ClampedSwiGLU, Experts, MixtureOfExperts
+from tests.models.harness.plain_mixture import plain_mixture, sigmoid
 
 WIDTH, UNITS, COUNT = 8, 6, 5
 
@@ -29,57 +30,45 @@ def tokens(count, seed=0):
     return jax.random.normal(jax.random.key(seed), (count, WIDTH), jnp.float32)
 
 
-def by_loops(made, x):
-    """The mixture in float64, and what it may round to: all terms' sizes."""
-    router, gate_up, down = (
-        np.asarray(part.kernel[...], np.float64) for part in (made.router, made.gate_up_proj, made.down_proj)
-    )
-    out, sizes = np.zeros_like(x, np.float64), np.zeros_like(x, np.float64)
-    for row, token in enumerate(np.asarray(x, np.float64)):
-        scores = np.exp(token @ router)
-        chosen = np.argsort(-scores)[: made.experts.routing.per_token]
-        total = scores[chosen].sum() if made.experts.routing.normalised else scores.sum()
-        for expert in chosen:
-            gate, up = np.split(token @ gate_up[expert], 2)
-            hidden = gate / (1 + np.exp(-gate)) * up
-            out[row] += scores[expert] / total * (hidden @ down[expert])
-            sizes[row] += scores[expert] / total * (np.abs(hidden) @ np.abs(down[expert]))
-    return out, sizes
+def filled(made):
+    """The mixture with biases that are not 0."""
+    for number, leaf in enumerate(jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))):
+        if not leaf[...].any():
+            leaf[...] = jax.random.normal(jax.random.key(number), leaf[...].shape, leaf[...].dtype)
+    return made
+
+
+def softmax_of(count, *, normalised):
+    """The weights of the `count` best of a token's experts."""
+
+    def weights_of(logits):
+        powers = np.exp(logits - logits.max())
+        best = np.argsort(-logits)[:count]
+        return dict(zip(best.tolist(), powers[best] / (powers[best] if normalised else powers).sum(), strict=True))
+
+    return weights_of
+
+
+def assert_is_plain(made, x, weights_of, out=None):
+    expected, sizes = plain_mixture(made, x, weights_of)
+    # Sums of 8 (router, gate, up), 6 and at most 6 terms, one after another.
+    tolerance = (3 * WIDTH + UNITS + COUNT + 1) * np.finfo(np.float32).eps * sizes.max()
+    np.testing.assert_allclose(made(x) if out is None else out, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize("per_token", [1, 2, COUNT])
 def test_mixture_is_the_weighted_sum_of_chosen_experts(per_token, normalised):
-    made, x = mixture(routing_to(per_token, normalised=normalised)), tokens(13)
-    expected, sizes = by_loops(made, x)
-    # Sums of 8 (router, gate, up), 6 and at most 5 terms, one after another.
-    tolerance = (3 * WIDTH + UNITS + COUNT) * np.finfo(np.float32).eps * sizes.max()
-    np.testing.assert_allclose(made(x), expected, rtol=0, atol=tolerance)
+    made = mixture(routing_to(per_token, normalised=normalised))
+    assert_is_plain(made, tokens(13), softmax_of(per_token, normalised=normalised))
 
 
 @pytest.mark.parametrize("per_token", [1, 2])
 def test_inputs_weighed_by_sigmoids_beside_a_shared_expert(per_token):
     made = mixture(routing_to(per_token, scoring="sigmoid"), weighs_inputs=True, shared_size=UNITS)
-    x = tokens(13)
-    wide = np.asarray(x, np.float64)
-    router, gate_up, down, shared_gate_up, shared_down = (
-        np.asarray(part.kernel[...], np.float64)
-        for part in (made.router, made.gate_up_proj, made.down_proj, made.shared.gate_up_proj, made.shared.down_proj)
+    assert_is_plain(
+        made, tokens(13), lambda logits: {best: sigmoid(logits[best]) for best in np.argsort(-logits)[:per_token]}
     )
-    expected, sizes = (np.zeros_like(wide) for _ in range(2))
-    for row, token in enumerate(wide):
-        scores = token @ router
-        parts = [(token, shared_gate_up, shared_down)]
-        for expert in np.argsort(-scores)[:per_token]:
-            parts.append((token / (1 + np.exp(-scores[expert])), gate_up[expert], down[expert]))
-        for given, in_proj, out_proj in parts:
-            gate, up = np.split(given @ in_proj, 2)
-            hidden = gate / (1 + np.exp(-gate)) * up
-            expected[row] += hidden @ out_proj
-            sizes[row] += np.abs(hidden) @ np.abs(out_proj)
-    # Sums of 8 (router, gate, up), 6 and at most 3 terms, one after another.
-    tolerance = (3 * WIDTH + UNITS + per_token + 1) * np.finfo(np.float32).eps * sizes.max()
-    np.testing.assert_allclose(made(x), expected, rtol=0, atol=tolerance)
 
 
 def test_large_scores_still_choose_the_largest():
@@ -120,72 +109,11 @@ def test_bfloat16_mixture_rounds_no_worse_than_its_inputs():
     x = x.astype(jnp.bfloat16)
     out = nnx.merge(graph, narrow)(x)
     assert out.dtype == jnp.bfloat16
-    expected, sizes = by_loops(nnx.merge(graph, exact), x.astype(jnp.float32))
+    weights_of = softmax_of(2, normalised=True)
+    expected, sizes = plain_mixture(nnx.merge(graph, exact), x.astype(jnp.float32), weights_of)
     # Router, gate and up, silu, product, down and the result are rounded, each by at most half an epsilon.
     tolerance = 6 * float(jnp.finfo(jnp.bfloat16).eps) * sizes.max()
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=0, atol=tolerance)
-
-
-class Plain:
-    """A mixture in float64, a token and an expert at a time, by its own reading of what papers and peers say."""
-
-    def __init__(self, made):
-        self.facts = made.experts
-        self.leaves = {
-            ".".join(map(str, path)): np.asarray(variable.get_value(), np.float64)
-            for path, variable in nnx.to_flat_state(nnx.state(made))
-        }
-
-    def __call__(self, x, weights_of):
-        """The outputs, and the sizes of what was summed; `weights_of` gives a token's experts and weights."""
-        out, sizes = np.zeros(x.shape), np.zeros(x.shape)
-        for row, token in enumerate(np.asarray(x, np.float64)):
-            logits = token @ self.leaves["router.kernel"] + self.leaves.get("router.bias", 0)
-            for expert, weight in weights_of(logits).items():
-                self.add(out[row], sizes[row], weight, *self.expert(token, expert))
-            if self.facts.shared_size is not None:
-                gate = token @ self.leaves["shared_gate.kernel"] if self.facts.shared_gated else np.inf
-                self.add(out[row], sizes[row], sigmoid(gate), *self.shared(token))
-        return out, sizes
-
-    @staticmethod
-    def add(out, sizes, weight, returned, size):
-        out += weight * returned
-        sizes += weight * size
-
-    def expert(self, token, expert):
-        of_expert = {name: leaf[expert] for name, leaf in self.leaves.items() if name.startswith(("gate_up", "down"))}
-        gate, up = np.split(token @ of_expert["gate_up_proj.kernel"] + of_expert.get("gate_up_proj.bias", 0), 2)
-        if (clamped := self.facts.activation) is None:
-            hidden = gate * sigmoid(gate) * up
-        else:
-            gate, up = np.minimum(gate, clamped.limit), np.clip(up, -clamped.limit, clamped.limit)
-            hidden = (up + 1) * gate * sigmoid(clamped.alpha * gate)
-        down, bias = of_expert["down_proj.kernel"], of_expert.get("down_proj.bias", np.zeros(()))
-        return hidden @ down + bias, np.abs(hidden) @ np.abs(down) + np.abs(bias)
-
-    def shared(self, token):
-        gate, up = np.split(token @ self.leaves["shared.gate_up_proj.kernel"], 2)
-        hidden, down = gate * sigmoid(gate) * up, self.leaves["shared.down_proj.kernel"]
-        return hidden @ down, np.abs(hidden) @ np.abs(down)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def assert_is_plain(made, x, weights_of, out=None):
-    expected, sizes = Plain(made)(x, weights_of)
-    # Sums of 8 (router, gate, up), 6 and at most 6 terms, one after another.
-    tolerance = (3 * WIDTH + UNITS + COUNT + 1) * np.finfo(np.float32).eps * sizes.max()
-    np.testing.assert_allclose(made(x) if out is None else out, expected, rtol=0, atol=tolerance)
-
-
-def softmax_of_best(logits, count=2):
-    """gpt-oss: the softmax of the best logits alone."""
-    best = np.argsort(-logits)[:count]
-    powers = np.exp(logits[best] - logits[best].max())
-    return dict(zip(best.tolist(), powers / powers.sum(), strict=True))
 
 
 def gpt_oss(**facts):
@@ -198,17 +126,9 @@ def gpt_oss(**facts):
     )
 
 
-def filled(made):
-    """The mixture with biases that are not 0."""
-    for number, leaf in enumerate(jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))):
-        if not leaf[...].any():
-            leaf[...] = jax.random.normal(jax.random.key(number), leaf[...].shape, leaf[...].dtype)
-    return made
-
-
 def test_softmax_of_chosen_with_biases_and_clamped_swiglu():
     made, x = filled(gpt_oss()), 3 * tokens(40)
-    assert_is_plain(made, x, softmax_of_best)
+    assert_is_plain(made, x, softmax_of(2, normalised=True))
     limit = made.experts.activation.limit
     gate, up = jnp.split(jnp.einsum("td,edf->tef", x, made.gate_up_proj.kernel[...]), 2, axis=-1)
     assert (gate > limit).any() and (up > limit).any() and (up < -limit).any() and (gate < -limit).any()  # noqa: PT018
@@ -237,7 +157,7 @@ def test_choice_bias_and_groups_reach_the_router():
 
     assert_is_plain(made, tokens(40), weights_of)
     made.router.choice_bias[...] = jnp.zeros(6)
-    assert np.abs(np.asarray(made(tokens(40))) - Plain(made)(tokens(40), weights_of)[0]).max() > 0.1
+    assert np.abs(np.asarray(made(tokens(40))) - plain_mixture(made, tokens(40), weights_of)[0]).max() > 0.1
 
 
 def test_router_of_bfloat16_rounds_no_logit():
@@ -270,7 +190,7 @@ def test_two_devices_count_each_bias_once(shared_size):
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     out = jax.vmap(lambda state: nnx.merge(graph, state)(x), axis_name="tensor")(both)
     for device in out:
-        assert_is_plain(whole, x, softmax_of_best, device)
+        assert_is_plain(whole, x, softmax_of(2, normalised=True), device)
 
 
 def test_gate_of_no_shared_expert_is_refused():
