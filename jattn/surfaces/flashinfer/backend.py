@@ -72,8 +72,6 @@ class FlashInferAttnBackend(FlashInferConfig):
         ragged = RaggedPlan(
             cu_q_lens=cu_q_lens,
             cu_kv_lens=cu_q_lens,
-            custom_mask=None,
-            alibi_slopes=None,
             spec=self.spec(),
             num_tokens=num_tokens,
             q_dtype=self.q_dtype.name,

@@ -6,12 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jattn.arguments import instance
-from jattn.attention.metadata import QueriesOverPages
 from jattn.spec_info import EagleVerifyInput, tree_of
 from jattn.surfaces.flashinfer.config import FlashInferConfig
 from jattn.surfaces.flashinfer.metadata import PrefillMetadata, WrapperDispatch
 from jattn.surfaces.flashinfer.places import Places
-from jattn.surfaces.flashinfer.plan import PagedPlan, paged_plan
+from jattn.surfaces.flashinfer.plan import PagedPlan
 
 
 def verify_metadata(
@@ -49,18 +48,19 @@ def wrapper_plans(
     """The plans of every wrapper, for each group of the pool."""
 
     def plan(table, lens, *, window: int | None = None, causal: bool = causal, **own: Any) -> PagedPlan:
-        read = QueriesOverPages(
-            page_table=table, seq_lens=lens, cu_q_lens=cu_q_lens, q_len=1 if cu_q_lens is None else None, **own
-        )
-        return paged_plan(
-            read,
+        return PagedPlan(
+            page_table=table,
+            seq_lens=lens,
+            cu_q_lens=cu_q_lens,
+            q_len=1 if cu_q_lens is None else None,
             spec=config.spec(causal=causal, window_left=window),
             page_size=config.page_size,
             num_tokens=lens.shape[0] if num_tokens is None else num_tokens,
             q_dtype=config.q_dtype.name,
             kv_dtype=config.kv_cache_dtype.name,
             implementation=config.implementation,
-        )
+            **own,
+        ).scheduled()
 
     own: dict[str, Any] = {"q_start": q_start, "q_positions": q_positions, "custom_mask": custom_mask}
     plans = []

@@ -1,16 +1,18 @@
 """FlashInfer's decode wrappers: `plan` on the host once a batch, `run` for each layer, in jit or not."""
 
+import functools
 from typing import Any
 
-from jattn.arguments import in_words
-from jattn.surfaces.flashinfer.forward import DecodeForward
-from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
+from jaxtyping import Array, Float, Int
+
+from jattn.surfaces.flashinfer.buffers import paged_bounds
+from jattn.surfaces.flashinfer.cache import PagedCache
 from jattn.surfaces.flashinfer.page_lists import checked_page_lists
 from jattn.surfaces.flashinfer.plan import PagedPlan
-from jattn.surfaces.flashinfer.planning import paged_bounds, plan_of_lists
+from jattn.surfaces.flashinfer.wrapper import AttentionResult, PagedWrapper
 
 
-class BatchDecodeWithPagedKVCacheWrapper(DecodeForward):
+class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decode attention of a batch over paged keys and values, one query a sequence.
 
     Args:
@@ -86,36 +88,38 @@ class BatchDecodeWithPagedKVCacheWrapper(DecodeForward):
             ValueError: An argument contradicts its rule or another one, is traced, or does not fit the buffers; the
                 kept plan is then still the one before.
         """
+        facts = self._facts(locals())
         lists = checked_page_lists(indptr, indices, last_page_len, page_size, bounds=self._bounds)
-        spec = attention_spec(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            kv_layout=self._kv_layout,
-            causal=True,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        q_dtype, kv_dtype = data_types(q_data_type, kv_data_type, data_type)
-        planned = plan_of_lists(
-            lists,
-            None,
-            self._bounds,
-            spec=spec,
-            page_size=page_size,
-            num_tokens=len(lists.seq_lens),
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
-            alibi_slopes=alibi_slopes(pos_encoding_mode, spec.num_q_heads),
-            implementation=self._implementation,
-        )
-        return self._kept(planned, lists.num_pages)
+        return self._keep_lists(lists, page_size=page_size, q_len=1, num_tokens=len(lists.seq_lens), **facts)
 
     begin_forward = plan
+
+    def forward(
+        self,
+        q: Float[Array, "T N H"],
+        paged_kv_cache: PagedCache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+        layer_index: Int[Array, ""] | int | None = None,
+        planned: PagedPlan | None = None,
+    ) -> AttentionResult:
+        """Deprecated: as `run`, but for a layer of these facts, their defaults too, whatever the plan says of them.
+
+        Raises:
+            ValueError: As in `plan` and `run`.
+        """
+        return self._run(locals())
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -127,7 +131,6 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             [max_num_pages], [max_batch_size].
     """
 
-    @in_words(**{f"paged_kv_{name}": name for name in ("indptr_buffer", "indices_buffer", "last_page_len_buffer")})
     def __init__(
         self,
         workspace_buffer: Any,
@@ -139,13 +142,7 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         *,
         implementation: str | None = None,
     ):
-        super().__init__(
-            workspace_buffer,
-            kv_layout,
-            True,
-            use_tensor_cores,
-            indptr_buffer,
-            indices_buffer,
-            last_page_len_buffer,
-            implementation=implementation,
+        super().__init__(workspace_buffer, kv_layout, implementation=implementation)
+        self._bounds = paged_bounds(
+            indptr_buffer=indptr_buffer, indices_buffer=indices_buffer, last_page_len_buffer=last_page_len_buffer
         )

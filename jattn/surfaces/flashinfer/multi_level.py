@@ -14,6 +14,11 @@ from jattn.surfaces.flashinfer.plan import PagedPlan
 from jattn.surfaces.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from jattn_kernels import lse_from_base2, merge_states
 
+_FACTS = (
+    *("num_qo_heads", "num_kv_heads", "page_size", "pos_encoding_mode", "sm_scale", "window_left", "logits_soft_cap"),
+    *("rope_scale", "rope_theta", "q_data_type", "kv_data_type"),
+)
+
 
 class MultiLevelCascadeAttentionWrapper:
     """Attention over the keys of several levels, all in one paged cache: from what all share to what is one's own.
@@ -103,6 +108,9 @@ class MultiLevelCascadeAttentionWrapper:
             ValueError: A list has not one entry a level, the levels end at different queries, or as there; the
                 kept plans are then still those before.
         """
+        facts: dict[str, Any] = {name: value for name, value in locals().items() if name in _FACTS} | {
+            "head_dim_qk": head_dim
+        }
         levels = self._by_level(
             qo_indptr=("qo_indptr_arr", qo_indptr_arr),
             paged_kv_indptr=("paged_kv_indptr_arr", paged_kv_indptr_arr),
@@ -116,22 +124,7 @@ class MultiLevelCascadeAttentionWrapper:
         self._wrappers = [copy.copy(wrapper) for wrapper in before]
         try:
             return tuple(
-                wrapper.plan(
-                    **level,
-                    num_qo_heads=num_qo_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim_qk=head_dim,
-                    page_size=page_size,
-                    causal=causal and wrapper is self._wrappers[-1],
-                    pos_encoding_mode=pos_encoding_mode,
-                    sm_scale=sm_scale,
-                    window_left=window_left,
-                    logits_soft_cap=logits_soft_cap,
-                    rope_scale=rope_scale,
-                    rope_theta=rope_theta,
-                    q_data_type=q_data_type,
-                    kv_data_type=kv_data_type,
-                )
+                wrapper.plan(**facts | level, causal=causal and wrapper is self._wrappers[-1])
                 for wrapper, level in zip(self._wrappers, levels, strict=True)
             )
         except BaseException:

@@ -1,14 +1,16 @@
 """FlashInfer's page tables: one list of pages for all sequences, checked on the host and spread into rows in jit."""
 
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from jattn.arguments import check_int32_range, check_offsets, whole
+from jattn.surfaces.flashinfer.buffers import Bounds
 
 
 class PageLists(NamedTuple):
@@ -28,14 +30,6 @@ class PageLists(NamedTuple):
     def num_pages(self) -> int:
         """The least pages that a cache with these has."""
         return int(self.indices.max(initial=-1)) + 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """What a CUDA-graph wrapper's buffers hold at most, in sequences and in pages of all sequences."""
-
-    batch_size: int
-    num_pages: int
 
 
 def host_array(name: str, values: Any) -> np.ndarray:
@@ -136,6 +130,7 @@ def room(size: int) -> int:
     return 1 << max(0, size - 1).bit_length()
 
 
+@functools.partial(jax.jit, static_argnames="max_pages")
 def page_rows(
     indptr: Int[Array, " B_plus_1"], indices: Int[Array, " pages"], *, max_pages: int
 ) -> Int[Array, "B max_pages"]:

@@ -17,30 +17,72 @@ from jattn_kernels.spec import AttentionSpec
 
 
 @typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedPlan(QueriesOverPages):
-    """A batch over paged keys and values, for every layer of one kind. Give it to compiled steps as an argument.
+class Plan:
+    """What all plans have.
 
     Attributes:
         alibi_slopes: Of each query head.
-        schedule: The kernels' work list; None where they need none.
         spec: Static facts of the layers.
-        page_size: Tokens a page.
         num_tokens: Rows of the queries that the plan is for.
         q_dtype, kv_dtype: Names.
         implementation: Which kernels to use; None lets dispatch choose.
-        Others: As in QueriesOverPages.
     """
 
     alibi_slopes: Float[Array, " N"] | None = None
-    schedule: Any = None
     spec: AttentionSpec = dataclasses.field(metadata={"static": True})
-    page_size: int = dataclasses.field(metadata={"static": True})
     num_tokens: int = dataclasses.field(metadata={"static": True})
     q_dtype: str = dataclasses.field(metadata={"static": True})
     kv_dtype: str = dataclasses.field(metadata={"static": True})
-    implementation: str | None = dataclasses.field(metadata={"static": True})
+    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def with_facts(self, spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> Self:
+        """The plan of the same batch for other layers."""
+        return dataclasses.replace(self, spec=spec, alibi_slopes=alibi_slopes)
+
+    def checked_queries(self, q: Any, spec: AttentionSpec) -> Float[Array, "T N H"]:
+        """The queries that the plan is for.
+
+        Raises:
+            ValueError: They are others.
+        """
+        q = array("q", q)
+        if q.shape != (self.num_tokens, spec.num_q_heads, spec.head_dim) or q.dtype.name != self.q_dtype:
+            raise ValueError(
+                f"`q` must have the planned {self.num_tokens} rows of {self.q_dtype}, {spec.num_q_heads} heads of "
+                f"{spec.head_dim}. Got q.shape={q.shape}, q.dtype={q.dtype}."
+            )
+        return q
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedPlan(Plan, QueriesOverPages):
+    """A batch over paged keys and values, for every layer of one kind. Give it to compiled steps as an argument.
+
+    Attributes:
+        schedule: The kernels' work list; None where they need none.
+        page_size: Tokens a page.
+        Others: As in QueriesOverPages and Plan.
+    """
+
+    schedule: Any = None
+    page_size: int = dataclasses.field(metadata={"static": True})
+
+    def scheduled(self) -> Self:
+        """The plan with its schedule; jit-able."""
+        schedule = schedule_of_call(
+            self,
+            spec=self.spec,
+            num_tokens=self.num_tokens,
+            dtype=self.q_dtype,
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            features=() if self.alibi_slopes is None else ("alibi_slopes",),
+            implementation=self.implementation,
+        )
+        return dataclasses.replace(self, schedule=schedule)
 
     def attend(
         self,
@@ -48,17 +90,14 @@ class PagedPlan(QueriesOverPages):
         paged_kv_cache: PagedCache,
         *,
         spec: AttentionSpec | None = None,
-        layer_index: Int[Array, ""] | int | None = None,
-        q_scale: Float[Array, "..."] | None = None,
-        k_scale: Float[Array, "..."] | None = None,
-        v_scale: Float[Array, "..."] | None = None,
+        **options: Any,
     ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
         """Output and natural-log lse of the batch's queries.
 
         Args:
             paged_kv_cache: Keys and values, or both in one array whose axis after the pages' has the two.
             spec: Of a layer that differs from the planned one; the work list serves it if it has the same work.
-            layer_index: Which layer of a cache with a leading layer axis.
+            options: Scales and `layer_index`, as the kernels take them.
 
         Raises:
             ValueError: The queries or the cache are not what was planned for.
@@ -66,7 +105,7 @@ class PagedPlan(QueriesOverPages):
         spec = self.spec if spec is None else spec
         k_pages, v_pages = pages_of(paged_kv_cache)
         combined = v_pages is None
-        q = checked_queries(q, self.num_tokens, self.q_dtype, spec)
+        q = self.checked_queries(q, spec)
         self._check(k_pages, combined, spec)
         with in_words(**words_of_cache(v_pages)):
             return attend_pages(
@@ -76,19 +115,17 @@ class PagedPlan(QueriesOverPages):
                 self,
                 spec=dataclasses.replace(spec, combined_pool="pages_first") if combined else spec,
                 schedule=self.schedule if self._has_work_of(spec) else None,
-                layer_index=layer_index,
-                q_scale=q_scale,
-                k_scale=k_scale,
-                v_scale=v_scale,
                 alibi_slopes=self.alibi_slopes,
                 implementation=self.implementation,
                 return_lse=True,
+                **options,
             )
 
-    def with_facts(self, spec: AttentionSpec, slopes: Float[Array, " N"] | None) -> Self:
+    def with_facts(self, spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> Self:
         """The plan of the same batch for other layers; its work list stays if it serves them."""
-        stays = self._has_work_of(spec) and (slopes is None) == (self.alibi_slopes is None)
-        return dataclasses.replace(self, spec=spec, alibi_slopes=slopes, schedule=self.schedule if stays else None)
+        stays = self._has_work_of(spec) and (alibi_slopes is None) == (self.alibi_slopes is None)
+        schedule = self.schedule if stays else None
+        return dataclasses.replace(self, spec=spec, alibi_slopes=alibi_slopes, schedule=schedule)
 
     def _has_work_of(self, spec: AttentionSpec) -> bool:
         return spec == dataclasses.replace(
@@ -116,22 +153,18 @@ class PagedPlan(QueriesOverPages):
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedPlan:
-    """A batch over keys and values that are not paged; see PagedPlan for what they share.
+class RaggedPlan(Plan):
+    """A batch over keys and values that are not paged.
 
     Attributes:
         cu_q_lens, cu_kv_lens: Where each sequence's queries and keys begin.
+        custom_mask: Which keys the queries see, in place of the causal rule.
+        Others: As in Plan.
     """
 
     cu_q_lens: Int[Array, " B_plus_1"]
     cu_kv_lens: Int[Array, " B_plus_1"]
-    custom_mask: Bool[Array, " M"] | None
-    alibi_slopes: Float[Array, " N"] | None
-    spec: AttentionSpec = dataclasses.field(metadata={"static": True})
-    num_tokens: int = dataclasses.field(metadata={"static": True})
-    q_dtype: str = dataclasses.field(metadata={"static": True})
-    kv_dtype: str = dataclasses.field(metadata={"static": True})
-    implementation: str | None = dataclasses.field(metadata={"static": True})
+    custom_mask: Bool[Array, " M"] | None = None
 
     def attend(
         self,
@@ -140,18 +173,11 @@ class RaggedPlan:
         v: Float[Array, "S K Hv"],
         *,
         spec: AttentionSpec | None = None,
-        q_scale: Float[Array, "..."] | None = None,
-        k_scale: Float[Array, "..."] | None = None,
-        v_scale: Float[Array, "..."] | None = None,
+        **scales: Any,
     ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
-        """Output and natural-log lse of the batch's queries.
-
-        Raises:
-            ValueError: The queries or the keys are not what was planned for.
-        """
+        """Output and natural-log lse of the batch's queries; see `PagedPlan.attend`."""
         spec = self.spec if spec is None else spec
-        q = checked_queries(q, self.num_tokens, self.q_dtype, spec)
-        k, v = array("k", k, "S", "K", "H"), array("v", v, "S", "K", "H")
+        q = self.checked_queries(q, spec)
         if k.dtype.name != self.kv_dtype:
             raise ValueError(f"`k` must be of the planned dtype {self.kv_dtype}. Got k.dtype={k.dtype}.")
         out, lse = ragged_extend(
@@ -162,55 +188,9 @@ class RaggedPlan:
             self.cu_kv_lens,
             spec=spec,
             custom_mask=self.custom_mask,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
             alibi_slopes=self.alibi_slopes,
             implementation=self.implementation,
             return_lse=True,
+            **scales,
         )
         return out, lse
-
-    def with_facts(self, spec: AttentionSpec, slopes: Float[Array, " N"] | None) -> Self:
-        """The plan of the same batch for other layers."""
-        return dataclasses.replace(self, spec=spec, alibi_slopes=slopes)
-
-
-def checked_queries(q: Any, num_tokens: int, q_dtype: str, spec: AttentionSpec) -> Float[Array, "T N H"]:
-    """The queries that a plan is for.
-
-    Raises:
-        ValueError: They are others.
-    """
-    q = array("q", q)
-    expected = (num_tokens, spec.num_q_heads, spec.head_dim)
-    if q.shape != expected or q.dtype.name != q_dtype:
-        raise ValueError(
-            f"`q` must have the planned {num_tokens} rows of {q_dtype}, {spec.num_q_heads} heads of {spec.head_dim}. "
-            f"Got q.shape={q.shape}, q.dtype={q.dtype}."
-        )
-    return q
-
-
-def paged_plan(read: QueriesOverPages, alibi_slopes: Float[Array, " N"] | None = None, **facts: Any) -> PagedPlan:
-    """A plan with its schedule; jit-able.
-
-    Args:
-        facts: The static fields of the plan.
-    """
-    plan = PagedPlan(
-        **{field.name: getattr(read, field.name) for field in dataclasses.fields(read)},
-        alibi_slopes=alibi_slopes,
-        **facts,
-    )
-    schedule = schedule_of_call(
-        plan,
-        spec=plan.spec,
-        num_tokens=plan.num_tokens,
-        dtype=plan.q_dtype,
-        kv_dtype=plan.kv_dtype,
-        page_size=plan.page_size,
-        features=() if alibi_slopes is None else ("alibi_slopes",),
-        implementation=plan.implementation,
-    )
-    return dataclasses.replace(plan, schedule=schedule)

@@ -1,20 +1,54 @@
 """FlashInfer's prefill wrappers, over paged and over ragged keys: `plan` on the host, `run` for each layer."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from jattn.arguments import in_words
-from jattn.surfaces.flashinfer.forward import PagedPrefillForward, RaggedForward
-from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, data_types
+from jattn.surfaces.flashinfer.buffers import Bounds, buffer_size, paged_bounds
+from jattn.surfaces.flashinfer.cache import PagedCache
 from jattn.surfaces.flashinfer.masks import mask_on_host
-from jattn.surfaces.flashinfer.page_lists import Bounds, checked_indptr, checked_page_lists, padded
+from jattn.surfaces.flashinfer.page_lists import checked_indptr, checked_page_lists, padded
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
-from jattn.surfaces.flashinfer.planning import buffer_size, paged_bounds, plan_of_lists
+from jattn.surfaces.flashinfer.wrapper import AttentionResult, PagedWrapper, RaggedWrapper, Wrapper
 
 
-class BatchPrefillWithPagedKVCacheWrapper(PagedPrefillForward):
+class _RaggedQueries(Wrapper):
+    """A wrapper whose sequences have as many queries each as `plan` says."""
+
+    def _queries_and_facts(self, given: dict[str, Any], batch_size: int, kv_lens: np.ndarray) -> dict[str, Any]:
+        """What `plan` says of queries, and the static facts; CUDA graphs have the query rows of the first plan.
+
+        Args:
+            kv_lens: Keys of each sequence, and of the padding that the bounds add to `batch_size`.
+
+        Raises:
+            ValueError: There are not `batch_size` sequences, or more rows than in the first plan.
+        """
+        rows = checked_indptr("qo_indptr", given["qo_indptr"])
+        if len(rows) != batch_size + 1:
+            raise ValueError(
+                f"`qo_indptr` must have an entry more than there are sequences: {batch_size + 1}. Got {len(rows)}."
+            )
+        rows = padded(rows, len(kv_lens) + 1, rows[-1])
+        first = self._planned if self.is_cuda_graph_enabled else None
+        if first is not None and rows[-1] > first.num_tokens:
+            raise ValueError(
+                "With CUDA graphs the first plan has the most query rows: "
+                f"`qo_indptr` must end at {first.num_tokens} at most. Got qo_indptr[-1]={rows[-1]}."
+            )
+        most = None if self._bounds is None else self._bounds.mask_bits
+        mask = mask_on_host(given["custom_mask"], given["packed_custom_mask"], np.diff(rows), kv_lens, most=most)
+        return self._facts(given) | {
+            "cu_q_lens": jnp.asarray(rows),
+            "custom_mask": None if mask is None else jnp.asarray(mask),
+            "num_tokens": int(rows[-1]) if first is None else first.num_tokens,
+        }
+
+
+class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper, _RaggedQueries):
     """Attention of ragged queries, the last ones of their sequences, over paged keys and values.
 
     Args:
@@ -48,17 +82,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPrefillForward):
         implementation: str | None = None,
     ):
         super().__init__(kv_layout, implementation)
-        self._mask_bits: int | None = None
         if use_cuda_graph:
-            self._bounds = paged_bounds(
+            bounds = paged_bounds(
                 paged_kv_indptr_buf=paged_kv_indptr_buf,
                 paged_kv_indices_buf=paged_kv_indices_buf,
                 paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             )
-            check_same_rows("qo_indptr_buf", qo_indptr_buf, self._bounds.batch_size)
-            self._mask_bits = mask_bits(custom_mask_buf)
+            self._bounds = bounds.with_queries(qo_indptr_buf, custom_mask_buf)
 
-    @in_words(head_dim="head_dim_qk")
     def plan(
         self,
         qo_indptr: Any,
@@ -101,50 +132,43 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedPrefillForward):
             ValueError: An argument contradicts its rule or another one, is traced, or does not fit the buffers; the
                 kept plan is then still the one before.
         """
-        lists = checked_page_lists(
-            paged_kv_indptr,
-            paged_kv_indices,
-            paged_kv_last_page_len,
-            page_size,
-            prefix="paged_kv_",
-            bounds=self._bounds,
-        )
-        rows = query_rows(qo_indptr, len(paged_kv_last_page_len), self._bounds)
-        mask = mask_on_host(custom_mask, packed_custom_mask, np.diff(rows), lists.seq_lens, most=self._mask_bits)
-        spec = attention_spec(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim_qk,
-            head_dim_vo=head_dim_vo,
-            kv_layout=self._kv_layout,
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        q_dtype, kv_dtype = data_types(q_data_type, kv_data_type)
-        planned = plan_of_lists(
-            lists,
-            jnp.asarray(rows),
-            self._bounds,
-            spec=spec,
-            page_size=page_size,
-            num_tokens=num_rows(rows, self._planned if self.is_cuda_graph_enabled else None),
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
-            custom_mask=None if mask is None else jnp.asarray(mask),
-            alibi_slopes=alibi_slopes(pos_encoding_mode, spec.num_q_heads),
-            implementation=self._implementation,
-        )
-        return self._kept(planned, lists.num_pages)
+        given, pages = locals(), (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        lists = checked_page_lists(*pages, page_size, prefix="paged_kv_", bounds=self._bounds)
+        facts = self._queries_and_facts(given, len(paged_kv_last_page_len), lists.seq_lens)
+        return self._keep_lists(lists, page_size=page_size, **facts)
 
     begin_forward = plan
 
+    def forward(
+        self,
+        q: Float[Array, "T N H"],
+        paged_kv_cache: PagedCache,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+        layer_index: Int[Array, ""] | int | None = None,
+        planned: PagedPlan | None = None,
+    ) -> AttentionResult:
+        """As the decode wrapper's; a mask of the plan stays, and still replaces the causal rule.
 
-class BatchPrefillWithRaggedKVCacheWrapper(RaggedForward):
+        Raises:
+            ValueError: As in `plan` and `run`.
+        """
+        return self._run(locals())
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(RaggedWrapper, _RaggedQueries):
     """Attention of ragged queries, the last ones of their sequences, over keys and values that are not paged.
 
     Args:
@@ -173,13 +197,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedForward):
         implementation: str | None = None,
     ):
         super().__init__(kv_layout, implementation)
-        self._mask_bits: int | None = None
         if use_cuda_graph:
-            self._bounds = Bounds(buffer_size("kv_indptr_buf", kv_indptr_buf) - 1, 0)
-            check_same_rows("qo_indptr_buf", qo_indptr_buf, self._bounds.batch_size)
-            self._mask_bits = mask_bits(custom_mask_buf)
+            bounds = Bounds(buffer_size("kv_indptr_buf", kv_indptr_buf) - 1)
+            self._bounds = bounds.with_queries(qo_indptr_buf, custom_mask_buf)
 
-    @in_words(head_dim="head_dim_qk")
     def plan(
         self,
         qo_indptr: Any,
@@ -211,89 +232,37 @@ class BatchPrefillWithRaggedKVCacheWrapper(RaggedForward):
         Raises:
             ValueError: As there.
         """
-        keys = checked_indptr("kv_indptr", kv_indptr)
+        given, keys = locals(), checked_indptr("kv_indptr", kv_indptr)
         batch_size = len(keys) - 1
-        rows = query_rows(qo_indptr, batch_size, self._bounds)
         if self._bounds is not None:
             if batch_size > self._bounds.batch_size:
                 raise ValueError(
                     f"The plan must fit the buffers' {self._bounds.batch_size} sequences. Got {batch_size}."
                 )
             keys = padded(keys, self._bounds.batch_size + 1, keys[-1])
-        mask = mask_on_host(custom_mask, packed_custom_mask, np.diff(rows), np.diff(keys), most=self._mask_bits)
-        spec = attention_spec(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim_qk,
-            head_dim_vo=head_dim_vo,
-            kv_layout=self._kv_layout,
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        q_dtype, kv_dtype = data_types(q_data_type, kv_data_type)
-        planned = RaggedPlan(
-            cu_q_lens=jnp.asarray(rows),
-            cu_kv_lens=jnp.asarray(keys),
-            custom_mask=None if mask is None else jnp.asarray(mask),
-            alibi_slopes=alibi_slopes(pos_encoding_mode, spec.num_q_heads),
-            spec=spec,
-            num_tokens=num_rows(rows, self._planned if self.is_cuda_graph_enabled else None),
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
-            implementation=self._implementation,
-        )
-        return self._kept(planned, int(keys[-1]))
+        facts = self._queries_and_facts(given, batch_size, np.diff(keys))
+        return self._kept(RaggedPlan(cu_kv_lens=jnp.asarray(keys), **facts), int(keys[-1]))
 
     begin_forward = plan
 
+    def forward(
+        self,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "..."],
+        v: Float[Array, "..."],
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+        planned: RaggedPlan | None = None,
+    ) -> AttentionResult:
+        """As `BatchPrefillWithPagedKVCacheWrapper.forward`."""
+        return self._run(locals())
 
-def query_rows(qo_indptr: Any, batch_size: int, bounds: Bounds | None) -> np.ndarray:
-    """Where each sequence's queries begin, padded to `bounds` with sequences without any.
-
-    Raises:
-        ValueError: There are not `batch_size` sequences.
-    """
-    rows = checked_indptr("qo_indptr", qo_indptr)
-    if len(rows) != batch_size + 1:
-        raise ValueError(
-            f"`qo_indptr` must have an entry more than there are sequences: {batch_size + 1}. Got {len(rows)}."
-        )
-    return rows if bounds is None or batch_size > bounds.batch_size else padded(rows, bounds.batch_size + 1, rows[-1])
-
-
-def num_rows(rows: np.ndarray, first: Any) -> int:
-    """Query rows of a plan: those of the batch, or those of the first plan if there is one to be like.
-
-    Raises:
-        ValueError: The batch has more.
-    """
-    if first is None:
-        return int(rows[-1])
-    if rows[-1] > first.num_tokens:
-        raise ValueError(
-            "With CUDA graphs the first plan has the most query rows: "
-            f"`qo_indptr` must end at {first.num_tokens} at most. Got qo_indptr[-1]={rows[-1]}."
-        )
-    return first.num_tokens
-
-
-def check_same_rows(name: str, buffer: Any, batch_size: int) -> None:
-    """Checks that a buffer of offsets is for `batch_size` sequences.
-
-    Raises:
-        ValueError: It is not.
-    """
-    if buffer_size(name, buffer) != batch_size + 1:
-        raise ValueError(
-            f"`{name}` must be [batch_size + 1] as the other buffers are: {batch_size + 1}. Got {buffer.shape[0]}."
-        )
-
-
-def mask_bits(custom_mask_buf: Any) -> int | None:
-    """Bits that the buffer of packed masks holds; None without one."""
-    return None if custom_mask_buf is None else 8 * buffer_size("custom_mask_buf", custom_mask_buf)
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)

@@ -1,5 +1,6 @@
 """FlashInfer's two deprecated wrappers over a prefix that is not paged and that all sequences share."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array, Float
@@ -11,9 +12,29 @@ from jattn.surfaces.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from jattn.surfaces.flashinfer.plan import PagedPlan
 from jattn.surfaces.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from jattn.surfaces.flashinfer.single import single_prefill_with_kv_cache
+from jattn.surfaces.flashinfer.wrapper import PagedWrapper, WithoutWorkspace
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
+class _SharedPrefixWrapper[W: PagedWrapper](WithoutWorkspace):
+    """Attention over a shared prefix, and by a wrapper `W` over each sequence's own paged keys.
+
+    Args:
+        float_workspace_buffer: Accepted and not used: XLA plans the memory.
+        kv_layout: "NHD" or "HND", of the prefix and of the pages.
+    """
+
+    _own: Callable[[Any, str], W]
+
+    def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD"):
+        self._wrapper = type(self)._own(float_workspace_buffer, kv_layout)
+        self._kv_layout = kv_layout
+
+    def _with_prefix(self, q: Any, k_shared: Any, v_shared: Any, own: Any, **facts: Any) -> Float[Array, "T N H"]:
+        facts |= {"kv_layout": self._kv_layout, "return_lse": True}
+        return merge_state(*single_prefill_with_kv_cache(q, k_shared, v_shared, **facts), *own)[0]
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper[BatchDecodeWithPagedKVCacheWrapper]):
     """Decode attention over a shared prefix and each sequence's own paged keys.
 
     Args:
@@ -21,12 +42,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         kv_layout: "NHD" or "HND", of the prefix and of the pages.
     """
 
-    def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD"):
-        self._wrapper = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
-        """Accepted, and does nothing: there is no workspace."""
+    _own = BatchDecodeWithPagedKVCacheWrapper
 
     @in_words(
         indptr="unique_kv_indptr",
@@ -64,26 +80,17 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
             ValueError: There is no plan, or the arrays are not what it is for.
         """
         own = self._wrapper.forward_return_lse(q, unique_kv_cache, planned=planned)
-        shared = single_prefill_with_kv_cache(q, k_shared, v_shared, kv_layout=self._kv_layout, return_lse=True)
-        return merge_state(*shared, *own)[0]
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
+        return self._with_prefix(q, k_shared, v_shared, own)
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper[BatchPrefillWithPagedKVCacheWrapper]):
     """Attention of ragged queries over a shared prefix and each sequence's own paged keys.
 
     Args:
         Others: As in `BatchDecodeWithSharedPrefixPagedKVCacheWrapper`.
     """
 
-    def __init__(self, float_workspace_buffer: Any, kv_layout: str = "NHD"):
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
-        self._kv_layout = kv_layout
-
-    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
-        """Accepted, and does nothing: there is no workspace."""
+    _own = BatchPrefillWithPagedKVCacheWrapper
 
     @in_words(head_dim_qk="head_dim")
     def begin_forward(
@@ -130,10 +137,4 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
             ValueError: There is no plan, or the arrays are not what it is for.
         """
         own = self._wrapper.forward_return_lse(q, unique_kv_cache, causal, sm_scale=sm_scale, planned=planned)
-        shared = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, return_lse=True
-        )
-        return merge_state(*shared, *own)[0]
-
-    def end_forward(self) -> None:
-        """Does nothing, as in FlashInfer."""
+        return self._with_prefix(q, k_shared, v_shared, own, sm_scale=sm_scale)

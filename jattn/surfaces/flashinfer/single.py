@@ -7,8 +7,8 @@ from jaxtyping import Array, Bool, Float
 
 from jattn.arguments import array, in_words, scale_arrays, shown
 from jattn.dtype_names import named_dtype
-from jattn.surfaces.flashinfer.layer_facts import alibi_slopes, attention_spec, page_layout
-from jattn.surfaces.flashinfer.wrapper import AttentionResult
+from jattn.surfaces.flashinfer.layer_facts import layer_facts
+from jattn.surfaces.flashinfer.wrapper import AttentionResult, keys_and_values
 from jattn_kernels import lse_to_base2, ragged_extend
 
 
@@ -44,21 +44,8 @@ def single_decode_with_kv_cache(
     Raises:
         ValueError: A shape or dtype is wrong, or an argument contradicts its rule.
     """
-    out, lse = _attend(
-        array("q", q, "N", "H")[None],
-        k,
-        v,
-        kv_layout=kv_layout,
-        causal=True,
-        pos_encoding_mode=pos_encoding_mode,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        scales=scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale),
-        implementation=implementation,
-    )
+    scales = scale_arrays(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    out, lse = _attend(locals() | {"q": array("q", q, "N", "H")[None]}, **scales)
     return (out[0], lse_to_base2(lse[0])) if return_lse else out[0]
 
 
@@ -104,67 +91,32 @@ def single_prefill_with_kv_cache(
     Raises:
         ValueError: A shape or dtype is wrong, or an argument contradicts its rule.
     """
-    out, lse = _attend(
-        array("q", q, "T", "N", "H"),
-        k,
-        v,
-        kv_layout=kv_layout,
-        custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask,
-        causal=causal,
-        pos_encoding_mode=pos_encoding_mode,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        sm_scale=sm_scale,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
-        scales=scale_arrays(q_scale=scale_q, k_scale=scale_k, v_scale=scale_v),
-        implementation=implementation,
-    )
+    scales = scale_arrays(q_scale=scale_q, k_scale=scale_k, v_scale=scale_v)
+    out, lse = _attend(locals() | {"q": array("q", q, "T", "N", "H")}, **scales)
     out = out if o_dtype is None else out.astype(named_dtype("o_dtype", o_dtype))
     return (out, lse_to_base2(lse)) if return_lse else out
 
 
-def _attend(
-    q: Array,
-    k: Any,
-    v: Any,
-    *,
-    kv_layout: str,
-    custom_mask: Any = None,
-    packed_custom_mask: Any = None,
-    pos_encoding_mode: str,
-    scales: dict[str, Any],
-    implementation: str | None,
-    **facts: Any,
-) -> tuple[Array, Array]:
-    """Output and natural-log lse of queries [T, N, H], the last ones of their sequence."""
-    axes = ("S", "K", "H") if page_layout(kv_layout) == "NHD" else ("K", "S", "H")
-    k, v = array("k", k, *axes), array("v", v, *axes)
-    if axes[0] == "K":
-        k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
+def _attend(given: dict[str, Any], **scales: Any) -> tuple[Array, Array]:
+    """Output and natural-log lse of queries [T, N, H], the last ones of their sequence.
+
+    Args:
+        given: The arguments of a call, as `wrapper` has them.
+    """
+    q, (k, v) = given["q"], keys_and_values(given["k"], given["v"], given["kv_layout"])
     _check_sizes(q, k, v)
-    spec = attention_spec(
-        num_qo_heads=q.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=q.shape[2],
-        head_dim_vo=v.shape[2],
-        kv_layout=kv_layout,
-        pos_encoding_mode=pos_encoding_mode,
-        **facts,
-    )
+    sizes = {"num_qo_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[2], "head_dim_vo": v.shape[2]}
     out, lse = ragged_extend(
         q,
         k,
         v,
         jnp.array([0, q.shape[0]], jnp.int32),
         jnp.array([0, k.shape[0]], jnp.int32),
-        spec=spec,
-        custom_mask=_mask(custom_mask, packed_custom_mask, q.shape[0] * k.shape[0]),
-        **scales,
-        alibi_slopes=alibi_slopes(pos_encoding_mode, q.shape[1]),
-        implementation=implementation,
+        custom_mask=_mask(given.get("custom_mask"), given.get("packed_custom_mask"), q.shape[0] * k.shape[0]),
+        implementation=given["implementation"],
         return_lse=True,
+        **layer_facts(given | sizes),
+        **scales,
     )
     return out, lse
 
