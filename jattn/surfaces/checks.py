@@ -1,9 +1,6 @@
-"""What the backends of SGLang and pymllm share: checks of a layer's call, its words, and what they save and pad."""
+"""What the backends of SGLang and pymllm share: checks of a layer's call, its words; and what they save."""
 
 from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from jattn.arguments import array, instance
 from jattn.attention.layer import AttentionLayer
@@ -87,9 +84,3 @@ def saved(
     if slots is None:
         raise ValueError("`encoder_out_cache_loc` must be given where an encoder's keys are saved. Got None.")
     return pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
-
-
-def bucket_rows(values: Int[Array, " B"], bs: int, fill: int) -> Int[Array, " bs"]:
-    """The first `bs` values; `fill` where there are fewer."""
-    values = values[:bs].astype(jnp.int32)
-    return jnp.pad(values, (0, bs - values.shape[0]), constant_values=fill)

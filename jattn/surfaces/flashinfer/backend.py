@@ -1,25 +1,24 @@
 """FlashInferAttnBackend: pymllm's backend surface over FlashInfer's plans."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import in_words, instance, integers, scale_arrays, whole
 from jattn.attention.layer import AttentionLayer
-from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput
-from jattn.surfaces.checks import WORDS, as_given, bucket_rows, checked_rows, saved
+from jattn.surfaces.checks import WORDS, as_given, checked_rows, saved
 from jattn.surfaces.cuda_graph_state import CudaGraphState
-from jattn.surfaces.flashinfer.backend_plans import verify_metadata, wrapper_plans
 from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
-from jattn.surfaces.flashinfer.places import pages_of_requests, places_of, split_encoder
-from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
+from jattn.surfaces.flashinfer.plan import PagedPlan
+from jattn.surfaces.flashinfer.planning import plan_batch
+from jattn.surfaces.places import replayed_batch
 from jattn_kernels import merge_state
 from jattn_kernels.dispatch import works_per_sequence
 from jattn_kernels.spec import AttentionSpec
@@ -46,42 +45,8 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The batch contradicts the backend, or its lengths, where they are known, the promise.
         """
-        forward_batch = checked_batch(forward_batch)
-        places = places_of(forward_batch, self)
-        mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
-        if mode.is_decode_or_idle():
-            return DecodeMetadata(wrapper_plans(self, places, seq_lens))
-        self._check_prefill()
-        if mode.is_target_verify():
-            return verify_metadata(self, places, seq_lens, forward_batch.input_ids.shape[0], forward_batch.spec_info)
-        cu_q_lens, num_tokens = forward_batch.cu_q_lens, forward_batch.input_ids.shape[0]
-        if use_ragged is None:
-            use_ragged = not mode.is_draft_extend() and self.kv_cache_dtype == self.q_dtype
-        if not use_ragged:
-            plans = wrapper_plans(self, places, seq_lens, cu_q_lens, num_tokens)
-            return PrefillMetadata(plans, use_ragged=False, extend_no_prefix=False)
-        prefix_lens = forward_batch.extend_prefix_lens
-        known = not isinstance(prefix_lens, Tracer)
-        if extend_no_prefix is None:
-            extend_no_prefix = known and not np.asarray(prefix_lens).any()
-        if extend_no_prefix and known and np.asarray(prefix_lens).any():
-            raise ValueError(
-                "`extend_no_prefix` needs sequences without keys from before. "
-                f"Got prefixes of {np.asarray(prefix_lens).tolist()} tokens."
-            )
-        ragged = RaggedPlan(
-            cu_q_lens=cu_q_lens,
-            cu_kv_lens=cu_q_lens,
-            spec=self.spec(),
-            num_tokens=num_tokens,
-            q_dtype=self.q_dtype.name,
-            kv_dtype=self.q_dtype.name,
-            implementation=self.implementation,
-        )
-        plans = wrapper_plans(self, places, prefix_lens, cu_q_lens, num_tokens, causal=False, q_start=prefix_lens)
-        return PrefillMetadata(plans, use_ragged=True, extend_no_prefix=extend_no_prefix, ragged=ragged)
+        return plan_batch(self, checked_batch(forward_batch), use_ragged, extend_no_prefix)
 
-    @in_words(**BACKEND_WORDS)
     def forward_extend(
         self,
         q: Float[Array, "..."],
@@ -102,22 +67,9 @@ class FlashInferAttnBackend(FlashInferConfig):
             ValueError: The layer or the arrays contradict the metadata.
         """
         instance("metadata", metadata, PrefillMetadata)
-        given = q
-        q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
-        self._check_prefill()
-        if save_kv_cache:
-            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
-        plan = metadata.prefill_wrappers[self._wrapper_index(layer)]
-        if metadata.ragged is None or layer.is_cross_attention:
-            return as_given(self._attend(plan, q, layer, pool)[0], given), pool
-        if k is None or v is None:
-            raise ValueError("`k` and `v` must be given with `use_ragged`. Got None.")
-        out, lse = metadata.ragged.attend(q, k, v, spec=_spec_of(layer, metadata.ragged.spec))
-        if not metadata.extend_no_prefix:
-            out, _ = merge_state(out, lse, *self._attend(plan, q, layer, pool))
-        return as_given(out, given), pool
+        self.check_prefill()
+        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
 
-    @in_words(**BACKEND_WORDS)
     def forward_decode(
         self,
         q: Float[Array, "..."],
@@ -135,12 +87,7 @@ class FlashInferAttnBackend(FlashInferConfig):
             ValueError: The layer or the arrays contradict the metadata.
         """
         instance("metadata", metadata, DecodeMetadata)
-        given = q
-        q, k, v = self._checked(q, k, v, layer, forward_batch, pool)
-        if save_kv_cache:
-            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
-        plan = metadata.decode_wrappers[self._wrapper_index(layer)]
-        return as_given(self._attend(plan, q, layer, pool)[0], given), pool
+        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
 
     def mixes(self) -> bool:
         """Whether each sequence's extend costs what its own length asks for and no more, in all that it calls."""
@@ -148,7 +95,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         return all(
             works_per_sequence(
                 operation,
-                spec=self.spec(window_left=window),
+                spec=kind.spec,
                 dtype=self.q_dtype,
                 kv_dtype=self.kv_cache_dtype,
                 page_size=self.page_size if operation == "paged_extend" else None,
@@ -156,7 +103,8 @@ class FlashInferAttnBackend(FlashInferConfig):
                 implementation=self.implementation,
             )
             for operation in operations
-            for window in {None, self.sliding_window_size}
+            for kind in self.kinds()
+            if not kind.is_cross
         )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -172,12 +120,10 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The sizes contradict each other or the backend's.
         """
-        for name, size in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
-            whole(name, size, 0)
-        if not 1 <= max_bs <= self.max_bs or max_num_tokens < max_bs:
+        state = CudaGraphState(max_bs, max_num_tokens, -(-self.max_context_len // self.page_size))
+        if max_bs > self.max_bs:
             raise ValueError(
-                f"`max_bs` must be in 1 .. {self.max_bs} and `max_num_tokens` at least `max_bs`. "
-                f"Got max_bs={max_bs}, max_num_tokens={max_num_tokens}."
+                f"`max_bs` must be in 1 .. {self.max_bs} as the backend's batches are. Got max_bs={max_bs}."
             )
         if kv_indices_buf is not None and not hasattr(kv_indices_buf, "shape"):
             raise ValueError(f"`kv_indices_buf` must be None or an array. Got {type(kv_indices_buf).__name__}.")
@@ -186,7 +132,7 @@ class FlashInferAttnBackend(FlashInferConfig):
                 f"`kv_indices_buf` must have max_bs * max_context_len = {max_bs * self.max_context_len} entries. "
                 f"Got kv_indices_buf.shape={kv_indices_buf.shape}."
             )
-        return CudaGraphState(max_bs, max_num_tokens, -(-self.max_context_len // self.page_size))
+        return state
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -213,16 +159,10 @@ class FlashInferAttnBackend(FlashInferConfig):
         rows = 1 if forward_mode.is_decode_or_idle() else self.num_draft_tokens or 1
         if num_tokens != bs * rows:
             raise ValueError(f"`num_tokens` must be {rows} for each of bs={bs} rows. Got num_tokens={num_tokens}.")
+        seq_lens = jnp.zeros_like(integers("seq_lens", seq_lens, "rows"))  # no mask is too short for them
+        encoder: dict[str, Any] = {"encoder_lens": encoder_lens, "spec_info": spec_info}
         return self.init_forward_metadata_replay_cuda_graph(
-            bs,
-            req_pool_indices,
-            jnp.zeros_like(integers("seq_lens", seq_lens, "rows")),  # no mask is too short for them
-            None,
-            forward_mode,
-            None,
-            req_to_token,
-            encoder_lens=encoder_lens,
-            spec_info=spec_info,
+            bs, req_pool_indices, seq_lens, None, forward_mode, None, req_to_token, **encoder
         )
 
     def init_forward_metadata_replay_cuda_graph(
@@ -264,21 +204,33 @@ class FlashInferAttnBackend(FlashInferConfig):
         if not 1 <= bs <= self.max_bs:
             raise ValueError(f"`bs` must be in 1 .. {self.max_bs}. Got bs={bs}.")
         decode = forward_mode.is_decode_or_idle()
-        req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
-        drafted = 0 if decode else self.num_draft_tokens or 0
-        slots: Any = self.host_table(seq_lens) if req_to_token is None else req_to_token
-        table = pages_of_requests(bucket_rows(req_pool_indices, bs, 0), slots, drafted, self)
-        given = jnp.arange(bs) < req_pool_indices.shape[0]
-        table = jnp.where(given[:, None], table, 0)
-        seq_lens = bucket_rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
-        encoder_lens = None if encoder_lens is None else bucket_rows(encoder_lens, bs, 0)
-        places = split_encoder(table, encoder_lens, self)
-        if decode:
-            return DecodeMetadata(wrapper_plans(self, places, seq_lens))
-        self._check_prefill()
-        if self.num_draft_tokens is None:
+        if not decode and self.num_draft_tokens is None:
             raise ValueError("`num_draft_tokens` must be given to the backend for target verify. Got None.")
-        return verify_metadata(self, places, seq_lens, bs * self.num_draft_tokens, spec_info)
+        table = self.host_table(seq_lens) if req_to_token is None else req_to_token
+        rows = (req_pool_indices, seq_lens, encoder_lens, self.get_cuda_graph_seq_len_fill_value() if decode else 0)
+        q_len = 1 if decode else self.num_draft_tokens or 1
+        return plan_batch(self, replayed_batch(bs, q_len, *rows, table, forward_mode=forward_mode, spec_info=spec_info))
+
+    @in_words(**BACKEND_WORDS)
+    def _forward(self, q, k, v, layer, forward_batch, metadata: Any, pool: KVPool, save_kv_cache: bool):
+        given = q
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        if pool.groups[layer.group].v is None:
+            name = pool.groups[layer.group].name
+            raise ValueError(f"`pool` must hold keys and values. Got the latent group {name!r}.")
+        if save_kv_cache:
+            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
+        prefill = isinstance(metadata, PrefillMetadata)
+        plans, ragged = (metadata.prefill_wrappers, metadata.ragged) if prefill else (metadata.decode_wrappers, None)
+        paged = functools.partial(self._attend, plans[self._wrapper_index(layer)], q, layer, pool)
+        if ragged is None or layer.is_cross_attention:
+            return as_given(paged()[0], given), pool
+        if k is None or v is None:
+            raise ValueError("`k` and `v` must be given with `use_ragged`. Got None.")
+        out, lse = ragged.attend(q, k, v, spec=_spec_of(layer, ragged.spec))
+        if not metadata.extend_no_prefix:
+            out, _ = merge_state(out, lse, *paged())
+        return as_given(out, given), pool
 
     def _attend(
         self, plan: PagedPlan, q: Float[Array, "T N H"], layer: AttentionLayer, pool: KVPool
@@ -292,13 +244,6 @@ class FlashInferAttnBackend(FlashInferConfig):
             layer_index=layer.layer_id,
             **scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale),
         )
-
-    def _checked(self, q, k, v, layer, forward_batch, pool: KVPool) -> tuple[Any, Any, Any]:
-        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
-        if pool.groups[layer.group].v is None:
-            name = pool.groups[layer.group].name
-            raise ValueError(f"`pool` must hold keys and values. Got the latent group {name!r}.")
-        return q, k, v
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
         refuse_chunks(layer)
@@ -315,11 +260,7 @@ class FlashInferAttnBackend(FlashInferConfig):
                 index = int(layer.sliding_window_size == -1)
             case WrapperDispatch.CROSS_ATTENTION if layer.is_cross_attention:
                 return 1  # whichever group has the layer's keys: encoders' pages are one table for all
-        return layer.group * self.num_wrappers + index
-
-    def _check_prefill(self) -> None:
-        if self.skip_prefill:
-            raise ValueError("`skip_prefill` backends do decode only.")
+        return layer.group * len(self.kinds()) + index
 
 
 def _spec_of(layer: AttentionLayer, planned: AttentionSpec) -> AttentionSpec:

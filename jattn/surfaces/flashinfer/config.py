@@ -10,9 +10,11 @@ from jax.core import Tracer
 from jattn.arguments import check_whole, in_words, instance, shown, whole_number
 from jattn.attention.backend import BackendOptions
 from jattn.attention.layer import AttentionLayer
+from jattn.attention.specs import LayerKind
 from jattn.dtype_names import named_dtype
 from jattn.kv_cache_dtype import cache_dtype, stored_dtype
 from jattn.surfaces.flashinfer.metadata import WrapperDispatch, should_use_tensor_core
+from jattn.surfaces.places import check_slots
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -79,15 +81,15 @@ class FlashInferConfig:
             object.__setattr__(self, name, None if value is None else _shape(name, value, axes))
         if self.req_to_token is None:
             raise ValueError("`req_to_token` must be the table of token slots, or its shape. Got None.")
-        self.check_table("req_to_token", self.req_to_token)
+        check_slots("req_to_token", self.req_to_token, self.max_context_len)
         if self.sliding_window_size is not None and self.is_encoder_decoder:
             raise ValueError("`sliding_window_size` must be None with `is_encoder_decoder`: there are two wrappers.")
-        if self.num_wrappers > 1 and (self.kv_indptr_buf or self.kv_last_page_len_buf):
+        if self.dispatch_reason is not None and (self.kv_indptr_buf or self.kv_last_page_len_buf):
             raise ValueError("`kv_indptr_buf` and `kv_last_page_len_buf` must be None where there are two wrappers.")
         if self.implementation is not None:
             instance("implementation", self.implementation, str)
         with in_words(num_q_heads="num_heads"):
-            _ = self.spec()  # heads and head_dim contradict each other here or nowhere
+            _ = self.spec  # heads and head_dim contradict each other here or nowhere
 
     @classmethod
     @in_words(max_req_pool_size="max_num_seqs", q_dtype="dtype")
@@ -136,11 +138,6 @@ class FlashInferConfig:
         return None if self.sliding_window_size is None else WrapperDispatch.SLIDING_WINDOW
 
     @property
-    def num_wrappers(self) -> int:
-        """Plans for each group of the pool."""
-        return 1 if self.dispatch_reason is None else 2
-
-    @property
     def decode_use_tensor_cores(self) -> bool:
         """What FlashInfer would do; see `should_use_tensor_core`."""
         return should_use_tensor_core(self.kv_cache_dtype, self.num_heads, self.num_kv_heads)
@@ -155,15 +152,30 @@ class FlashInferConfig:
             bounds.append(self.kv_last_page_len_buf[0])
         return min(bounds)
 
-    def spec(self, *, causal: bool = True, window_left: int | None = None) -> AttentionSpec:
+    @property
+    def spec(self) -> AttentionSpec:
         """The facts that all layers share."""
-        return AttentionSpec(
-            num_q_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            causal=causal,
-            window_left=window_left,
-        )
+        return AttentionSpec(num_q_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def kinds(self, *, causal: bool = True) -> tuple[LayerKind, ...]:
+        """Of the layers that each wrapper serves, in order.
+
+        Args:
+            causal: Of a decoder's own keys.
+        """
+        own = dataclasses.replace(self.spec, causal=causal)
+        kinds = [LayerKind(own, latent=False, is_cross=False)]
+        if self.is_encoder_decoder:
+            kinds.append(LayerKind(dataclasses.replace(own, causal=False), latent=False, is_cross=True))
+        if self.sliding_window_size is not None:
+            windowed = dataclasses.replace(own, window_left=self.sliding_window_size)
+            kinds.insert(0, LayerKind(windowed, latent=False, is_cross=False))
+        return tuple(kinds)
+
+    def check_prefill(self) -> None:
+        """Refuses what a backend for decode alone does not do."""
+        if self.skip_prefill:
+            raise ValueError("`skip_prefill` backends do decode only.")
 
     def host_table(self, rows: Any) -> Any:
         """The constructor's table as it is now.
@@ -180,18 +192,6 @@ class FlashInferConfig:
                 "`req_to_token` must be given inside jit, and where the backend's is not a table of NumPy. Got None."
             )
         return jnp.array(table)  # a copy: the engine goes on writing into its own
-
-    def check_table(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks the shape of a table of token slots.
-
-        Raises:
-            ValueError: It has no row a request of `max_context_len` slots.
-        """
-        if len(shape) != 2 or shape[1] < self.max_context_len:
-            raise ValueError(
-                f"`{name}` must have a row a request of at least max_context_len={self.max_context_len} slots. "
-                f"Got {name}.shape={shape}."
-            )
 
 
 def _shape(name: str, value: Any, axes: int) -> tuple[int, ...]:

@@ -9,23 +9,14 @@ from jaxtyping import Array, Float, Int
 from jattn.arguments import check_whole, in_words, instance, integers, scale_arrays, whole
 from jattn.attention.backend import BackendOptions
 from jattn.attention.layer import AttentionLayer
-from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch, checked_requests
+from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
-from jattn.surfaces.checks import WORDS, as_given, bucket_rows, checked_rows, saved
+from jattn.surfaces.checks import WORDS, as_given, checked_rows, saved
 from jattn.surfaces.cuda_graph_state import CudaGraphState
-from jattn.surfaces.sglang.building import (
-    NOWHERE,
-    Drafting,
-    Places,
-    build,
-    num_drafted,
-    places_of_requests,
-    places_of_tables,
-    slots_of_tokens,
-    tokens_a_sequence,
-)
+from jattn.surfaces.places import NOWHERE, replayed_batch
+from jattn.surfaces.sglang.building import Builder
 from jattn.surfaces.sglang.checks import check_call
 from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
@@ -109,22 +100,11 @@ class FlashAttentionBackend:
             ValueError: The batch says neither its pages nor its requests, or its tokens and rows do not go together.
         """
         forward_batch = checked_batch(forward_batch)
-        q_len = tokens_a_sequence(forward_batch.forward_mode, forward_batch.spec_info, self._drafting, self.config)
+        q_len = self._builder.q_len(forward_batch.forward_mode, forward_batch.spec_info)
         slots = forward_batch.out_cache_loc
         if q_len is not None:
-            tokens = forward_batch.batch_size * q_len
-            slots = tuple(self._of_this_step(group_slots, tokens) for group_slots in slots)
-        return build(
-            mode=forward_batch.forward_mode,
-            seq_lens=forward_batch.seq_lens,
-            cu_q_lens=forward_batch.cu_q_lens,
-            places=self._places(forward_batch),
-            slots=slots,
-            encoder_lens=forward_batch.encoder_lens,
-            spec_info=forward_batch.spec_info,
-            drafting=self._drafting,
-            config=self.config,
-        )
+            slots = tuple(self._of_this_step(group_slots, forward_batch.batch_size * q_len) for group_slots in slots)
+        return self._builder.build(forward_batch, self._builder.places(forward_batch), slots)
 
     def forward_extend(
         self,
@@ -170,15 +150,7 @@ class FlashAttentionBackend:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> CudaGraphState:
         """The static sizes for steps of at most `max_bs` sequences and `max_num_tokens` tokens, `max_bs` if None."""
-        max_num_tokens = max_bs if max_num_tokens is None else max_num_tokens
-        for name, size in (("max_bs", max_bs), ("max_num_tokens", max_num_tokens)):
-            whole(name, size, 0)
-        if max_bs < 1 or max_num_tokens < max_bs:
-            raise ValueError(
-                "`max_bs` must be at least 1 and `max_num_tokens` at least `max_bs`. "
-                f"Got max_bs={max_bs}, max_num_tokens={max_num_tokens}."
-            )
-        return CudaGraphState(max_bs, max_num_tokens, self.config.max_pages)
+        return CudaGraphState(max_bs, max_bs if max_num_tokens is None else max_num_tokens, self.config.max_pages)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -239,43 +211,27 @@ class FlashAttentionBackend:
         """
         whole("bs", bs)
         q_len = self._captured_q_len(forward_mode, spec_info)
-        req_pool_indices, seq_lens, encoder_lens = checked_requests(req_pool_indices, seq_lens, encoder_lens)
-        given = seq_lens.shape[0]
-        seq_lens = bucket_rows(seq_lens, bs, self.get_cuda_graph_seq_len_fill_value())
+        rows = (req_pool_indices, seq_lens, encoder_lens, self.get_cuda_graph_seq_len_fill_value(), req_to_token)
+        batch = replayed_batch(bs, q_len, *rows, forward_mode=forward_mode, spec_info=spec_info)
         if forward_mode.is_idle():
-            seq_lens = jnp.zeros_like(seq_lens)
-        encoder_lens = None if encoder_lens is None else bucket_rows(encoder_lens, bs, 0)
-        added = num_drafted(forward_mode, spec_info, self._drafting, self.config)
-        places = places_of_requests(
-            req_to_token, bucket_rows(req_pool_indices, bs, 0), encoder_lens, added, self.config
-        )
+            batch = dataclasses.replace(batch, seq_lens=jnp.zeros_like(batch.seq_lens))
+        places = self._builder.places(batch)
         if out_cache_loc is None:
-            slots = slots_of_tokens(places, seq_lens, forward_mode, spec_info, self._drafting, self.config)
-        else:
-            out_cache_loc = integers("out_cache_loc", out_cache_loc, "tokens")
-            by_row = self._of_this_step(out_cache_loc, given * q_len).reshape(given, q_len)[:bs].astype(jnp.int32)
-            by_row = jnp.pad(by_row, ((0, bs - by_row.shape[0]), (0, 0)), constant_values=NOWHERE)
-            slots = jnp.where(seq_lens[:, None] > 0, by_row, NOWHERE).reshape(-1)
-        return build(
-            mode=forward_mode,
-            seq_lens=seq_lens,
-            cu_q_lens=None,
-            places=places,
-            slots=(slots,),
-            encoder_lens=encoder_lens,
-            spec_info=spec_info,
-            drafting=self._drafting,
-            config=self.config,
-        )
+            return self._builder.build(batch, places, (self._builder.slots(batch, places),))
+        given, out_cache_loc = len(seq_lens), integers("out_cache_loc", out_cache_loc, "tokens")
+        by_row = self._of_this_step(out_cache_loc, given * q_len).reshape(given, q_len)[:bs]
+        by_row = jnp.pad(by_row, ((0, bs - by_row.shape[0]), (0, 0)), constant_values=NOWHERE)
+        slots = jnp.where(batch.seq_lens[:, None] > 0, by_row, NOWHERE).reshape(-1)
+        return self._builder.build(batch, places, (slots,))
 
     @property
-    def _drafting(self) -> Drafting:
-        return Drafting(self.speculative_step_id, self.topk, self.speculative_num_steps)
+    def _builder(self) -> Builder:
+        return Builder(self.config, self.speculative_step_id, self.topk, self.speculative_num_steps)
 
     def _captured_q_len(self, mode: ForwardMode, spec_info: SpecInput | None) -> int:
         instance("forward_mode", mode, ForwardMode)
         instance("spec_info", spec_info, EagleDraftInput, EagleVerifyInput, type(None))
-        q_len = tokens_a_sequence(mode, spec_info, self._drafting, self.config)
+        q_len = self._builder.q_len(mode, spec_info)
         if q_len is None:
             raise NotImplementedError(
                 "Only decode, drafting and target verify are captured; jit `init_forward_metadata` for an extend step. "
@@ -293,22 +249,6 @@ class FlashAttentionBackend:
                 f"Got out_cache_loc.shape={slots.shape}."
             )
         return slots.reshape(num_tokens, steps)[:, self.speculative_step_id]
-
-    def _places(self, forward_batch: ForwardBatch) -> Places:
-        added = num_drafted(forward_batch.forward_mode, forward_batch.spec_info, self._drafting, self.config)
-        if forward_batch.page_tables:
-            return places_of_tables(forward_batch, added, self.config)
-        if forward_batch.req_to_token_pool is None or forward_batch.req_pool_indices is None:
-            raise ValueError(
-                "`forward_batch` must have `page_tables`, or `req_pool_indices` and `req_to_token_pool`. Got neither."
-            )
-        return places_of_requests(
-            forward_batch.req_to_token_pool.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.encoder_lens,
-            added,
-            self.config,
-        )
 
     @in_words(**WORDS)
     def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
