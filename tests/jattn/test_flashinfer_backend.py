@@ -174,7 +174,7 @@ def capture(backend, bs=2, num_tokens=2, mode=ForwardMode.DECODE, width=CONTEXT,
     [
         (lambda: make_backend(0), "`page_size` must be a whole number of at least 1. Got 0"),
         (lambda: make_backend(num_heads=3), "must be a multiple of `num_kv_heads`"),
-        (lambda: make_backend(req_to_token=(1, 8)), "at least max_context_len=128"),
+        (lambda: make_backend(req_to_token=(1, 8)), "at least `max_context_len`=128"),
         (lambda: make_backend(sliding_window_size=3, is_encoder_decoder=True), "`sliding_window_size` must be None"),
         (lambda: make_backend(sliding_window_size=-5), "`sliding_window_size` must be None or a whole number"),
         (lambda: make_backend(num_draft_tokens=0), "`num_draft_tokens` must be None or a whole number of at least 1"),

@@ -1,9 +1,5 @@
 """vLLM v0's flash_attn surface over jattn's kernels: its names, and FlashAttentionBackend, which knows them."""
 
-from typing import Any
-
-from jaxtyping import Array, Float
-
 from jattn.arguments import whole, whole_number
 from jattn.surfaces.vllm.v0_blocks import copy_blocks, swap_blocks
 from jattn.surfaces.vllm.v0_builder import CommonAttentionState, FlashAttentionMetadataBuilder
@@ -78,36 +74,5 @@ class FlashAttentionBackend:
             raise ValueError(f"`head_size` must be one of {', '.join(map(str, HEAD_SIZES))}. Got {head_size}.")
         return 2, whole("num_blocks", num_blocks), int(block_size), whole("num_kv_heads", num_kv_heads), int(head_size)
 
-    @staticmethod
-    def copy_blocks(
-        kv_caches: list[Float[Array, "2 P page_size K H"]], src_to_dists: Any
-    ) -> list[Float[Array, "2 P page_size K H"]]:
-        """The caches with block src copied to block dst for each pair; all copies read what was there before.
-
-        The caches are donated: keep what is returned.
-
-        Args:
-            src_to_dists: Pairs [n, 2] of block numbers, on the host or the device; n may be 0.
-
-        Raises:
-            ValueError: The pairs are no [n, 2], or a block is not in the caches.
-        """
-        return copy_blocks(kv_caches, src_to_dists)
-
-    @staticmethod
-    def swap_blocks(
-        src_kv_cache: Float[Any, "2 P page_size K H"],
-        dst_kv_cache: Float[Any, "2 P_dst page_size K H"],
-        src_to_dst: Any,
-    ) -> Float[Any, "2 P_dst page_size K H"]:
-        """The destination with block src of the source at block dst for each pair, from device to host or back.
-
-        Args:
-            src_kv_cache: On the device, or a NumPy array on the host.
-            dst_kv_cache: As well. Donated on the device, written in place if NumPy: keep what is returned.
-            src_to_dst: As there.
-
-        Raises:
-            ValueError: The pairs are no [n, 2], a block is not in its cache, or the caches' blocks differ.
-        """
-        return swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst)
+    copy_blocks = staticmethod(copy_blocks)
+    swap_blocks = staticmethod(swap_blocks)

@@ -10,7 +10,7 @@ import numpy as np
 from jattn.arguments import check_fields, host_integers, instance, whole
 from jattn.surfaces.vllm.schedules import schedules_of
 from jattn.surfaces.vllm.v0_inputs import InputBuilder, InterDataForSeqGroup
-from jattn.surfaces.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata, read_of
+from jattn.surfaces.vllm.v0_metadata import PAD_SLOT_ID, FlashAttentionMetadata
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +187,10 @@ class FlashAttentionMetadataBuilder:
         config = self.input_builder
         kinds = schedules_of(config.attention_layers, config.dtype, config.attention_chunk_size, self.block_size)
         parts = {"prefill_schedules": metadata.prefill_metadata, "decode_schedules": metadata.decode_metadata}
-        if kinds is None:
-            return metadata
         made = {
-            name: kinds.over(
-                read_of(part, part.block_tables, part.seq_lens_tensor), part.num_prefill_tokens + part.num_decode_tokens
-            )
+            name: kinds.over(part.read(), part.num_prefill_tokens + part.num_decode_tokens)
             for name, part in parts.items()
-            if part is not None
+            if kinds is not None and part is not None
         }
         return dataclasses.replace(metadata, **made)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jattn.arguments import array, check_fields, check_whole, in_words, instance, number, scale_arrays, whole_number
 from jattn.attention.metadata import QueriesOverPages
@@ -21,7 +21,6 @@ from jattn.surfaces.vllm.v0_metadata import (
     _get_causal_option,
     _get_query_key_seq_metadata,
     checked_metadata,
-    read_of,
 )
 from jattn.surfaces.vllm.words import CROSS_WORDS, WORDS
 from jattn_kernels import AttentionSpec, ragged_extend, write_pages
@@ -155,13 +154,14 @@ class FlashAttentionImpl:
         key: Float[Array, "Tk K H"] | None,
         value: Float[Array, "Tk K H"] | None,
         kv_cache: Float[Array, "..."] | None,
-        attn_metadata: FlashAttentionMetadata,
+        attn_metadata: Any,
         output: Float[Array, "T N H"] | None = None,
         output_scale: Float[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "T N H"], Float[Array, "..."] | None]:
         """Writes this pass's keys and values, then attends; prefills and decodes in one call. The cache may be donated.
 
         Args:
+            query, key, value: In v1, rows past the metadata's `num_actual_tokens` are padding.
             key, value: This pass's; both None to read only what is cached. Of encoder tokens in cross attention.
             kv_cache: Of shape `get_kv_cache_shape`; None or empty to attend to `key` and `value` alone, as encoders do
                 in any case.
@@ -175,14 +175,26 @@ class FlashAttentionImpl:
             ValueError: Arguments do not belong together.
             NotImplementedError: `output_scale` is given.
         """
-        metadata = checked_metadata(attn_metadata)
-        query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
-        refuse_output_scale(output_scale)
-        self._check_types_fields(query, metadata)
-        with in_words(**(CROSS_WORDS if self.attn_type == AttentionType.ENCODER_DECODER else {})):
+        check_fields("layer", layer, "_q_scale", "_k_scale", "_v_scale")
+        metadata = self._checked_metadata(attn_metadata)
+        query, key, value, kv_cache = self._checked(query, key, value, kv_cache)
+        if output_scale is not None:
+            raise NotImplementedError("`output_scale` must be None: the output is not quantised here.")
+        with in_words(**self._words()):
             return self._served(layer, query, key, value, kv_cache, metadata)
 
-    def _served(self, layer, query, key, value, kv_cache, metadata: FlashAttentionMetadata) -> tuple[Any, Any]:
+    def _words(self) -> dict[str, str]:
+        """What this surface calls arguments of the kernels."""
+        return CROSS_WORDS if self.attn_type == AttentionType.ENCODER_DECODER else WORDS
+
+    def _checked_metadata(self, attn_metadata: Any) -> Any:
+        return checked_metadata(attn_metadata)
+
+    def _served(
+        self, layer: AttentionLayer, query: Array, key: Array | None, value: Array | None, kv_cache: Any, metadata: Any
+    ) -> tuple[Float[Array, "T N H"], Float[Array, "..."] | None]:
+        """What `forward` answers, of arguments that it has checked."""
+        self._check_types_fields(query, metadata)
         cached = kv_cache is not None and kv_cache.size > 0
         if not _reads_cache(self.attn_type) or not cached:
             if key is None or value is None:
@@ -195,29 +207,17 @@ class FlashAttentionImpl:
             raise ValueError("`slot_mapping` must be given where a cache is read. Got None.")
         kv_cache = self.save(layer, key, value, kv_cache, slots)
         spec, outs = self.spec(self._chunk_size(metadata)), []
-        prefills = metadata.prefill_metadata, 0, metadata.prefill_schedules
-        decodes = metadata.decode_metadata, metadata.num_prefill_tokens, metadata.decode_schedules
-        for part, first, schedules in (prefills, decodes):
-            if part is None:
-                continue
-            tables, lens = (
-                (part.cross_block_tables, part.encoder_seq_lens_tensor)
-                if cross
-                else (part.block_tables, part.seq_lens_tensor)
-            )
-            if tables is None or lens is None:
-                raise ValueError("`block_tables` and `seq_lens_tensor` must be given where a cache is read. Got None.")
-            rows = query[first : first + part.num_prefill_tokens + part.num_decode_tokens]
-            outs.append(self.attend(layer, rows, kv_cache, read_of(part, tables, lens), spec, schedules))
+        for part, first, schedules in (
+            (metadata.prefill_metadata, 0, metadata.prefill_schedules),
+            (metadata.decode_metadata, metadata.num_prefill_tokens, metadata.decode_schedules),
+        ):
+            if part is not None:
+                rows = query[first : first + part.num_prefill_tokens + part.num_decode_tokens]
+                outs.append(self._attend(layer, rows, kv_cache, part.read(cross), spec, schedules))
         return jnp.concatenate(outs), kv_cache
 
-    def checked(self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any) -> tuple[Any, Any, Any, Any]:
-        """Queries, keys, values and cache as JAX's arrays, or None; the cache too if it is empty.
-
-        Raises:
-            ValueError: One is no array of the right axes, or only one of `key` and `value` is given.
-        """
-        check_fields("layer", layer, "_q_scale", "_k_scale", "_v_scale")
+    def _checked(self, query: Any, key: Any, value: Any, kv_cache: Any) -> tuple[Any, Any, Any, Any]:
+        """Queries, keys, values and cache as JAX's arrays, or None; the cache too if it is empty."""
         axes = ("num_tokens", "num_heads", "head_size")
         query = array("query", query, *axes)
         if query.shape[1:] != (self.num_heads, self.head_size):
@@ -233,19 +233,9 @@ class FlashAttentionImpl:
         return query, key, value, kv_cache
 
     def save(
-        self,
-        layer: AttentionLayer,
-        key: Float[Array, "Tk K H"] | None,
-        value: Float[Array, "Tk K H"] | None,
-        kv_cache: Float[Array, "..."],
-        slots: Int[Array, " Tk"],
-        page_layout: PageLayout = "NHD",
-    ) -> Float[Array, "..."]:
-        """The cache with keys and values at their slots; as it was if there are none or another layer writes them.
-
-        Raises:
-            ValueError: The cache's dtype is not the one that `kv_cache_dtype` says.
-        """
+        self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Array, slots: Array, layout: PageLayout = "NHD"
+    ) -> Array:
+        """The cache with keys and values at their slots; as it was if there are none or another layer writes them."""
         expected = cache_dtype(self.kv_cache_dtype)
         if expected is not None and kv_cache.dtype != expected:
             raise ValueError(
@@ -256,39 +246,34 @@ class FlashAttentionImpl:
             return kv_cache
         if key.shape[0] != slots.shape[0]:
             raise ValueError(f"`key` must have a row for each of {slots.shape[0]} slots. Got key.shape={key.shape}.")
-        with in_words(**WORDS):
-            kv_cache, _ = write_pages(
-                kv_cache,
-                None,
-                key,
-                value,
-                slots,
-                layout=page_layout,
-                combined_pool="kv_first",
-                **scale_arrays(k_scale=layer._k_scale, v_scale=layer._v_scale),
-            )
+        scales = scale_arrays(k_scale=layer._k_scale, v_scale=layer._v_scale)
+        kv_cache, _ = write_pages(kv_cache, None, key, value, slots, layout=layout, combined_pool="kv_first", **scales)
         return kv_cache
 
-    def attend(
+    def _attend(
         self,
         layer: AttentionLayer,
-        query: Float[Array, "T N H"],
-        kv_cache: Float[Array, "..."],
+        query: Array,
+        kv_cache: Array,
         read: QueriesOverPages,
         spec: AttentionSpec,
         schedules: Schedules | None,
-    ) -> Float[Array, "T N H"]:
+    ) -> Any:
         """Attention over the cache."""
-        with in_words(**WORDS):
-            schedule = None if schedules is None else schedules.of(spec)
-            return attend_pages(query, kv_cache, None, read, spec=spec, schedule=schedule, **self.options(layer, query))
+        schedule = None if schedules is None else schedules.of(spec)
+        return attend_pages(query, kv_cache, None, read, spec=spec, schedule=schedule, **self._options(layer, query))
 
-    def options(self, layer: AttentionLayer, query: Float[Array, "T N H"]) -> dict[str, Any]:
-        """Scales and slopes, as the kernels take them."""
-        scales = scale_arrays(q_scale=layer._q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
-        return {"alibi_slopes": self._slopes(), **_for_queries(query, scales)}
+    def _options(self, layer: AttentionLayer, query: Array) -> dict[str, Any]:
+        """Scales and slopes, as the kernels take them.
 
-    def _attend_uncached(self, layer, query, key, value, metadata: FlashAttentionMetadata) -> Array:
+        Queries not in fp8 come undivided, and vLLM's `_q_scale` is what it divides those by.
+        """
+        q_scale = layer._q_scale if query.dtype.itemsize == 1 else None
+        slopes = None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+        scales = scale_arrays(q_scale=q_scale, k_scale=layer._k_scale, v_scale=layer._v_scale)
+        return {"alibi_slopes": slopes, **scales}
+
+    def _attend_uncached(self, layer, query, key, value, metadata: FlashAttentionMetadata) -> Any:
         part = metadata.prefill_metadata
         if part is None or (metadata.num_decode_tokens and self.attn_type != AttentionType.ENCODER):
             raise ValueError(
@@ -301,16 +286,12 @@ class FlashAttentionImpl:
         query_start_loc, _, key_start_loc, _ = _get_query_key_seq_metadata(part, True, self.attn_type)
         if query_start_loc is None or key_start_loc is None:
             raise ValueError("`query_start_loc` and `seq_start_loc` must be given where no cache is read. Got None.")
+        options: dict[str, Any] = self._options(layer, query) | {
+            "k_scale": None,
+            "v_scale": None,
+        }
         spec = self.spec(self._chunk_size(metadata), paged=False)
-        with in_words(**WORDS):
-            facts: dict[str, Any] = {"spec": spec, "alibi_slopes": self._slopes()}
-            scale = {"q_scale": self.options(layer, query)["q_scale"]}
-            out = ragged_extend(query, key, value, query_start_loc, key_start_loc, **facts, **scale)
-        assert isinstance(out, jax.Array)
-        return out
-
-    def _slopes(self) -> Float[Array, " N"] | None:
-        return None if self.alibi_slopes is None else jnp.asarray(self.alibi_slopes, jnp.float32)
+        return ragged_extend(query, key, value, query_start_loc, key_start_loc, spec=spec, **options)
 
     def _chunk_size(self, metadata: FlashAttentionMetadata) -> int | None:
         return metadata.attention_chunk_size if self.use_irope else None
@@ -326,17 +307,6 @@ class FlashAttentionImpl:
         tokens = metadata.num_encoder_tokens if encoder else tokens
         if query.shape[0] != tokens:
             raise ValueError(f"`query` must have the metadata's {tokens} tokens. Got query.shape={query.shape}.")
-
-
-def _for_queries(query: Array, scales: dict[str, Any]) -> dict[str, Any]:
-    """The scales that count: queries not in fp8 come undivided, and vLLM's `_q_scale` is what it divides those by."""
-    return scales if query.dtype.itemsize == 1 else scales | {"q_scale": None}
-
-
-def refuse_output_scale(output_scale: Array | None) -> None:
-    """Raises NotImplementedError if an output is to be quantised."""
-    if output_scale is not None:
-        raise NotImplementedError("`output_scale` must be None: the output is not quantised here.")
 
 
 def _reads_cache(attn_type: str) -> bool:

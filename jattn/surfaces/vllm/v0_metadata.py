@@ -16,6 +16,20 @@ from jattn.attention.metadata import QueriesOverPages
 from jattn.surfaces.vllm.schedules import Schedules
 
 PAD_SLOT_ID = -1
+# The axes of lengths and places, of which those that begin with rows or tokens are cut to those of a part.
+_ON_HOST = dict.fromkeys(("seq_lens", "encoder_seq_lens"), ("rows",))
+_AXES = {
+    "slot_mapping": ("tokens",),
+    "seq_lens_tensor": ("rows",),
+    "context_lens_tensor": ("rows",),
+    "block_tables": ("rows", "max_blocks"),
+    "query_start_loc": ("rows + 1",),
+    "seq_start_loc": ("rows + 1",),
+    "encoder_seq_lens_tensor": ("rows",),
+    "encoder_seq_start_loc": ("rows + 1",),
+    "cross_slot_mapping": ("encoder_tokens",),
+    "cross_block_tables": ("rows", "max_encoder_blocks"),
+}
 
 
 class AttentionType(enum.StrEnum):
@@ -130,16 +144,9 @@ class FlashAttentionMetadata:
             return None
         if self._cached_prefill_metadata is not None:
             return self._cached_prefill_metadata
-        return dataclasses.replace(
-            self,
-            num_decode_tokens=0,
-            slot_mapping=self.slot_mapping[: self.num_prefill_tokens],
-            use_cuda_graph=False,
-            max_decode_query_len=0,
-            max_decode_seq_len=0,
-            _cached_decode_metadata=None,
-            **self._rows(slice(0, self.num_prefills)),
-        )
+        tokens = slice(0, self.num_prefill_tokens)
+        none = {"num_decode_tokens": 0, "max_decode_query_len": 0, "max_decode_seq_len": 0, "use_cuda_graph": False}
+        return self._part(slice(0, self.num_prefills), tokens, _cached_decode_metadata=None, **none)
 
     @property
     def decode_metadata(self) -> "FlashAttentionMetadata | None":
@@ -148,17 +155,38 @@ class FlashAttentionMetadata:
             return None
         if self._cached_decode_metadata is not None:
             return self._cached_decode_metadata
-        return dataclasses.replace(
-            self,
-            num_prefills=0,
-            num_prefill_tokens=0,
-            slot_mapping=self.slot_mapping[self.num_prefill_tokens :],
-            multi_modal_placeholder_index_maps=None,
-            max_query_len=self.max_decode_query_len,
-            max_prefill_seq_len=0,
-            _cached_prefill_metadata=None,
-            **self._rows(slice(self.num_prefills, None)),
-        )
+        tokens = slice(self.num_prefill_tokens, None)
+        none = {"num_prefills": 0, "num_prefill_tokens": 0, "max_prefill_seq_len": 0, "_cached_prefill_metadata": None}
+        others = {"multi_modal_placeholder_index_maps": None, "max_query_len": self.max_decode_query_len}
+        return self._part(slice(self.num_prefills, None), tokens, **none, **others)
+
+    def _part(self, rows: slice, tokens: slice, **changes: Any) -> "FlashAttentionMetadata":
+        """The metadata of some rows and their tokens."""
+        ends = slice(rows.start, None if rows.stop is None else rows.stop + 1)
+        for name, (axis, *_) in (_AXES | _ON_HOST).items():
+            value = getattr(self, name)
+            if value is not None and axis == "rows + 1":
+                changes[name] = value[ends] - value[rows.start]
+            elif value is not None and axis in ("rows", "tokens"):
+                changes[name] = value[rows if axis == "rows" else tokens]
+        return dataclasses.replace(self, **changes)
+
+    def read(self, cross: bool = False) -> QueriesOverPages:
+        """What the prefills or the decodes read, whose metadata this is.
+
+        Args:
+            cross: Of their encoders' keys.
+
+        Raises:
+            ValueError: The pages or the lengths are missing.
+        """
+        tables = self.cross_block_tables if cross else self.block_tables
+        lens = self.encoder_seq_lens_tensor if cross else self.seq_lens_tensor
+        if tables is None or lens is None:
+            raise ValueError("`block_tables` and `seq_lens_tensor` must be given where a cache is read. Got None.")
+        one_token_a_row = self.num_prefills == 0 and (self.max_decode_query_len or 1) == 1
+        starts = None if one_token_a_row else self.query_start_loc
+        return QueriesOverPages(page_table=tables, seq_lens=lens, cu_q_lens=starts, q_len=1 if starts is None else None)
 
     def advance_step(
         self,
@@ -224,43 +252,15 @@ class FlashAttentionMetadata:
             max_query_len=1,
             max_decode_query_len=1,
             query_start_loc=jnp.arange(num_seqs + 1, dtype=jnp.int32),
-            seq_start_loc=start_locations(lens),
+            seq_start_loc=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)]),
             _cached_prefill_metadata=None,
             _cached_decode_metadata=None,
             prefill_schedules=None,
         )
         kinds = self.decode_schedules or self.prefill_schedules
         if kinds is not None:
-            read = QueriesOverPages(page_table=self.block_tables, seq_lens=lens, q_len=1)
-            metadata = dataclasses.replace(metadata, decode_schedules=kinds.over(read, num_seqs))
+            metadata = dataclasses.replace(metadata, decode_schedules=kinds.over(metadata.read(), num_seqs))
         return metadata, ModelInput(tokens, jnp.where(grows, position.astype(positions.dtype), positions))
-
-    def _rows(self, rows: slice) -> dict[str, Any]:
-        """The fields with an entry a row, of these rows."""
-        by_row = (
-            "seq_lens",
-            "seq_lens_tensor",
-            "context_lens_tensor",
-            "block_tables",
-            "encoder_seq_lens",
-            "encoder_seq_lens_tensor",
-            "cross_block_tables",
-        )
-        fields = {name: None if (x := getattr(self, name)) is None else x[rows] for name in by_row}
-        ends = slice(rows.start, None if rows.stop is None else rows.stop + 1)
-        for name in ("query_start_loc", "seq_start_loc", "encoder_seq_start_loc"):
-            offsets = getattr(self, name)
-            fields[name] = None if offsets is None else offsets[ends] - offsets[rows.start]
-        return fields
-
-
-def read_of(part: FlashAttentionMetadata, block_tables: Any, seq_lens: Any) -> QueriesOverPages:
-    """What the prefills or the decodes of a batch read."""
-    one_token_a_row = part.num_prefills == 0 and (part.max_decode_query_len or 1) == 1
-    starts = None if one_token_a_row else part.query_start_loc
-    return QueriesOverPages(
-        page_table=block_tables, seq_lens=seq_lens, cu_q_lens=starts, q_len=1 if starts is None else None
-    )
 
 
 def checked_metadata(attn_metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
@@ -270,24 +270,8 @@ def checked_metadata(attn_metadata: FlashAttentionMetadata) -> FlashAttentionMet
         ValueError: It is none, or a field is not what it must be.
     """
     instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
-    axes = {
-        "slot_mapping": ("tokens",),
-        "seq_lens_tensor": ("rows",),
-        "block_tables": ("rows", "max_blocks"),
-        "query_start_loc": ("rows + 1",),
-        "seq_start_loc": ("rows + 1",),
-        "encoder_seq_lens_tensor": ("rows",),
-        "encoder_seq_start_loc": ("rows + 1",),
-        "cross_slot_mapping": ("encoder_tokens",),
-        "cross_block_tables": ("rows", "max_encoder_blocks"),
-    }
-    given = {name: getattr(attn_metadata, name) for name in axes if getattr(attn_metadata, name) is not None}
-    return dataclasses.replace(attn_metadata, **{name: integers(name, given[name], *axes[name]) for name in given})
-
-
-def start_locations(lens: Int[Array, " B"]) -> Int[Array, " B_plus_1"]:
-    """Running sums of lengths, from 0."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lens, dtype=jnp.int32)])
+    given = {name: getattr(attn_metadata, name) for name in _AXES if getattr(attn_metadata, name) is not None}
+    return dataclasses.replace(attn_metadata, **{name: integers(name, given[name], *_AXES[name]) for name in given})
 
 
 def _get_causal_option(attn_type: str) -> bool:

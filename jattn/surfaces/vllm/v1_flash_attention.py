@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn.arguments import check_fields, check_whole, in_words, instance, integers, whole
+from jattn.arguments import check_fields, check_whole, instance, integers, whole
 from jattn.attention.metadata import QueriesOverPages
 from jattn.surfaces.vllm import v0_impl
 from jattn.surfaces.vllm.schedules import Schedules, schedules_of
 from jattn.surfaces.vllm.v0_metadata import AttentionType
 from jattn.surfaces.vllm.v1 import AttentionMetadataBuilder, CommonAttentionMetadata, VllmConfig, get_kv_cache_layout
+from jattn.surfaces.vllm.words import V1_WORDS
 from jattn_kernels import shared_prefix_decode
 
 __all__ = [
@@ -164,36 +165,22 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
         if self.attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"v1 has decoders only: use `jattn.vllm.v0`. Got attn_type={self.attn_type!r}.")
 
-    def forward(
+    def _words(self) -> dict[str, str]:
+        return V1_WORDS
+
+    def _checked_metadata(self, attn_metadata: Any) -> Any:
+        instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
+        return attn_metadata
+
+    def _served(
         self,
         layer: v0_impl.AttentionLayer,
-        query: Float[Array, "T N H"],
-        key: Float[Array, "T K H"] | None,
-        value: Float[Array, "T K H"] | None,
-        kv_cache: Float[Array, "..."] | None,
-        attn_metadata: Any,
-        output: Float[Array, "T N H"] | None = None,
-        output_scale: Float[Array, "..."] | None = None,
+        query: Array,
+        key: Array | None,
+        value: Array | None,
+        kv_cache: Any,
+        metadata: FlashAttentionMetadata,
     ) -> tuple[Float[Array, "T N H"], Float[Array, "..."] | None]:
-        """Writes this pass's keys and values, then attends. The cache may be donated.
-
-        Args:
-            query, key, value: Rows past the metadata's `num_actual_tokens` are padding. `key` and `value` may both be
-                None, to read only what is cached.
-            output: Accepted for vLLM's sake and ignored: the output is returned.
-            output_scale: Refused.
-
-        Returns:
-            The output, 0 for padded tokens, and the cache.
-
-        Raises:
-            ValueError: Arguments do not belong together.
-            NotImplementedError: `output_scale` is given.
-        """
-        instance("attn_metadata", attn_metadata, FlashAttentionMetadata)
-        metadata, layout = attn_metadata, get_kv_cache_layout()
-        query, key, value, kv_cache = self.checked(layer, query, key, value, kv_cache)
-        v0_impl.refuse_output_scale(output_scale)
         rows, tokens = query.shape[0], metadata.num_actual_tokens
         if kv_cache is None or rows < tokens:
             raise ValueError(
@@ -205,14 +192,13 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             query = query[:tokens]
         if key is not None and value is not None and key.shape[0] > tokens:
             key, value = key[:tokens], value[:tokens]
-        # As v0's words, but for these two.
-        with in_words(block_tables="block_table", seq_lens_tensor="seq_lens"):
-            kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
-            spec = self.spec(metadata.attention_chunk_size if self.use_irope else None, layout)
-            if metadata.prefix_len is None:
-                out = self.attend(layer, query, kv_cache, metadata.read, spec, metadata.schedules)
-            else:
-                out = self._attend_prefix_once(layer, query, kv_cache, metadata, spec)
+        layout = get_kv_cache_layout()
+        kv_cache = self.save(layer, key, value, kv_cache, metadata.slot_mapping, layout)
+        spec = self.spec(metadata.attention_chunk_size if self.use_irope else None, layout)
+        if metadata.prefix_len is None:
+            out = self._attend(layer, query, kv_cache, metadata.read, spec, metadata.schedules)
+        else:
+            out = self._attend_prefix_once(layer, query, kv_cache, metadata, spec)
         return jnp.pad(out, ((0, rows - tokens), (0, 0), (0, 0))), kv_cache
 
     def _attend_prefix_once(self, layer, query, kv_cache, metadata: FlashAttentionMetadata, spec) -> Array:
@@ -228,7 +214,7 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             metadata.suffix_table,
             metadata.suffix_lens,
             spec=spec,
-            **self.options(layer, query),
+            **self._options(layer, query),
         )
         assert isinstance(out, jax.Array)
         return out[:, 0]

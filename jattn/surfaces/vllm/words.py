@@ -16,11 +16,13 @@ WORDS = {
     "k_scale": "layer._k_scale",
     "v_scale": "layer._v_scale",
 }
+V1_WORDS = WORDS | {"page_table": "block_table", "seq_lens": "seq_lens"}
 
-# What these are called in cross attention.
-CROSS_WORDS = {
+# In cross attention, where v0's own sentences speak of other fields, too.
+_CROSS = {
     "seq_start_loc": "encoder_seq_start_loc",
     "slot_mapping": "cross_slot_mapping",
     "block_tables": "cross_block_tables",
     "seq_lens_tensor": "encoder_seq_lens_tensor",
 }
+CROSS_WORDS = {name: _CROSS.get(word, word) for name, word in WORDS.items()} | _CROSS
