@@ -39,19 +39,7 @@ class AttentionBackend(Protocol):
         """Writes this pass's keys and values, then attends; many tokens a sequence."""
         ...
 
-    def forward_decode(
-        self,
-        q: Float[Array, "B N H"],
-        k: Float[Array, "B K H"] | None,
-        v: Float[Array, "B K Hv"] | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        metadata: Any,
-        pool: KVPool,
-        save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "B N Hv"], KVPool]:
-        """Writes this pass's keys and values, then attends; one token a sequence."""
-        ...
+    forward_decode = forward_extend  # one token a sequence
 
 
 @typing.runtime_checkable

@@ -90,7 +90,7 @@ class PagedAttentionBackend:
             )
         )
 
-    def with_schedules(self, metadata: AttentionMetadata) -> AttentionMetadata:
+    def with_schedules[M: AttentionMetadata](self, metadata: M) -> M:
         """Metadata with the schedules of the backend's kinds of layer."""
         schedules = tuple(self._schedule(kind, metadata) for kind in self.kinds)
         return dataclasses.replace(metadata, kinds=self.kinds, schedules=schedules)

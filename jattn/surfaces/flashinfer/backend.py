@@ -1,7 +1,6 @@
 """FlashInferAttnBackend: pymllm's backend surface over FlashInfer's plans."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,6 +46,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         """
         return plan_batch(self, checked_batch(forward_batch), use_ragged, extend_no_prefix)
 
+    @in_words(**BACKEND_WORDS)
     def forward_extend(
         self,
         q: Float[Array, "..."],
@@ -54,11 +54,11 @@ class FlashInferAttnBackend(FlashInferConfig):
         v: Float[Array, "..."] | None,
         layer: AttentionLayer,
         forward_batch: ForwardBatch,
-        metadata: PrefillMetadata,
+        metadata: DecodeMetadata | PrefillMetadata,
         pool: KVPool,
         save_kv_cache: bool = True,
     ) -> tuple[Float[Array, "..."], KVPool]:
-        """Writes this pass's keys and values, then attends; many tokens a sequence. The pool may be donated.
+        """Writes this pass's keys and values, then attends. The pool may be donated.
 
         `k` and `v` may be None where the keys are in the pool already, but not with `use_ragged`, except in cross
         attention.
@@ -66,28 +66,29 @@ class FlashInferAttnBackend(FlashInferConfig):
         Raises:
             ValueError: The layer or the arrays contradict the metadata.
         """
-        instance("metadata", metadata, PrefillMetadata)
+        instance("metadata", metadata, DecodeMetadata, PrefillMetadata)
+        given = q
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        if pool.groups[layer.group].v is None:
+            name = pool.groups[layer.group].name
+            raise ValueError(f"`pool` must hold keys and values. Got the latent group {name!r}.")
+        if save_kv_cache:
+            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
+        index = self._wrapper_index(layer)
+        if isinstance(metadata, DecodeMetadata):
+            return as_given(self._attend(metadata.decode_wrappers[index], q, layer, pool)[0], given), pool
         self.check_prefill()
-        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+        plan, ragged = metadata.prefill_wrappers[index], metadata.ragged
+        if ragged is None or layer.is_cross_attention:
+            return as_given(self._attend(plan, q, layer, pool)[0], given), pool
+        if k is None or v is None:
+            raise ValueError("`k` and `v` must be given with `use_ragged`. Got None.")
+        out, lse = ragged.attend(q, k, v, spec=_spec_of(layer, ragged.spec))
+        if not metadata.extend_no_prefix:
+            out, _ = merge_state(out, lse, *self._attend(plan, q, layer, pool))
+        return as_given(out, given), pool
 
-    def forward_decode(
-        self,
-        q: Float[Array, "..."],
-        k: Float[Array, "..."] | None,
-        v: Float[Array, "..."] | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        metadata: DecodeMetadata,
-        pool: KVPool,
-        save_kv_cache: bool = True,
-    ) -> tuple[Float[Array, "..."], KVPool]:
-        """Writes this pass's keys and values, then attends; one token a sequence. The pool may be donated.
-
-        Raises:
-            ValueError: The layer or the arrays contradict the metadata.
-        """
-        instance("metadata", metadata, DecodeMetadata)
-        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+    forward_decode = forward_extend  # one token a sequence: the metadata says which
 
     def mixes(self) -> bool:
         """Whether each sequence's extend costs what its own length asks for and no more, in all that it calls."""
@@ -211,39 +212,14 @@ class FlashInferAttnBackend(FlashInferConfig):
         q_len = 1 if decode else self.num_draft_tokens or 1
         return plan_batch(self, replayed_batch(bs, q_len, *rows, table, forward_mode=forward_mode, spec_info=spec_info))
 
-    @in_words(**BACKEND_WORDS)
-    def _forward(self, q, k, v, layer, forward_batch, metadata: Any, pool: KVPool, save_kv_cache: bool):
-        given = q
-        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
-        if pool.groups[layer.group].v is None:
-            name = pool.groups[layer.group].name
-            raise ValueError(f"`pool` must hold keys and values. Got the latent group {name!r}.")
-        if save_kv_cache:
-            pool = saved(pool, layer, forward_batch, forward_batch.out_cache_loc, k, v)
-        prefill = isinstance(metadata, PrefillMetadata)
-        plans, ragged = (metadata.prefill_wrappers, metadata.ragged) if prefill else (metadata.decode_wrappers, None)
-        paged = functools.partial(self._attend, plans[self._wrapper_index(layer)], q, layer, pool)
-        if ragged is None or layer.is_cross_attention:
-            return as_given(paged()[0], given), pool
-        if k is None or v is None:
-            raise ValueError("`k` and `v` must be given with `use_ragged`. Got None.")
-        out, lse = ragged.attend(q, k, v, spec=_spec_of(layer, ragged.spec))
-        if not metadata.extend_no_prefix:
-            out, _ = merge_state(out, lse, *paged())
-        return as_given(out, given), pool
-
     def _attend(
         self, plan: PagedPlan, q: Float[Array, "T N H"], layer: AttentionLayer, pool: KVPool
     ) -> tuple[Float[Array, "T N Hv"], Float[Array, "T N"]]:
         group = pool.groups[layer.group]
         assert group.v is not None
-        return plan.attend(
-            q,
-            (group.k, group.v),
-            spec=dataclasses.replace(_spec_of(layer, plan.spec), page_layout=group.page_layout),
-            layer_index=layer.layer_id,
-            **scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale),
-        )
+        spec = dataclasses.replace(_spec_of(layer, plan.spec), page_layout=group.page_layout)
+        scales = scale_arrays(k_scale=layer.k_scale, v_scale=layer.v_scale)
+        return plan.attend(q, (group.k, group.v), spec=spec, layer_index=layer.layer_id, **scales)
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
         refuse_chunks(layer)

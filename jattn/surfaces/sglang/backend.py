@@ -138,7 +138,7 @@ class FlashAttentionBackend:
         pool: KVPool,
     ) -> tuple[Float[Array, "T N H"], KVPool]:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
-        return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata.attention, pool)
+        return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata, pool)
 
     def mixes(self) -> bool:
         """As the backend that attends."""
@@ -262,7 +262,7 @@ class FlashAttentionBackend:
         if save_kv_cache:
             pool = saved(pool, layer, forward_batch, metadata.slots, k, v)
         out, pool = self.config.paged_backend.forward_extend(
-            self._stored(q, layer), None, None, layer, forward_batch, metadata.attention, pool
+            self._stored(q, layer), None, None, layer, forward_batch, metadata, pool
         )
         return as_given(out.astype(q.dtype), given), pool
 

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int
 
-from jattn.attention.metadata import AttentionMetadata
 from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.local_attention import pad_local_attention_virtual_batches
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput, tree_of
@@ -98,7 +97,7 @@ class Builder:
             cu_q_lens = jnp.arange(batch.batch_size + 1, dtype=jnp.int32) * q_len
         mask, q_positions = self._tree(batch, seq_lens)
         window, encoder_lens, num_tokens = config.sliding_window_size, batch.encoder_lens, slots[0].shape[0]
-        attention = AttentionMetadata(
+        metadata = FlashAttentionMetadata(
             page_tables=places.page_tables,
             seq_lens=cache_lens,
             cu_q_lens=cu_q_lens if q_len is None else None,
@@ -108,11 +107,7 @@ class Builder:
             custom_mask=mask,
             encoder_page_table=places.encoder_page_table,
             encoder_lens=encoder_lens,
-        )
-        max_q_len = num_tokens if q_len is None else q_len
-        return FlashAttentionMetadata(
-            attention=config.paged_backend.with_schedules(attention),
-            max_seq_len_q=max_q_len,
+            max_seq_len_q=num_tokens if q_len is None else q_len,
             max_seq_len_k=config.max_context_len,
             cu_seqlens_q=cu_q_lens,
             cu_seqlens_k=_cumulative(cache_lens),
@@ -120,25 +115,25 @@ class Builder:
             encoder_cu_seqlens_k=None if encoder_lens is None else _cumulative(encoder_lens),
             encoder_max_seq_len_k=0 if encoder_lens is None else config.max_context_len,
             encoder_lens_int32=encoder_lens,
-            encoder_page_table=places.encoder_page_table,
-            local_attn_metadata=self._local(attention, cu_q_lens, num_tokens, max_q_len),
         )
+        metadata = dataclasses.replace(metadata, local_attn_metadata=self._local(metadata))
+        return config.paged_backend.with_schedules(metadata)
 
-    def _local(self, attention: AttentionMetadata, cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int, max_q_len: int):
+    def _local(self, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata.LocalAttentionMetadata | None:
         """Virtual batches for every group's pages; None without chunks, and for trees, which chunked layers refuse."""
-        chunk_size, page_size = self.config.attention_chunk_size, self.config.page_size
-        if chunk_size is None or attention.custom_mask is not None:
+        chunk_size = self.config.attention_chunk_size
+        if chunk_size is None or metadata.custom_mask is not None:
             return None
+        rows, sizes = (metadata.cu_seqlens_q, metadata.seq_lens), (self.config.page_size, metadata.slots[0].shape[0])
         of_groups = [
-            pad_local_attention_virtual_batches(chunk_size, cu_q_lens, attention.seq_lens, table, page_size, num_tokens)
-            for table in attention.page_tables
+            pad_local_attention_virtual_batches(chunk_size, *rows, table, *sizes) for table in metadata.page_tables
         ]
         _, starts, lens, _ = of_groups[0]
         return FlashAttentionMetadata.LocalAttentionMetadata(
             local_query_start_loc=starts,
             local_seqused_k=lens,
             local_block_tables=tuple(table for *_, table in of_groups),
-            local_max_query_len=min(chunk_size, max_q_len),
+            local_max_query_len=min(chunk_size, metadata.max_seq_len_q),
             local_max_seq_len=chunk_size,
         )
 

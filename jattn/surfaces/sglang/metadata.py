@@ -3,10 +3,9 @@
 import dataclasses
 import functools
 import typing
-from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from jattn.attention.metadata import AttentionMetadata
 
@@ -14,20 +13,19 @@ from jattn.attention.metadata import AttentionMetadata
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FlashAttentionMetadata:
+class FlashAttentionMetadata(AttentionMetadata):
     """Lengths and places of a batch. Static fields are a bucket's bounds, never this batch's maxima.
 
     Which fields are None follows from the backend's configuration and from what the batch has, never from its values.
 
     Attributes:
-        attention: What attention reads; the other fields are for SGLang's users alone.
         max_seq_len_q, max_seq_len_k: Bounds, in tokens; static.
         cu_seqlens_q: Where each sequence's queries begin.
         cu_seqlens_k: Where its keys would, one after the other.
         window_size: The model's window, (left, right), own key not counted; static, (-1, -1) is none.
-        encoder_cu_seqlens_k, encoder_max_seq_len_k, encoder_lens_int32, encoder_page_table: The same of the encoder's
-            keys.
+        encoder_cu_seqlens_k, encoder_max_seq_len_k, encoder_lens_int32: The same of the encoder's keys.
         local_attn_metadata: The chunks that layers with `use_irope` keep to.
+        Others: As in AttentionMetadata.
     """
 
     @typing.no_type_check
@@ -54,7 +52,6 @@ class FlashAttentionMetadata:
             """The pages in the pool's first group."""
             return self.local_block_tables[0]
 
-    attention: AttentionMetadata
     max_seq_len_q: int = dataclasses.field(default=0, metadata={"static": True})
     max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
     cu_seqlens_q: Int[Array, " B+1"]
@@ -63,40 +60,14 @@ class FlashAttentionMetadata:
     encoder_cu_seqlens_k: Int[Array, " B+1"] | None = None
     encoder_max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
     encoder_lens_int32: Int[Array, " B"] | None = None
-    encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
     local_attn_metadata: LocalAttentionMetadata | None = None
 
     @property
     def cache_seqlens_int32(self) -> Int[Array, " B"]:
         """Keys of each sequence, this pass's tokens included; 0 is padding."""
-        return self.attention.seq_lens
-
-    @property
-    def page_tables(self) -> tuple[Int[Array, "B max_pages"], ...]:
-        """One for each group of the pool; of an encoder-decoder model, those of the decoder's keys."""
-        return self.attention.page_tables
+        return self.seq_lens
 
     @property
     def page_table(self) -> Int[Array, "B max_pages"]:
         """The pages in the pool's first group."""
-        return self.attention.page_tables[0]
-
-    @property
-    def slots(self) -> tuple[Int[Array, " T"], ...]:
-        """For each group of the pool, where this pass's keys and values go."""
-        return self.attention.slots
-
-    @property
-    def schedules(self) -> tuple[Any, ...]:
-        """For each of the backend's kinds of layer the kernels' work list; None where they need none."""
-        return self.attention.schedules
-
-    @property
-    def custom_mask(self) -> Bool[Array, " M"] | None:
-        """Which keys the tokens of a drafted tree see, in place of the causal rule."""
-        return self.attention.custom_mask
-
-    @property
-    def q_positions(self) -> Int[Array, " T"] | None:
-        """The positions of those tokens."""
-        return self.attention.q_positions
+        return self.page_tables[0]

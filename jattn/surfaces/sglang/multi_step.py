@@ -1,8 +1,7 @@
 """FlashAttentionMultiStepBackend: one backend for each step of drafting."""
 
 import dataclasses
-
-from jaxtyping import Array, Int
+from typing import Any
 
 from jattn.arguments import check_whole, instance
 from jattn.forward_batch import ForwardBatch, ForwardMode
@@ -39,20 +38,13 @@ class FlashAttentionMultiStepBackend:
     @property
     def attn_backends(self) -> tuple[FlashAttentionBackend, ...]:
         """One for each step."""
+        facts: dict[str, Any] = {"topk": self.topk, "speculative_num_steps": self.speculative_num_steps}
         steps = range(self.speculative_num_steps)
-        return tuple(
-            FlashAttentionBackend(
-                self.config,
-                speculative_step_id=step,
-                topk=self.topk,
-                speculative_num_steps=self.speculative_num_steps,
-            )
-            for step in steps
-        )
+        return tuple(FlashAttentionBackend(self.config, speculative_step_id=step, **facts) for step in steps)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> tuple[FlashAttentionMetadata, ...]:
         """Metadata for each step but the last; jit-able."""
-        _check(forward_batch)
+        _rows(forward_batch)  # a batch that is not one of drafting is refused
         return tuple(backend.init_forward_metadata(forward_batch) for backend in self.attn_backends[:-1])
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int | None = None) -> tuple[CudaGraphState, ...]:
@@ -68,18 +60,9 @@ class FlashAttentionMultiStepBackend:
         Raises:
             ValueError: The batch is not one of drafting, or does not say its requests.
         """
-        requests, table = _check(forward_batch)
+        rows, bs = _rows(forward_batch), forward_batch.batch_size
         return tuple(
-            backend.init_forward_metadata_capture_cuda_graph(
-                forward_batch.batch_size,
-                forward_batch.batch_size * self.topk,
-                requests,
-                forward_batch.seq_lens,
-                forward_batch.encoder_lens,
-                ForwardMode.DECODE,
-                forward_batch.spec_info,
-                req_to_token=table,
-            )
+            backend.init_forward_metadata_capture_cuda_graph(bs, bs * self.topk, **rows)
             for backend in self.attn_backends[:-1]
         )
 
@@ -91,26 +74,16 @@ class FlashAttentionMultiStepBackend:
         Raises:
             ValueError: As the capture.
         """
-        requests, table = _check(forward_batch)
+        rows: dict[str, Any] = _rows(forward_batch) | {"seq_lens_sum": None, "seq_lens_cpu": None}
+        slots = forward_batch.out_cache_loc[0] if forward_batch.out_cache_loc else None
         return tuple(
-            backend.init_forward_metadata_replay_cuda_graph(
-                bs,
-                requests,
-                forward_batch.seq_lens,
-                None,
-                forward_batch.encoder_lens,
-                ForwardMode.DECODE,
-                forward_batch.spec_info,
-                None,
-                forward_batch.out_cache_loc[0] if forward_batch.out_cache_loc else None,
-                req_to_token=table,
-            )
+            backend.init_forward_metadata_replay_cuda_graph(bs, out_cache_loc=slots, **rows)
             for backend in self.attn_backends[:-1]
         )
 
 
-def _check(forward_batch: ForwardBatch) -> tuple[Int[Array, " B"], Int[Array, "R slots"]]:
-    """The requests of a batch of drafting, and their token slots."""
+def _rows(forward_batch: ForwardBatch) -> dict[str, Any]:
+    """What a batch of drafting says of its requests, by the names of a capture."""
     instance("forward_batch", forward_batch, ForwardBatch)
     if not isinstance(forward_batch.spec_info, EagleDraftInput):
         raise ValueError(
@@ -118,4 +91,11 @@ def _check(forward_batch: ForwardBatch) -> tuple[Int[Array, " B"], Int[Array, "R
         )
     if forward_batch.req_pool_indices is None or forward_batch.req_to_token_pool is None:
         raise ValueError("`forward_batch` must have `req_pool_indices` and `req_to_token_pool` in drafting. Got None.")
-    return forward_batch.req_pool_indices, forward_batch.req_to_token_pool.req_to_token
+    return {
+        "req_pool_indices": forward_batch.req_pool_indices,
+        "seq_lens": forward_batch.seq_lens,
+        "encoder_lens": forward_batch.encoder_lens,
+        "forward_mode": ForwardMode.DECODE,
+        "spec_info": forward_batch.spec_info,
+        "req_to_token": forward_batch.req_to_token_pool.req_to_token,
+    }

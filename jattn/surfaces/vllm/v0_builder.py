@@ -125,34 +125,16 @@ class FlashAttentionMetadataBuilder:
         for inter_data in () if self._rows else self.input_builder.inter_data_list:
             self._add_seq_group(inter_data, False, False)
         config, pad = self.input_builder, max(whole("cuda_graph_pad_size", cuda_graph_pad_size, -1), 0)
-        seq_lens, query_lens = _numbers("seq_lens", seq_lens), _numbers("query_lens", query_lens)
-        if len(seq_lens) != len(query_lens):
-            raise ValueError(
-                f"`seq_lens` and `query_lens` must have one length. Got {len(seq_lens)} and {len(query_lens)} entries."
-            )
+        self._check_given(_numbers("seq_lens", seq_lens), _numbers("query_lens", query_lens), pad, batch_size)
         prefills = [row for row in self._rows if row.is_prompt]
         decodes = [row for row in self._rows if not row.is_prompt] + [_PADDING] * pad
-        count = len(self._rows)
-        given = list(zip(seq_lens[:count], query_lens[:count], strict=True))
-        if given != [(row.seq_len, row.query_len) for row in self._rows] or not len(seq_lens) <= count + pad:
-            raise ValueError(
-                "`seq_lens` and `query_lens` must be those of the rows added, then of padding. "
-                f"Got seq_lens={seq_lens}, query_lens={query_lens}."
-            )
-        real = sum(row.query_len for row in self._rows)
-        if batch_size != real + pad:
-            raise ValueError(f"`batch_size` must be {real} tokens and {pad} padded ones. Got batch_size={batch_size}.")
         num_prefill_tokens = sum(row.query_len for row in prefills)
         num_decode_tokens = batch_size - num_prefill_tokens
         num_encoder_tokens = sum(row.encoder_seq_len for row in prefills)
-        if prefills and config.num_prefills is not None and config.num_prefill_tokens is not None:
-            _check_fits("num_prefills", len(prefills), config.num_prefills)
-            _check_fits("num_prefill_tokens", num_prefill_tokens, config.num_prefill_tokens)
-            prefills += [_PADDING] * (config.num_prefills - len(prefills))
-            num_prefill_tokens = config.num_prefill_tokens
-        if prefills and config.num_encoder_tokens is not None:
-            _check_fits("num_encoder_tokens", num_encoder_tokens, config.num_encoder_tokens)
-            num_encoder_tokens = config.num_encoder_tokens
+        if prefills:
+            prefills += [_PADDING] * (_bucket(config, "num_prefills", len(prefills)) - len(prefills))
+            num_prefill_tokens = _bucket(config, "num_prefill_tokens", num_prefill_tokens)
+            num_encoder_tokens = _bucket(config, "num_encoder_tokens", num_encoder_tokens)
         rows = prefills + decodes
         lens = np.array([row.seq_len for row in rows], np.int32)
         queries = np.array([row.query_len for row in rows], np.int32)
@@ -182,6 +164,22 @@ class FlashAttentionMetadataBuilder:
             **self._encoder_fields(rows, len(prefills), num_encoder_tokens),
         )
         return self._with_schedules(metadata)
+
+    def _check_given(self, seq_lens: list[int], query_lens: list[int], pad: int, batch_size: int) -> None:
+        """Checks that what `build` is given are the rows added, then padding."""
+        if len(seq_lens) != len(query_lens):
+            raise ValueError(
+                f"`seq_lens` and `query_lens` must have one length. Got {len(seq_lens)} and {len(query_lens)} entries."
+            )
+        count, given = len(self._rows), list(zip(seq_lens, query_lens, strict=True))
+        if given[:count] != [(row.seq_len, row.query_len) for row in self._rows] or len(given) > count + pad:
+            raise ValueError(
+                "`seq_lens` and `query_lens` must be those of the rows added, then of padding. "
+                f"Got seq_lens={seq_lens}, query_lens={query_lens}."
+            )
+        real = sum(row.query_len for row in self._rows)
+        if batch_size != real + pad:
+            raise ValueError(f"`batch_size` must be {real} tokens and {pad} padded ones. Got batch_size={batch_size}.")
 
     def _with_schedules(self, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
         config = self.input_builder
@@ -264,9 +262,12 @@ def _table(block_tables: list[list[int]], num_seqs: int, width: int) -> np.ndarr
     return table
 
 
-def _check_fits(name: str, size: int, bucket: int) -> None:
-    if size > bucket:
+def _bucket(config: InputBuilder, name: str, size: int) -> int:
+    """What prefills of a size are padded to."""
+    bucket = getattr(config, name)
+    if bucket is not None and size > bucket:
         raise ValueError(f"The batch must fit the bucket's `{name}`={bucket}. Got {size}.")
+    return size if bucket is None else bucket
 
 
 def _starts(lens: np.ndarray) -> Any:
