@@ -1,19 +1,14 @@
 """AttentionLayer: what a backend must know about the layer that calls it."""
 
-import dataclasses
-import functools
-import typing
 from typing import Literal
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_whole, number
+from jattn.pytree import pytree, static
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class AttentionLayer:
     """What a backend must know about the layer that calls it: the functional RadixAttention of SGLang.
 
@@ -37,21 +32,21 @@ class AttentionLayer:
     """
 
     layer_id: Int[Array, ""] | int
-    tp_q_head_num: int = dataclasses.field(metadata={"static": True})
-    tp_k_head_num: int = dataclasses.field(metadata={"static": True})
-    tp_v_head_num: int = dataclasses.field(metadata={"static": True})
-    head_dim: int = dataclasses.field(metadata={"static": True})
-    v_head_dim: int = dataclasses.field(metadata={"static": True})
-    scaling: float = dataclasses.field(metadata={"static": True})
-    logit_cap: float = dataclasses.field(default=0.0, metadata={"static": True})
-    sliding_window_size: int = dataclasses.field(default=-1, metadata={"static": True})
-    group: int = dataclasses.field(default=0, metadata={"static": True})
-    use_irope: bool = dataclasses.field(default=False, metadata={"static": True})
-    is_cross_attention: bool = dataclasses.field(default=False, metadata={"static": True})
+    tp_q_head_num: int = static()
+    tp_k_head_num: int = static()
+    tp_v_head_num: int = static()
+    head_dim: int = static()
+    v_head_dim: int = static()
+    scaling: float = static()
+    logit_cap: float = static(default=0.0)
+    sliding_window_size: int = static(default=-1)
+    group: int = static(default=0)
+    use_irope: bool = static(default=False)
+    is_cross_attention: bool = static(default=False)
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
-    chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
-    kv: Literal["heads", "latent"] = dataclasses.field(default="heads", metadata={"static": True})
+    chunk_size: int | None = static(default=None)
+    kv: Literal["heads", "latent"] = static(default="heads")
 
     def __post_init__(self):
         check_whole(self, "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "head_dim", "v_head_dim")

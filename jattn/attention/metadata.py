@@ -1,19 +1,14 @@
 """What the kernels read about a batch, and no more."""
 
-import dataclasses
-import functools
-import typing
 from typing import Any
 
-import jax
 from jaxtyping import Array, Bool, Int
 
 from jattn.attention.specs import LayerKind
+from jattn.pytree import pytree, static
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class QueriesOverPages:
     """A batch's queries, and the pages of the keys that they see: the arrays of a paged call.
 
@@ -30,15 +25,13 @@ class QueriesOverPages:
     page_table: Int[Array, "B max_pages"]
     seq_lens: Int[Array, " B"]
     cu_q_lens: Int[Array, " B+1"] | None = None
-    q_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    q_len: int | None = static(default=None)
     q_start: Int[Array, " B"] | None = None
     q_positions: Int[Array, " T"] | None = None
     custom_mask: Bool[Array, " M"] | None = None
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class AttentionMetadata:
     """A batch, for every layer of a model.
 
@@ -54,13 +47,13 @@ class AttentionMetadata:
     page_tables: tuple[Int[Array, "B max_pages"], ...]
     seq_lens: Int[Array, " B"]
     cu_q_lens: Int[Array, " B+1"] | None
-    q_len: int | None = dataclasses.field(metadata={"static": True})
+    q_len: int | None = static()
     slots: tuple[Int[Array, " T"], ...]
     q_positions: Int[Array, " T"] | None = None
     custom_mask: Bool[Array, " M"] | None = None
     encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
     encoder_lens: Int[Array, " B"] | None = None
-    kinds: tuple[LayerKind, ...] = dataclasses.field(default=(), metadata={"static": True})
+    kinds: tuple[LayerKind, ...] = static(default=())
     schedules: tuple[Any, ...] = ()
 
     def read_by(self, kind: LayerKind, group: int) -> QueriesOverPages:

@@ -1,19 +1,15 @@
 """pymllm's view of a KVPool: a layer's keys and values by token slot."""
 
 import dataclasses
-import functools
-import typing
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import in_words, instance
 from jattn.kv_pool import KVPool
+from jattn.pytree import pytree, static
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class KVBuffers:
     """A pool with pymllm's methods. Donate it to a step and keep what the step returns.
 
@@ -26,7 +22,7 @@ class KVBuffers:
     pool: KVPool
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
-    group: int = dataclasses.field(default=0, metadata={"static": True})
+    group: int = static(default=0)
 
     def get_kv_buffer(
         self, layer_id: Int[Array, ""] | int

@@ -1,15 +1,11 @@
 """What pymllm's backend makes of a batch: plans, one for each of its wrappers."""
 
-import dataclasses
 import enum
-import functools
-import typing
 from typing import Any
-
-import jax
 
 from jattn.arguments import whole
 from jattn.dtype_names import named_dtype
+from jattn.pytree import pytree, static
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
 
 
@@ -24,9 +20,7 @@ class WrapperDispatch(enum.Enum):
     CROSS_ATTENTION = enum.auto()
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class DecodeMetadata:
     """A decode batch.
 
@@ -37,9 +31,7 @@ class DecodeMetadata:
     decode_wrappers: tuple[PagedPlan, ...]
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class PrefillMetadata:
     """A batch of many tokens a sequence.
 
@@ -51,8 +43,8 @@ class PrefillMetadata:
     """
 
     prefill_wrappers: tuple[PagedPlan, ...]
-    use_ragged: bool = dataclasses.field(metadata={"static": True})
-    extend_no_prefix: bool = dataclasses.field(metadata={"static": True})
+    use_ragged: bool = static()
+    extend_no_prefix: bool = static()
     ragged: RaggedPlan | None = None
 
 

@@ -1,23 +1,20 @@
 """What `plan` makes and `run` reads: a batch's lengths and places with the static facts of its layers, as pytrees."""
 
 import dataclasses
-import functools
-import typing
-from typing import Any, Self
+from typing import Any
 
-import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import array, in_words
 from jattn.attention.metadata import QueriesOverPages
 from jattn.attention.paged_call import attend_pages, schedule_of_call
+from jattn.pytree import pytree, static
 from jattn.surfaces.flashinfer.cache import PagedCache, pages_of, words_of_cache
 from jattn_kernels import ragged_extend
 from jattn_kernels.spec import AttentionSpec
 
 
-@typing.no_type_check
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class Plan:
     """What all plans have.
 
@@ -30,13 +27,13 @@ class Plan:
     """
 
     alibi_slopes: Float[Array, " N"] | None = None
-    spec: AttentionSpec = dataclasses.field(metadata={"static": True})
-    num_tokens: int = dataclasses.field(metadata={"static": True})
-    q_dtype: str = dataclasses.field(metadata={"static": True})
-    kv_dtype: str = dataclasses.field(metadata={"static": True})
-    implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
+    spec: AttentionSpec = static()
+    num_tokens: int = static()
+    q_dtype: str = static()
+    kv_dtype: str = static()
+    implementation: str | None = static(default=None)
 
-    def with_facts(self, spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> Self:
+    def with_facts(self, spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> "Plan":
         """The plan of the same batch for other layers."""
         return dataclasses.replace(self, spec=spec, alibi_slopes=alibi_slopes)
 
@@ -55,9 +52,7 @@ class Plan:
         return q
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class PagedPlan(Plan, QueriesOverPages):
     """A batch over paged keys and values, for every layer of one kind. Give it to compiled steps as an argument.
 
@@ -68,9 +63,9 @@ class PagedPlan(Plan, QueriesOverPages):
     """
 
     schedule: Any = None
-    page_size: int = dataclasses.field(metadata={"static": True})
+    page_size: int = static()
 
-    def scheduled(self) -> Self:
+    def scheduled(self) -> "PagedPlan":
         """The plan with its schedule; jit-able."""
         schedule = schedule_of_call(
             self,
@@ -121,7 +116,7 @@ class PagedPlan(Plan, QueriesOverPages):
                 **options,
             )
 
-    def with_facts(self, spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> Self:
+    def with_facts(self, spec: AttentionSpec, alibi_slopes: Float[Array, " N"] | None) -> "PagedPlan":
         """The plan of the same batch for other layers; its work list stays if it serves them."""
         stays = self._has_work_of(spec) and (alibi_slopes is None) == (self.alibi_slopes is None)
         schedule = self.schedule if stays else None
@@ -150,9 +145,7 @@ class PagedPlan(Plan, QueriesOverPages):
             )
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class RaggedPlan(Plan):
     """A batch over keys and values that are not paged.
 

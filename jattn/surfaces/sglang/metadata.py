@@ -1,18 +1,12 @@
 """FlashAttentionMetadata: what the kernels read about a batch by SGLang's names, and what only its users read."""
 
-import dataclasses
-import functools
-import typing
-
-import jax
 from jaxtyping import Array, Int
 
 from jattn.attention.metadata import AttentionMetadata
+from jattn.pytree import pytree, static
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class FlashAttentionMetadata(AttentionMetadata):
     """Lengths and places of a batch. Static fields are a bucket's bounds, never this batch's maxima.
 
@@ -28,9 +22,7 @@ class FlashAttentionMetadata(AttentionMetadata):
         Others: As in AttentionMetadata.
     """
 
-    @typing.no_type_check
-    @functools.partial(jax.tree_util.register_dataclass)
-    @dataclasses.dataclass(frozen=True, kw_only=True)
+    @pytree(kw_only=True)
     class LocalAttentionMetadata:
         """Chunked local attention as virtual batches, one a request and chunk.
 
@@ -44,21 +36,21 @@ class FlashAttentionMetadata(AttentionMetadata):
         local_query_start_loc: Int[Array, " V+1"]
         local_seqused_k: Int[Array, " V"]
         local_block_tables: tuple[Int[Array, "V chunk_pages"], ...]
-        local_max_query_len: int = dataclasses.field(metadata={"static": True})
-        local_max_seq_len: int = dataclasses.field(metadata={"static": True})
+        local_max_query_len: int = static()
+        local_max_seq_len: int = static()
 
         @property
         def local_block_table(self) -> Int[Array, "V chunk_pages"]:
             """The pages in the pool's first group."""
             return self.local_block_tables[0]
 
-    max_seq_len_q: int = dataclasses.field(default=0, metadata={"static": True})
-    max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
+    max_seq_len_q: int = static(default=0)
+    max_seq_len_k: int = static(default=0)
     cu_seqlens_q: Int[Array, " B+1"]
     cu_seqlens_k: Int[Array, " B+1"]
-    window_size: tuple[int, int] = dataclasses.field(default=(-1, -1), metadata={"static": True})
+    window_size: tuple[int, int] = static(default=(-1, -1))
     encoder_cu_seqlens_k: Int[Array, " B+1"] | None = None
-    encoder_max_seq_len_k: int = dataclasses.field(default=0, metadata={"static": True})
+    encoder_max_seq_len_k: int = static(default=0)
     encoder_lens_int32: Int[Array, " B"] | None = None
     local_attn_metadata: LocalAttentionMetadata | None = None
 

@@ -1,17 +1,14 @@
 """Schedules of a batch for the layers that will read it, made once for all of them."""
 
 import dataclasses
-import functools
-import typing
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-import jax
 
 from jattn.attention.metadata import QueriesOverPages
 from jattn.attention.paged_call import schedule_of_call
 from jattn.dtype_names import named_dtype
 from jattn.kv_cache_dtype import cache_dtype
+from jattn.pytree import pytree, static
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
 
@@ -21,9 +18,7 @@ class _Kind(NamedTuple):
     features: tuple[str, ...]
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class Schedules:
     """The schedules of some kinds of layer; those of other kinds are made in their calls.
 
@@ -34,9 +29,9 @@ class Schedules:
         made: The schedule of each kind for one batch; None where its kernels need none.
     """
 
-    kinds: tuple[_Kind, ...] = dataclasses.field(metadata={"static": True})
-    dtype: str = dataclasses.field(metadata={"static": True})
-    page_size: int = dataclasses.field(metadata={"static": True})
+    kinds: tuple[_Kind, ...] = static()
+    dtype: str = static()
+    page_size: int = static()
     made: tuple[Any, ...] = ()
 
     def over(self, read: QueriesOverPages, num_tokens: int) -> "Schedules":

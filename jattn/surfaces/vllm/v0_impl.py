@@ -1,11 +1,8 @@
 """FlashAttentionImpl of vLLM v0: attention of one kind of layer, with a cache and without."""
 
 import dataclasses
-import functools
-import typing
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -14,6 +11,7 @@ from jattn.arguments import array, check_fields, check_whole, in_words, instance
 from jattn.attention.metadata import QueriesOverPages
 from jattn.attention.paged_call import attend_pages
 from jattn.kv_cache_dtype import cache_dtype
+from jattn.pytree import pytree
 from jattn.surfaces.vllm.schedules import Schedules
 from jattn.surfaces.vllm.v0_metadata import (
     AttentionType,
@@ -29,9 +27,7 @@ from jattn_kernels.spec import PageLayout
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class AttentionLayer:
     """What attention reads of the layer that calls it: factors of fp8 queries, keys and values; None is 1.
 

@@ -2,17 +2,15 @@
 
 import dataclasses
 import enum
-import functools
-import typing
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.arguments import array, instance, integers, whole
 from jattn.attention.metadata import QueriesOverPages
+from jattn.pytree import pytree, static
 from jattn.surfaces.vllm.schedules import Schedules
 
 PAD_SLOT_ID = -1
@@ -41,9 +39,7 @@ class AttentionType(enum.StrEnum):
     ENCODER_DECODER = "encoder_decoder"
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class ModelInput:
     """What `advance_step` changes of a model's input.
 
@@ -56,9 +52,7 @@ class ModelInput:
     input_positions: Int[Array, " T"]
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class FlashAttentionMetadata:
     """Lengths and places of a batch: its prefills' rows and tokens first, then its decodes'.
 
@@ -95,21 +89,21 @@ class FlashAttentionMetadata:
         prefill_schedules, decode_schedules: Of the layers that the builder knows; None if it knows none.
     """
 
-    num_prefills: int = dataclasses.field(metadata={"static": True})
-    num_prefill_tokens: int = dataclasses.field(metadata={"static": True})
-    num_decode_tokens: int = dataclasses.field(metadata={"static": True})
+    num_prefills: int = static()
+    num_prefill_tokens: int = static()
+    num_decode_tokens: int = static()
     slot_mapping: Int[Array, " T"]
     multi_modal_placeholder_index_maps: dict[str, Any] | None
-    enable_kv_scales_calculation: bool = dataclasses.field(metadata={"static": True})
+    enable_kv_scales_calculation: bool = static()
     seq_lens: Int[np.ndarray, " B"] | None
     seq_lens_tensor: Int[Array, " B"] | None
-    max_prefill_seq_len: int = dataclasses.field(metadata={"static": True})
-    max_decode_seq_len: int = dataclasses.field(metadata={"static": True})
+    max_prefill_seq_len: int = static()
+    max_decode_seq_len: int = static()
     context_lens_tensor: Int[Array, " B"] | None
     block_tables: Int[Array, "B max_pages"] | None
-    use_cuda_graph: bool = dataclasses.field(metadata={"static": True})
-    max_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
-    max_decode_query_len: int | None = dataclasses.field(default=None, metadata={"static": True})
+    use_cuda_graph: bool = static()
+    max_query_len: int | None = static(default=None)
+    max_decode_query_len: int | None = static(default=None)
     query_start_loc: Int[Array, " B+1"] | None = None
     seq_start_loc: Int[Array, " B+1"] | None = None
     _cached_prefill_metadata: "FlashAttentionMetadata | None" = None
@@ -117,11 +111,11 @@ class FlashAttentionMetadata:
     encoder_seq_lens: Int[np.ndarray, " B"] | None = None
     encoder_seq_lens_tensor: Int[Array, " B"] | None = None
     encoder_seq_start_loc: Int[Array, " B+1"] | None = None
-    max_encoder_seq_len: int | None = dataclasses.field(default=None, metadata={"static": True})
-    num_encoder_tokens: int | None = dataclasses.field(default=None, metadata={"static": True})
+    max_encoder_seq_len: int | None = static(default=None)
+    num_encoder_tokens: int | None = static(default=None)
     cross_slot_mapping: Int[Array, " Te"] | None = None
     cross_block_tables: Int[Array, "B max_encoder_pages"] | None = None
-    attention_chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    attention_chunk_size: int | None = static(default=None)
     prefill_schedules: Schedules | None = None
     decode_schedules: Schedules | None = None
 

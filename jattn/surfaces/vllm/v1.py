@@ -4,16 +4,15 @@ import abc
 import dataclasses
 import functools
 import os
-import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 from jattn import local_attention
 from jattn.arguments import check_fields, check_whole, host_integers, in_words, instance, whole, whole_number
+from jattn.pytree import pytree, static
 
 __all__ = [
     "AttentionMetadataBuilder",
@@ -31,9 +30,7 @@ __all__ = [
 ]
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class CommonAttentionMetadata:
     """Lengths and places of a batch, which all layers and builders share.
 
@@ -58,9 +55,9 @@ class CommonAttentionMetadata:
     seq_lens: Int[Array, " B"]
     seq_lens_cpu: Int[np.ndarray, " B"] | None = None
     num_computed_tokens_cpu: Int[np.ndarray, " B"] | None = None
-    num_reqs: int = dataclasses.field(metadata={"static": True})
-    num_actual_tokens: int = dataclasses.field(metadata={"static": True})
-    max_query_len: int = dataclasses.field(metadata={"static": True})
+    num_reqs: int = static()
+    num_actual_tokens: int = static()
+    max_query_len: int = static()
     block_table_tensor: Int[Array, "B max_pages"]
     slot_mapping: Int[Array, " T"]
 

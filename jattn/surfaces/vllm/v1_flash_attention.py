@@ -1,8 +1,6 @@
 """vLLM v1's flash_attn backend over its utilities: one call for decodes and prefills, irope by virtual batches."""
 
 import dataclasses
-import functools
-import typing
 from typing import Any
 
 import jax
@@ -11,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_fields, check_whole, instance, integers, whole
 from jattn.attention.metadata import QueriesOverPages
+from jattn.pytree import pytree, static
 from jattn.surfaces.vllm import v0_impl
 from jattn.surfaces.vllm.schedules import Schedules, schedules_of
 from jattn.surfaces.vllm.v0_metadata import AttentionType
@@ -40,9 +39,7 @@ class KVCacheSpec:
         check_whole(self, "block_size")
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class FlashAttentionMetadata:
     """What attention reads of a batch; padded rows and tokens as in CommonAttentionMetadata.
 
@@ -56,13 +53,13 @@ class FlashAttentionMetadata:
         schedules: Of the layers that the builder knows; None if it knows none.
     """
 
-    num_actual_tokens: int = dataclasses.field(metadata={"static": True})
-    max_query_len: int = dataclasses.field(metadata={"static": True})
+    num_actual_tokens: int = static()
+    max_query_len: int = static()
     query_start_loc: Int[Array, " B+1"]
     seq_lens: Int[Array, " B"]
     block_table: Int[Array, "B max_pages"]
     slot_mapping: Int[Array, " T"]
-    attention_chunk_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    attention_chunk_size: int | None = static(default=None)
     prefix_len: Int[Array, ""] | None = None
     suffix_table: Int[Array, "B max_pages"] | None = None
     suffix_lens: Int[Array, " B"] | None = None
