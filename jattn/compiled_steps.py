@@ -1,5 +1,6 @@
 """Compiled steps: one executable a bucket, made ahead of time and replayed; what CUDA graphs are elsewhere."""
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -9,7 +10,9 @@ from typing import Any
 
 import jax
 
-from jattn.progress import shown
+from jattn.progress import logger, shown
+from jattn.step_cache import step_cache, without_jax_cache
+from jattn.step_keys import NoName, StepNames
 
 _COMPILING_AT_ONCE = min(8, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
@@ -53,15 +56,48 @@ class CompiledSteps:
 
 
 def compile_steps(plans: Mapping[Hashable, StepPlan], *, progress: bool = False) -> CompiledSteps:
-    """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`."""
-    bar = shown("Compiling steps", len(plans), wanted=progress)
-    with bar as advance, ThreadPoolExecutor(_COMPILING_AT_ONCE) as pool:
-        compiling = {pool.submit(_lowered(plan).compile): key for key, plan in plans.items()}
-        executables = {}
-        for done in as_completed(compiling):
-            executables[compiling[done]] = done.result()
-            advance()
+    """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`.
+
+    Where JAX has a cache folder, steps are kept there, and those that are there are loaded instead.
+    """
+    cache, names = step_cache(), {}
+    with ThreadPoolExecutor(_COMPILING_AT_ONCE) as pool:
+        if cache is not None:
+            names = _names(plans)
+            loaded = zip(names, pool.map(cache.load, names.values()), strict=True)
+            executables = {key: step for key, step in loaded if step is not None}
+        else:
+            executables = {}
+        missing = {key: plan for key, plan in plans.items() if key not in executables}
+        if not missing:
+            return CompiledSteps({key: executables[key] for key in plans})
+
+        def compiled(key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+            step = lowered.compile()
+            if cache is not None and key in names:
+                cache.store(names[key], step)
+            return step
+
+        bar = shown("Compiling steps", len(missing), wanted=progress)
+        with bar as advance, without_jax_cache() if names else contextlib.nullcontext():
+            compiling = {pool.submit(compiled, key, _lowered(plan)): key for key, plan in missing.items()}
+            for done in as_completed(compiling):
+                executables[compiling[done]] = done.result()
+                advance()
     return CompiledSteps({key: executables[key] for key in plans})
+
+
+def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
+    """The names that steps have on disk; none of those that are made of what no other process can be known to have."""
+    found = {}
+    try:
+        names = StepNames()
+        for key, plan in plans.items():
+            options = compiler_options(unrolled=plan.unrolled)
+            found[key] = names.name(plan.function, plan.arguments, plan.donate, options)
+    except NoName as reason:
+        logger.debug("Steps are compiled at each start: %s", reason)
+    return found
 
 
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
@@ -139,4 +175,4 @@ def use_persistent_cache(folder: Path | None = None) -> None:
     except (OSError, RuntimeError):
         return  # a read-only home or none: compile each time
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # dozens of small ones take a second together

@@ -17,6 +17,8 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tests write nothing into a home, and what a patched function was compiled to is found by no later one.
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_configure(config):

@@ -57,7 +57,7 @@ class Executor:
         backend = backend_class(config.backend).for_model(served.attention_layers, options)
         self._mixed_rows = mixed_rows(config, backend)
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
-        self._make_state = functools.partial(empty_state, config, model.vocab_size)
+        self._make_state = jax.jit(functools.partial(empty_state, config, model.vocab_size))
         graph, self.weights = nnx.split(served)
         self.pool, self.state = self._make_pool(), self._make_state()
         parts = (graph, backend, min(config.max_logprobs, model.vocab_size))

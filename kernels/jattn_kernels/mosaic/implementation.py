@@ -1,13 +1,16 @@
-"""Which calls the Mosaic GPU kernels serve, and on which GPUs."""
+"""Which calls the Mosaic GPU kernels serve, and on which GPUs.
+
+Pallas takes a second to import, and no step that is loaded from disk needs it: the kernels are imported when a call is
+theirs.
+"""
+
+from typing import Any
 
 import jax.numpy as jnp
 
 from jattn_kernels.call import AttentionCall, Call, NormCall, Operation
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
-from jattn_kernels.mosaic.entry import OPERATIONS, make_schedule, run
-from jattn_kernels.mosaic.sm90 import rms_norm
-from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
@@ -58,6 +61,8 @@ def refuses(call: Call) -> str | None:
 
 
 def _refuses_norm(call: NormCall) -> str | None:
+    from jattn_kernels.mosaic.sm90 import rms_norm
+
     dtypes = jnp.dtype(call.dtype), jnp.dtype(call.scale_dtype)
     if call.num_rows == 0 or not rms_norm.supports(call.columns, *dtypes):
         return (
@@ -69,7 +74,7 @@ def _refuses_norm(call: NormCall) -> str | None:
 
 def _refuses_attention(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
-    if operation not in OPERATIONS:
+    if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
     q_dtypes = (*_DTYPES, *_FP8_DTYPES) if fp8 else (call.kv_dtype,)
@@ -98,7 +103,14 @@ def _refuses_attention(call: AttentionCall) -> str | None:
             f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
             f"not {call.num_tokens}."
         )
-    if operation == "rotate_and_write" and heads_at_once(spec) is None:
+    return _refuses_rotation(call) if operation == "rotate_and_write" else None
+
+
+def _refuses_rotation(call: AttentionCall) -> str | None:
+    from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once
+
+    spec = call.spec
+    if heads_at_once(spec) is None:
         return (
             "`mosaic` rotates heads of which a common divisor of query and key heads has a multiple of 256 numbers, "
             f"not {spec.num_q_heads} and {spec.num_kv_heads} of {spec.head_dim}."
@@ -106,10 +118,22 @@ def _refuses_attention(call: AttentionCall) -> str | None:
     return None
 
 
+def _run(call: Call, operands: Any) -> Any:
+    from jattn_kernels.mosaic.entry import run
+
+    return run(call, operands)
+
+
+def _make_schedule(call: AttentionCall, *lengths: Any) -> Any:
+    from jattn_kernels.mosaic.entry import make_schedule
+
+    return make_schedule(call, *lengths)
+
+
 MOSAIC = Implementation(
     name="mosaic",
     refuses=refuses,
-    run=run,
-    make_schedule=make_schedule,
+    run=_run,
+    make_schedule=_make_schedule,
     per_sequence_work=frozenset({"paged_decode", "paged_extend"}),
 )

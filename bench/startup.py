@@ -1,0 +1,220 @@
+"""Where the seconds of a start go, the first time and the second: the command line, and an engine at full size.
+
+python -m bench.startup [--only generate|engine] [--full-sampling]
+
+Each start is a process of its own over one new cache folder. Seconds of tracing, lowering and loading are added up over
+threads, so they may exceed the span `steps` that they fall into.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_TOLD = "startup figures: "
+_BEGUN = "STARTUP_BEGUN"
+_WARNING = re.compile(r"^[WEF]\d{4} |[Ww]arning|error:|Traceback")
+_EVENTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",
+}
+_ROWS, _PREFILL_TOKENS, _PROMPT, _DECODES = 256, 8192, 1000, 64
+
+
+class Figures:
+    """Seconds and counts by name."""
+
+    def __init__(self):
+        self.values: dict[str, float] = collections.defaultdict(float)
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Adds what is done inside."""
+        start = time.perf_counter()
+        yield
+        self.values[name] += time.perf_counter() - start
+
+    def timed(self, owner: Any, attribute: str, name: str) -> None:
+        """Adds every call of a function from here on, and counts those that return something."""
+        function = getattr(owner, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                result = function(*args, **kwargs)
+            if result is not None:
+                self.values[f"{name} calls"] += 1
+            return result
+
+        setattr(owner, attribute, call)
+
+    def listen(self) -> None:
+        """Adds what JAX says of its tracing, lowering and compiling from here on."""
+        import jax
+
+        def heard(event: str, duration_secs: float, **kwargs: Any) -> None:
+            if event in _EVENTS:
+                self.values[_EVENTS[event]] += duration_secs
+                self.values[f"{_EVENTS[event]} calls"] += 1
+
+        jax.monitoring.register_event_duration_secs_listener(heard)
+
+
+def begun() -> Figures:
+    """The figures of this process so far: imports, and the device."""
+    figures = Figures()
+    figures.values["python"] = time.time() - float(os.environ[_BEGUN])
+    with figures.span("import jax"):
+        import jax
+    with figures.span("import jattn"):
+        from jattn import cli, step_cache
+        from jattn.serving.executor import executor
+        from jattn.serving.frontend import llm
+        from jattn_models import llama
+
+    del cli, llm, llama
+    with figures.span("device"):
+        jax.devices()
+    figures.listen()
+    figures.timed(executor, "compile_steps", "steps")
+    figures.timed(step_cache.StepCache, "load", "load")
+    figures.timed(step_cache.StepCache, "store", "store")
+    return figures
+
+
+def generate() -> None:
+    """A child: `jattn generate` with the checkpoint that comes with the package."""
+    figures = begun()
+    from jattn.cli import app
+    from jattn.serving.frontend import llm
+    from jattn_models.llama import LlamaForCausalLM
+
+    figures.timed(LlamaForCausalLM, "from_checkpoint", "weights")
+    figures.timed(llm.LLM, "__init__", "LLM")
+    figures.timed(llm.LLM, "_step", "serving")
+    app(["generate", "--max-tokens", "32"], standalone_mode=False)
+    tell(figures)
+
+
+def engine(*, full_sampling: bool) -> None:
+    """A child: an engine of Llama-3-8B shapes and random weights."""
+    figures = begun()
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    from bench.decode_step import random_model
+    from jattn.compiled_steps import use_persistent_cache
+    from jattn.serving.config import EngineConfig
+    from jattn.serving.engine import Engine
+    from jattn.serving.request import SamplingParams
+
+    use_persistent_cache()
+    with figures.span("weights"):
+        model = random_model()
+        jax.block_until_ready(model.weights)
+    config = EngineConfig(
+        dtype="bfloat16", max_num_seqs=_ROWS, prefill_tokens=_PREFILL_TOKENS, full_sampling=full_sampling
+    )
+    with figures.span("engine"):
+        served = Engine(nnx.merge(model.graph, model.weights), config)
+    figures.values["pages"] = served.config.num_pages
+    params = SamplingParams(max_tokens=_DECODES, temperature=0.0, ignore_eos=True)
+    requests = [
+        served.make_request(np.random.default_rng(row).integers(model.config.vocab_size, size=_PROMPT), params)
+        for row in range(8)
+    ]
+    with figures.span("first token"):
+        served.add(requests[0])
+        while not requests[0].generated:
+            served.step()
+    for request in requests[1:]:
+        served.add(request)
+    while not all(request.generated for request in requests):
+        served.step()
+    for _ in range(4):
+        served.step()
+    steps = 40
+    with figures.span("decode ms"):
+        for _ in range(steps):
+            served.step()
+    figures.values["decode ms"] *= 1e3 / steps
+    tell(figures)
+
+
+def tell(figures: Figures) -> None:
+    """Hands the figures to the parent."""
+    figures.values["total"] = time.time() - float(os.environ[_BEGUN])
+    folder = Path(os.environ["XDG_CACHE_HOME"])
+    figures.values["cache MB"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+    print(f"\n{_TOLD}{json.dumps(figures.values)}", flush=True)
+
+
+def started(command: list[str], cache: str) -> tuple[dict[str, float], list[str]]:
+    """The figures of a child, and the warnings that it wrote."""
+    environment = os.environ | {"XDG_CACHE_HOME": cache, _BEGUN: str(time.time())}
+    run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    wall = time.time() - float(environment[_BEGUN])
+    told = [line for line in run.stdout.splitlines() if line.startswith(_TOLD)]
+    if run.returncode or (command[:2] == ["-m", "bench.startup"] and not told):
+        raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}: {run.stderr[-4000:]}")
+    figures = json.loads(told[0].removeprefix(_TOLD)) if told else {}
+    return figures | {"process": wall}, [line for line in run.stderr.splitlines() if _WARNING.search(line)]
+
+
+def table(starts: list[dict[str, float]]) -> str:
+    """A line for each name, a column for each start."""
+    names = list(dict.fromkeys(name for start in starts for name in start))
+    lines = [f"{'':16s}" + "".join(f"{title:>10s}" for title in ("first", "second", "plain")[: len(starts)])]
+    for name in names:
+        lines.append(f"{name:16s}" + "".join(f"{start[name]:10.2f}" if name in start else " " * 10 for start in starts))
+    return "\n".join(lines)
+
+
+def report(title: str, children: list[list[str]]) -> None:
+    """Runs children one after the other over a new cache, and prints what they told."""
+    with tempfile.TemporaryDirectory() as cache:
+        found = [started(command, cache) for command in children]
+    print(f"\n{title}\n{table([figures for figures, _ in found])}")
+    for number, (_, warnings) in enumerate(found, 1):
+        print(f"start {number}: {len(warnings)} warnings on standard error")
+        for text, count in collections.Counter(line[24:] or line for line in warnings).most_common(6):
+            print(f"  {count} x {text[:200]}")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__)
+    parser.add_argument("--only", choices=("generate", "engine"), help="one of the two")
+    parser.add_argument("--full-sampling", action="store_true", help="steps for penalties and log-probabilities too")
+    parser.add_argument("--child", choices=("generate", "engine"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    full = ["--full-sampling"] if options.full_sampling else []
+    children: dict[str, Callable[[], None]] = {
+        "generate": generate,
+        "engine": lambda: engine(full_sampling=options.full_sampling),
+    }
+    if options.child:
+        return children[options.child]()
+    child = ["-m", "bench.startup", "--child"]
+    if options.only in (None, "generate"):
+        plain = ["-m", "jattn", "generate", "--max-tokens", "32"]
+        report("jattn generate, the bundled checkpoint", [[*child, "generate"], [*child, "generate"], plain])
+    if options.only in (None, "engine"):
+        title = f"an engine of Llama-3-8B shapes, {_ROWS} rows, {_PREFILL_TOKENS:,} prefill tokens"
+        report(title, [[*child, "engine", *full], [*child, "engine", *full]])
+    return None
+
+
+if __name__ == "__main__":
+    main()

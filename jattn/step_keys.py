@@ -1,0 +1,161 @@
+"""What a compiled step depends on, as a name for it: another process finds the step by the same name."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import io
+import os
+import pickle
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jattn_kernels.dispatch import implementations
+
+_FORMAT = 1  # of the files that are named
+_STARTED = time.time()
+_BY_VERSION = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")  # packages that nobody edits in place
+_ALWAYS = ("jattn", "jattn_kernels")
+_LIBRARIES = ("jax_cuda*", "nvidia*")  # what a GPU's steps call, and what compiles them
+_ONLY_TOLD = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_explain", "jax_dump")  # settings
+
+
+class NoName(Exception):
+    """A step that has none: it depends on what another process cannot be known to have."""
+
+
+class StepNames:
+    """Names of the steps that this process compiles now: on its device, with its settings.
+
+    Raises:
+        NoName: No step has one.
+    """
+
+    def __init__(self):
+        try:
+            self._environment = _digest(*_environment())
+        except (OSError, ValueError) as error:  # a file that a variable names, or a folder of packages
+            raise NoName(str(error)) from error
+
+    def name(self, function: Callable[..., Any], arguments: Any, *options: Any) -> str:
+        """The name of a step.
+
+        Args:
+            function: Static values and functions of modules, nothing that was made by a function or holds an array.
+            arguments: Their shapes, dtypes and places count.
+            options: Whatever else it is compiled with.
+
+        Raises:
+            NoName: It has none.
+        """
+        leaves, tree = jax.tree.flatten(arguments)
+        pickler = _Pickler(stream := io.BytesIO())
+        try:
+            pickler.dump((function, tree, [_shape(leaf) for leaf in leaves], options, implementations()))
+        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+            raise NoName(str(error)) from error
+        sources = [_sources(package) for package in sorted({*_ALWAYS, *pickler.packages})]
+        return _digest(self._environment, stream.getvalue(), *sources)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes equal values alike in every process, and notes the packages whose code they are of.
+
+    Attributes:
+        packages: Those that are not known by their version.
+    """
+
+    def __init__(self, stream: io.BytesIO):
+        super().__init__(stream, protocol=5)
+        self.fast = True  # else what is written depends on which equal strings are one object
+        self.packages: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+            # Not its `__dict__`: what a property has cached there is no part of the value.
+            return type(obj), tuple(_ordered(getattr(obj, field.name)) for field in dataclasses.fields(obj))
+        package = (getattr(obj, "__module__", None) or "builtins").partition(".")[0]
+        if package == "__main__":
+            raise pickle.PicklingError(f"{obj!r} is of a script or a notebook.")
+        if package not in _BY_VERSION and package not in sys.stdlib_module_names:
+            self.packages.add(package)
+        return NotImplemented
+
+
+def _ordered(value: Any) -> Any:
+    """A set as a tuple: each process has its own order of strings."""
+    return tuple(sorted(value, key=repr)) if isinstance(value, set | frozenset) else value
+
+
+def _shape(leaf: Any) -> tuple[Any, ...]:
+    """What a step is compiled for of an argument."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None and len(sharding.device_set) > 1:
+        raise NoName("Several devices share an argument.")
+    devices = None if sharding is None else [device.id for device in sharding.device_set]
+    facts = (getattr(leaf, "weak_type", False), getattr(leaf, "committed", None), devices)
+    return tuple(leaf.shape), jax.numpy.dtype(leaf.dtype).name, *facts
+
+
+def _environment() -> Iterator[str]:
+    """Versions, settings, device and processor."""
+    yield f"{_FORMAT} {sys.version}"
+    yield from (f"{package} {version(package)}" for package in _BY_VERSION)
+    for entry in sys.path:
+        for pattern in _LIBRARIES:
+            yield from sorted(path.name for path in Path(entry).glob(f"{pattern}.dist-info"))
+    for name, value in sorted(jax.config.values.items()):
+        if not name.startswith(_ONLY_TOLD):
+            yield f"{name} {getattr(jax.config, name, value)}"
+    yield f"{jax.sharding.get_abstract_mesh()}"
+    for name, value in sorted(os.environ.items()):
+        if name == "XLA_FLAGS" or name.startswith("JATTN_"):
+            content = Path(value).read_bytes() if Path(value).is_file() else b""
+            yield f"{name} {value} {hashlib.sha256(content).hexdigest()}"
+    device = jax.local_devices()[0]
+    for fact in ("platform", "device_kind", "compute_capability", "core_count"):
+        yield f"{fact} {getattr(device, fact, None)}"
+    yield device.client.platform_version
+    yield _processor()
+
+
+def _processor() -> str:
+    """The host's instruction set: every step has some code for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+@functools.cache
+def _sources(package: str) -> str:
+    """A hash of a package's files.
+
+    Raises:
+        NoName: It has none, or one was changed since this process began, which may run it as it was.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not (spec.submodule_search_locations or spec.origin):
+        raise NoName(f"{package} has no files.")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))] or [Path(str(spec.origin))]
+    if max(path.stat().st_mtime for path in files) > _STARTED:
+        raise NoName(f"{package} was changed since this process began.")
+    root = folders[0] if folders else files[0].parent
+    return _digest(*(part for path in files for part in (str(path.relative_to(root)), path.read_bytes())))
+
+
+def _digest(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        encoded = part.encode() if isinstance(part, str) else part
+        digest.update(len(encoded).to_bytes(8, "big") + encoded)
+    return digest.hexdigest()
