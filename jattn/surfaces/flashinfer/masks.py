@@ -1,7 +1,8 @@
-"""Custom masks as FlashInfer takes them: one bool a query and key, or bits packed into bytes; host-side."""
+"""Custom masks as FlashInfer takes them: one bool a query and key, or bits packed into bytes."""
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.surfaces.flashinfer.page_lists import checked_indptr, host_array, padded
@@ -19,25 +20,45 @@ def mask_on_host(
     Raises:
         ValueError: The mask has another size, does not fit its buffer, or is missing where there is a buffer.
     """
-    sizes = q_lens * kv_lens
-    if packed_custom_mask is not None:
-        mask = _unpacked(host_array("packed_custom_mask", packed_custom_mask), sizes)
-    elif custom_mask is not None:
-        mask = host_array("custom_mask", custom_mask).reshape(-1)
-        if mask.dtype != np.bool_ or len(mask) != sizes.sum():
-            raise ValueError(
-                f"`custom_mask` must be {sizes.sum()} bools, q_len * kv_len of each sequence. "
-                f"Got custom_mask.dtype={mask.dtype}, {len(mask)} values."
-            )
-    elif most is None:
-        return None
-    else:
-        raise ValueError("`custom_mask` must be given in every plan of a wrapper with `custom_mask_buf`. Got None.")
+    mask = checked_mask(custom_mask, packed_custom_mask, q_lens * kv_lens)
     if most is None:
         return mask
+    if mask is None:
+        raise ValueError("`custom_mask` must be given in every plan of a wrapper with `custom_mask_buf`. Got None.")
     if len(mask) > most:
         raise ValueError(f"The mask must fit `custom_mask_buf`, which holds {most} bits. Got {len(mask)} bits.")
     return padded(mask, most, False)
+
+
+def checked_mask(custom_mask: Any, packed_custom_mask: Any, sizes: np.ndarray, read: Any = host_array) -> Any:
+    """The bools of sequences of `sizes` bits; None without a mask.
+
+    Args:
+        packed_custom_mask: Each sequence's bits from a new byte on, lowest bit first.
+        read: Makes an array of what is given, on the host or one that may be traced.
+
+    Raises:
+        ValueError: The mask has another size.
+    """
+    if packed_custom_mask is not None:
+        packed, bytes_of = read("packed_custom_mask", packed_custom_mask), -(-sizes // 8)
+        if packed.dtype != np.uint8 or packed.shape != (bytes_of.sum(),):
+            raise ValueError(
+                f"`packed_custom_mask` must be {bytes_of.sum()} bytes, each sequence's q_len * kv_len bits from a new "
+                f"byte on. Got packed_custom_mask.dtype={packed.dtype}, packed_custom_mask.shape={packed.shape}."
+            )
+        xp: Any = np if isinstance(packed, np.ndarray) else jnp
+        parts = zip(xp.split(packed, np.cumsum(bytes_of)[:-1]), sizes.tolist(), strict=True)
+        return xp.concatenate([xp.unpackbits(part, count=n, bitorder="little") for part, n in parts]).astype(bool)
+    if custom_mask is None:
+        return None
+    mask = read("custom_mask", custom_mask).reshape(-1)
+    if mask.dtype != np.bool_ or len(mask) != sizes.sum():
+        raise ValueError(
+            f"`custom_mask` must be {sizes.sum()} bools, q_len * kv_len of each sequence. "
+            f"Got custom_mask.dtype={mask.dtype}, {len(mask)} values."
+        )
+    return mask
 
 
 def packbits(x: Any, bitorder: str = "big") -> np.ndarray:
@@ -68,16 +89,3 @@ def _checked_order(bitorder: str):
     if bitorder not in ("big", "little"):
         raise ValueError(f"`bitorder` must be big or little. Got {bitorder!r}.")
     return bitorder
-
-
-def _unpacked(packed: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """The bits of sequences of `sizes` bits that each begin a byte, lowest bit first."""
-    bytes_of = -(-sizes // 8)
-    if packed.dtype != np.uint8 or packed.ndim != 1 or len(packed) != bytes_of.sum():
-        raise ValueError(
-            f"`packed_custom_mask` must be {bytes_of.sum()} bytes, each sequence's q_len * kv_len bits from a new byte "
-            f"on. Got packed_custom_mask.dtype={packed.dtype}, packed_custom_mask.shape={packed.shape}."
-        )
-    parts = np.split(packed, np.cumsum(bytes_of)[:-1])
-    bits = [np.unpackbits(part, count=size, bitorder="little") for part, size in zip(parts, sizes, strict=True)]
-    return np.concatenate(bits).astype(bool)

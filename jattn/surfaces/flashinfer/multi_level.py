@@ -53,12 +53,8 @@ class MultiLevelCascadeAttentionWrapper:
         self._use_cuda_graph = use_cuda_graph
         buffers = [{} for _ in range(self._num_levels)]
         if use_cuda_graph:
-            buffers = self._by_level(
-                qo_indptr_buf=("qo_indptr_buf_arr", qo_indptr_buf_arr),
-                paged_kv_indptr_buf=("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
-                paged_kv_indices_buf=("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
-                paged_kv_last_page_len_buf=("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
-            )
+            lists = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+            buffers = self._by_level(locals(), *(f"{name}_buf_arr" for name in lists))
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, implementation=implementation, **of_level
@@ -108,15 +104,10 @@ class MultiLevelCascadeAttentionWrapper:
             ValueError: A list has not one entry a level, the levels end at different queries, or as there; the
                 kept plans are then still those before.
         """
-        facts: dict[str, Any] = {name: value for name, value in locals().items() if name in _FACTS} | {
-            "head_dim_qk": head_dim
-        }
-        levels = self._by_level(
-            qo_indptr=("qo_indptr_arr", qo_indptr_arr),
-            paged_kv_indptr=("paged_kv_indptr_arr", paged_kv_indptr_arr),
-            paged_kv_indices=("paged_kv_indices_arr", paged_kv_indices_arr),
-            paged_kv_last_page_len=("paged_kv_last_page_len", paged_kv_last_page_len),
-        )
+        given = locals()
+        facts: dict[str, Any] = {name: given[name] for name in _FACTS} | {"head_dim_qk": head_dim}
+        lists = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+        levels = self._by_level(given, *lists)
         ends = [int(checked_indptr("qo_indptr_arr", level["qo_indptr"])[-1]) for level in levels]
         if len(set(ends)) > 1:
             raise ValueError(f"`qo_indptr_arr` must end at as many queries in each level. Got {ends}.")
@@ -167,13 +158,10 @@ class MultiLevelCascadeAttentionWrapper:
 
     forward = run
 
-    def _by_level(self, **lists: tuple[str, Sequence[Any] | None]) -> list[dict[str, Any]]:
-        """What each level has of lists, given as what an entry and what the list is called, and the list."""
-        for name, given in lists.values():
-            if not isinstance(given, list | tuple) or len(given) != self._num_levels:
+    def _by_level(self, given: dict[str, Any], *names: str) -> list[dict[str, Any]]:
+        """What each level has of the lists of these names, by that without "_arr"."""
+        for name in names:
+            if not isinstance(given[name], list | tuple) or len(given[name]) != self._num_levels:
                 rule = f"`{name}` must be a list of one array for each of the {self._num_levels} levels."
-                raise ValueError(f"{rule} Got {shown(name, given)}.")
-        return [
-            {name: given[level] for name, (_, given) in lists.items() if given is not None}
-            for level in range(self._num_levels)
-        ]
+                raise ValueError(f"{rule} Got {shown(name, given[name])}.")
+        return [{name.removesuffix("_arr"): given[name][i] for name in names} for i in range(self._num_levels)]

@@ -3,13 +3,16 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Float
 
-from jattn.arguments import array, in_words, scale_arrays, shown
+from jattn.arguments import array, in_words, scale_arrays
 from jattn.dtype_names import named_dtype
 from jattn.surfaces.flashinfer.layer_facts import layer_facts
+from jattn.surfaces.flashinfer.masks import checked_mask
+from jattn.surfaces.flashinfer.plan import RaggedPlan
 from jattn.surfaces.flashinfer.wrapper import AttentionResult, keys_and_values
-from jattn_kernels import lse_to_base2, ragged_extend
+from jattn_kernels import lse_to_base2
 
 
 def single_decode_with_kv_cache(
@@ -106,35 +109,18 @@ def _attend(given: dict[str, Any], **scales: Any) -> tuple[Array, Array]:
     q, (k, v) = given["q"], keys_and_values(given["k"], given["v"], given["kv_layout"])
     _check_sizes(q, k, v)
     sizes = {"num_qo_heads": q.shape[1], "num_kv_heads": k.shape[1], "head_dim": q.shape[2], "head_dim_vo": v.shape[2]}
-    out, lse = ragged_extend(
-        q,
-        k,
-        v,
-        jnp.array([0, q.shape[0]], jnp.int32),
-        jnp.array([0, k.shape[0]], jnp.int32),
-        custom_mask=_mask(given.get("custom_mask"), given.get("packed_custom_mask"), q.shape[0] * k.shape[0]),
+    masks, bits = (given.get("custom_mask"), given.get("packed_custom_mask")), np.array([q.shape[0] * k.shape[0]])
+    plan = RaggedPlan(
+        cu_q_lens=jnp.array([0, q.shape[0]], jnp.int32),
+        cu_kv_lens=jnp.array([0, k.shape[0]], jnp.int32),
+        custom_mask=checked_mask(*masks, bits, read=array),
+        num_tokens=q.shape[0],
+        q_dtype=q.dtype.name,
+        kv_dtype=k.dtype.name,
         implementation=given["implementation"],
-        return_lse=True,
         **layer_facts(given | sizes),
-        **scales,
     )
-    return out, lse
-
-
-def _mask(custom_mask: Any, packed_custom_mask: Any, size: int) -> Bool[Array, " M"] | None:
-    """The mask of one sequence, as `masks.mask_on_host` of a batch; may be traced."""
-    if packed_custom_mask is not None:
-        packed = array("packed_custom_mask", packed_custom_mask, "bytes")
-        if packed.dtype != jnp.uint8 or len(packed) != -(-size // 8):
-            rule = f"`packed_custom_mask` must be {-(-size // 8)} bytes of uint8, a bit for each query and key."
-            raise ValueError(f"{rule} Got {shown('packed_custom_mask', packed)}.")
-        return jnp.unpackbits(packed, count=size, bitorder="little").astype(bool)
-    if custom_mask is None:
-        return None
-    mask = array("custom_mask", custom_mask)
-    if mask.dtype != jnp.bool_ or mask.size != size:
-        raise ValueError(f"`custom_mask` must be {size} bools, [T, S]. Got {shown('custom_mask', mask)}.")
-    return mask.reshape(-1)
+    return plan.attend(q, k, v, **scales)
 
 
 def _check_sizes(q: Array, k: Array, v: Array) -> None:

@@ -1,7 +1,7 @@
 """FlashAttentionBackend: SGLang's backend surface over jattn's kernels."""
 
 import dataclasses
-from typing import Any
+from operator import attrgetter
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,7 +17,6 @@ from jattn.surfaces.checks import WORDS, as_given, checked_rows, saved
 from jattn.surfaces.cuda_graph_state import CudaGraphState
 from jattn.surfaces.places import NOWHERE, replayed_batch
 from jattn.surfaces.sglang.building import Builder
-from jattn.surfaces.sglang.checks import check_call
 from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 
@@ -56,40 +55,15 @@ class FlashAttentionBackend:
         arch = "MLA" if any(layer.kv == "latent" for layer in layers) else "MHA"
         return cls(FlashAttentionConfig(layers=layers, attention_arch=arch, **facts))
 
-    @property
-    def max_context_len(self) -> int:
-        """Longest sequence, in tokens."""
-        return self.config.max_context_len
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self.config.page_size
-
-    @property
-    def use_mla(self) -> bool:
-        """Whether layers read latent rows."""
-        return self.config.use_mla
-
-    @property
-    def kv_cache_dtype(self) -> Any:
-        """The dtype of the pool."""
-        return self.config.stored_dtype
-
-    @property
-    def kv_cache_dtype_str(self) -> str:
-        """What the configuration calls it; with "auto" scales are not used."""
-        return self.config.kv_cache_dtype
-
-    @property
-    def attention_chunk_size(self) -> int | None:
-        """Tokens a chunk of layers with `use_irope`."""
-        return self.config.attention_chunk_size
-
-    @property
-    def speculative_num_draft_tokens(self) -> int | None:
-        """Tokens a sequence in target verify."""
-        return self.config.speculative_num_draft_tokens
+    max_context_len = property(attrgetter("config.max_context_len"), doc="Longest sequence, in tokens.")
+    page_size = property(attrgetter("config.page_size"), doc="Tokens a page.")
+    use_mla = property(attrgetter("config.use_mla"), doc="Whether layers read latent rows.")
+    kv_cache_dtype = property(attrgetter("config.stored_dtype"), doc="The dtype of the pool.")
+    kv_cache_dtype_str = property(attrgetter("config.kv_cache_dtype"), doc='Its name; with "auto" scales are not used.')
+    attention_chunk_size = property(attrgetter("config.attention_chunk_size"), doc="As the configuration's.")
+    speculative_num_draft_tokens = property(
+        attrgetter("config.speculative_num_draft_tokens"), doc="Tokens a sequence in target verify."
+    )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> FlashAttentionMetadata:
         """Metadata of a batch, once for all layers; jit-able.
@@ -106,6 +80,7 @@ class FlashAttentionBackend:
             slots = tuple(self._of_this_step(group_slots, forward_batch.batch_size * q_len) for group_slots in slots)
         return self._builder.build(forward_batch, self._builder.places(forward_batch), slots)
 
+    @in_words(**WORDS)
     def forward_extend(
         self,
         q: Float[Array, "..."],
@@ -125,7 +100,19 @@ class FlashAttentionBackend:
             ValueError: `k` or `v` is missing, or the layer is one of cross attention and the batch has no encoder.
             NotImplementedError: The layer does not serve drafted trees.
         """
-        return self._forward(q, k, v, layer, forward_batch, metadata, pool, save_kv_cache)
+        instance("metadata", metadata, FlashAttentionMetadata)
+        given = q
+        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
+        layer = self.config.paged_layer(layer)
+        self._check_call(q, layer, metadata, pool)
+        used = (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
+        layer = dataclasses.replace(layer, **scale_arrays(k_scale=used[0], v_scale=used[1]))
+        if save_kv_cache:
+            pool = saved(pool, layer, forward_batch, metadata.slots, k, v)
+        out, pool = self.config.paged_backend.forward_extend(
+            self._stored(q, layer), None, None, layer, forward_batch, metadata, pool
+        )
+        return as_given(out.astype(q.dtype), given), pool
 
     forward_decode = forward_extend  # one token a sequence, or one a branch in drafting
 
@@ -250,21 +237,38 @@ class FlashAttentionBackend:
             )
         return slots.reshape(num_tokens, steps)[:, self.speculative_step_id]
 
-    @in_words(**WORDS)
-    def _forward(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache):
-        instance("metadata", metadata, FlashAttentionMetadata)
-        given = q
-        q, k, v = checked_rows(q, k, v, layer, forward_batch, pool)
-        layer = self.config.paged_layer(layer)
-        check_call(q, layer, metadata, pool, self.config, self.speculative_num_steps)
-        used = (layer.k_scale, layer.v_scale) if self.config.is_fp8 else (None, None)
-        layer = dataclasses.replace(layer, **scale_arrays(k_scale=used[0], v_scale=used[1]))
-        if save_kv_cache:
-            pool = saved(pool, layer, forward_batch, metadata.slots, k, v)
-        out, pool = self.config.paged_backend.forward_extend(
-            self._stored(q, layer), None, None, layer, forward_batch, metadata, pool
-        )
-        return as_given(out.astype(q.dtype), given), pool
+    def _check_call(self, q: Array, layer: AttentionLayer, metadata: FlashAttentionMetadata, pool: KVPool) -> None:
+        """Checks that queries, layer, metadata and pool belong together."""
+        group, config, tokens = pool.groups[layer.group], self.config, metadata.slots[0].shape[0]
+        if q.shape[0] != tokens:
+            raise ValueError(f"`q` must have a row for each of the batch's {tokens} tokens. Got q.shape={q.shape}.")
+        if (group.v is None) != (layer.kv == "latent"):
+            raise ValueError(
+                "`pool` must hold latent rows where `attention_arch` is MLA, and keys and values elsewhere. "
+                f"Got group {group.name!r} with attention_arch={config.attention_arch}."
+            )
+        if group.page_size != config.page_size:
+            raise ValueError(
+                f"`pool` must have the configuration's pages of {config.page_size} tokens. "
+                f"Got pages of {group.page_size} tokens in group {group.name!r}."
+            )
+        if (group.k.dtype.itemsize == 1) != config.is_fp8:
+            raise ValueError(
+                "`kv_cache_dtype` must say whether `pool` is stored in fp8, as scales are used only then. "
+                f"Got kv_cache_dtype={config.kv_cache_dtype!r} and a pool of {group.k.dtype}."
+            )
+        if metadata.custom_mask is not None and not layer.is_cross_attention:
+            self._check_tree(layer, max(metadata.max_seq_len_q, self.speculative_num_steps))
+
+    def _check_tree(self, layer: AttentionLayer, depth: int) -> None:
+        """Refuses the rules that would read positions off a tree's keys, which are not at their positions."""
+        if layer.chunk_size is not None:
+            raise NotImplementedError("Chunked layers do not serve drafted trees; draft chains, topk=1.")
+        if 0 <= layer.sliding_window_size < depth:
+            raise NotImplementedError(
+                f"`sliding_window_size` must be at least {depth}, the depth that a drafted tree may have; or draft "
+                f"chains, topk=1. Got {layer.sliding_window_size}."
+            )
 
     def _stored(self, q: Array, layer: AttentionLayer) -> Array:
         """The queries, in the pool's dtype if that is asked for."""

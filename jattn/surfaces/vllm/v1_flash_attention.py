@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -198,20 +197,8 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
             out = self._attend_prefix_once(layer, query, kv_cache, metadata, spec)
         return jnp.pad(out, ((0, rows - tokens), (0, 0), (0, 0))), kv_cache
 
-    def _attend_prefix_once(self, layer, query, kv_cache, metadata: FlashAttentionMetadata, spec) -> Array:
-        assert metadata.prefix_len is not None
-        assert metadata.suffix_table is not None
-        assert metadata.suffix_lens is not None
-        out = shared_prefix_decode(
-            query[:, None],
-            kv_cache,
-            None,
-            metadata.block_table[0],
-            metadata.prefix_len,
-            metadata.suffix_table,
-            metadata.suffix_lens,
-            spec=spec,
-            **self._options(layer, query),
-        )
-        assert isinstance(out, jax.Array)
+    def _attend_prefix_once(self, layer, query, kv_cache, metadata: FlashAttentionMetadata, spec) -> Any:
+        prefix: Any = (metadata.block_table[0], metadata.prefix_len, metadata.suffix_table, metadata.suffix_lens)
+        options = self._options(layer, query)
+        out: Any = shared_prefix_decode(query[:, None], kv_cache, None, *prefix, spec=spec, **options)
         return out[:, 0]
