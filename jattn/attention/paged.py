@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jattn.attention.backend import BackendOptions
 from jattn.attention.layer import AttentionLayer
 from jattn.attention.metadata import AttentionMetadata
-from jattn.attention.paged_call import attend_pages, schedule_of_call
+from jattn.attention.paged_call import PagedCall, attend_pages
 from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_cache_dtype import stored_dtype
@@ -57,15 +57,7 @@ class PagedAttentionBackend:
     def mixes(self) -> bool:
         """Whether each sequence's extend costs what its own length asks for and no more, in every kind of layer."""
         return all(
-            works_per_sequence(
-                "mla_extend" if kind.latent else "paged_extend",
-                spec=kind.spec,
-                dtype=self.options.dtype,
-                kv_dtype=self._stored_dtype,
-                page_size=self.page_size,
-                features=("layer_index",),
-                implementation=self.options.implementation,
-            )
+            works_per_sequence("mla_extend" if kind.latent else "paged_extend", **vars(self._call(kind)))
             for kind in self.kinds
         )
 
@@ -150,13 +142,14 @@ class PagedAttentionBackend:
     def _schedule(self, kind: LayerKind, metadata: AttentionMetadata) -> Any:
         if kind.latent or (kind.is_cross and metadata.encoder_lens is None):
             return None
-        return schedule_of_call(
-            metadata.read_by(kind, 0),
+        return self._call(kind).schedule(metadata.read_by(kind, 0), metadata.slots[0].shape[0])
+
+    def _call(self, kind: LayerKind) -> PagedCall:
+        return PagedCall(
             spec=kind.spec,
-            num_tokens=metadata.slots[0].shape[0],
             dtype=self.options.dtype,
             kv_dtype=self._stored_dtype,
             page_size=self.page_size,
-            features=("layer_index", "k_scale", "v_scale") if self._is_fp8 else ("layer_index",),
+            features=("layer_index", "k_scale", "v_scale") if self._is_fp8 and not kind.latent else ("layer_index",),
             implementation=self.options.implementation,
         )

@@ -1,6 +1,6 @@
-"""A call over pages: its schedule, and attention itself, whether sequences have as many queries each or not."""
+"""Calls over pages: their schedule, and attention itself, whether sequences have as many queries each or not."""
 
-from collections.abc import Collection
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,40 +12,39 @@ from jattn_kernels import make_schedule, mla_decode, mla_extend, paged_decode, p
 from jattn_kernels.spec import AttentionSpec
 
 
-def schedule_of_call(
-    read: QueriesOverPages,
-    *,
-    spec: AttentionSpec,
-    num_tokens: int,
-    dtype: Any,
-    kv_dtype: Any,
-    page_size: int,
-    features: Collection[str] = (),
-    implementation: str | None = None,
-) -> Any:
-    """The schedule of a call, once a batch for all layers of a kind; None where its kernels need none.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedCall:
+    """The static facts of calls over pages, which layers of one kind share.
 
-    Args:
-        num_tokens: Queries of all sequences.
+    Attributes:
+        spec: Of the layers.
         dtype, kv_dtype: Of queries and pages.
-        features: Names of the kernels' optional arguments that the calls will be given beside those of `read`.
+        page_size: Tokens a page.
+        features: Names of the kernels' optional arguments that the calls are given beside those of what they read.
+        implementation: Which kernels to use; None lets dispatch choose.
     """
-    if read.q_start is not None and (spec.window_left is not None or spec.chunk_size is not None):
-        return None  # a schedule's keys are those that the last queries of a sequence see
-    of_read = [name for name in ("q_start", "q_positions", "custom_mask") if getattr(read, name) is not None]
-    return make_schedule(
-        read.seq_lens,
-        read.cu_q_lens,
-        spec=spec,
-        num_tokens=num_tokens if read.q_len is None else read.q_len,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        page_size=page_size,
-        operation="paged_extend" if read.q_len is None else "paged_decode",
-        max_seq_len=read.page_table.shape[1] * page_size,
-        features=(*of_read, *features),
-        implementation=implementation,
-    )
+
+    spec: AttentionSpec
+    dtype: Any
+    kv_dtype: Any
+    page_size: int
+    features: tuple[str, ...] = ()
+    implementation: str | None = None
+
+    def schedule(self, read: QueriesOverPages, num_tokens: int) -> Any:
+        """The schedule of a batch of that many queries, once for all layers; None where its kernels need none."""
+        if read.q_start is not None and (self.spec.window_left is not None or self.spec.chunk_size is not None):
+            return None  # a schedule's keys are those that the last queries of a sequence see
+        of_read = [name for name in ("q_start", "q_positions", "custom_mask") if getattr(read, name) is not None]
+        facts: dict[str, Any] = vars(self) | {"features": (*of_read, *self.features)}
+        return make_schedule(
+            read.seq_lens,
+            read.cu_q_lens,
+            num_tokens=num_tokens if read.q_len is None else read.q_len,
+            operation="paged_extend" if read.q_len is None else "paged_decode",
+            max_seq_len=read.page_table.shape[1] * self.page_size,
+            **facts,
+        )
 
 
 def attend_pages(

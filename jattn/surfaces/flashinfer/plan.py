@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import array, in_words
 from jattn.attention.metadata import QueriesOverPages
-from jattn.attention.paged_call import attend_pages, schedule_of_call
+from jattn.attention.paged_call import PagedCall, attend_pages
 from jattn.pytree import pytree, static
 from jattn.surfaces.flashinfer.cache import PagedCache, pages_of, words_of_cache
 from jattn_kernels import ragged_extend
@@ -67,17 +67,15 @@ class PagedPlan(Plan, QueriesOverPages):
 
     def scheduled(self) -> "PagedPlan":
         """The plan with its schedule; jit-able."""
-        schedule = schedule_of_call(
-            self,
+        call = PagedCall(
             spec=self.spec,
-            num_tokens=self.num_tokens,
             dtype=self.q_dtype,
             kv_dtype=self.kv_dtype,
             page_size=self.page_size,
             features=() if self.alibi_slopes is None else ("alibi_slopes",),
             implementation=self.implementation,
         )
-        return dataclasses.replace(self, schedule=schedule)
+        return dataclasses.replace(self, schedule=call.schedule(self, self.num_tokens))
 
     def attend(
         self,
