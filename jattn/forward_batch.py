@@ -2,16 +2,14 @@
 
 import dataclasses
 import enum
-import functools
-import typing
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 from jattn.arguments import instance, integers, shown
+from jattn.pytree import pytree, static
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 
 
@@ -51,9 +49,7 @@ class ForwardMode(enum.Enum):
         return self in (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND, ForwardMode.MIXED)
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class ReqToTokenPool:
     """The token slots of every request that an engine serves; SGLang's pool.
 
@@ -65,9 +61,7 @@ class ReqToTokenPool:
     req_to_token: Int[Array, "R max_context_len"]
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class ForwardBatch:
     """Tokens of one forward pass, and where their sequences live in the pool.
 
@@ -93,7 +87,7 @@ class ForwardBatch:
         spec_info: What drafting or verifying adds.
     """
 
-    forward_mode: ForwardMode = dataclasses.field(metadata={"static": True})
+    forward_mode: ForwardMode = static()
     input_ids: Int[Array, " T"]
     positions: Int[Array, " T"]
     seq_lens: Int[Array, " B"]

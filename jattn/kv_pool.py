@@ -1,16 +1,15 @@
 """KVPool: the paged memory of keys and values, as a frozen pytree that a step takes and returns."""
 
 import dataclasses
-import functools
 import typing
 from typing import Protocol
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, check_whole, in_words, instance, integers, scale_arrays, whole, whole_number
 from jattn.dtype_names import named_dtype
+from jattn.pytree import pytree, static
 from jattn.rotary import Angles
 from jattn_kernels import rotate_and_write, write_latent_pages, write_pages
 from jattn_kernels.shapes.arrays import check_layer_index
@@ -71,9 +70,7 @@ class KVGroupSpec:
         return self.num_layers * page_size * self.num_kv_heads * width * jnp.dtype(dtype).itemsize
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class KVGroup:
     """Pages of a group of layers, all layers stacked on the first axis.
 
@@ -85,8 +82,8 @@ class KVGroup:
 
     k: Float[Array, "L P page K H"] | Float[Array, "L P page W"]
     v: Float[Array, "L P page K Hv"] | None
-    name: str = dataclasses.field(metadata={"static": True})
-    page_layout: PageLayout = dataclasses.field(metadata={"static": True})
+    name: str = static()
+    page_layout: PageLayout = static()
 
     @property
     def num_pages(self) -> int:
@@ -114,9 +111,7 @@ class PoolLayer(Protocol):
     def v_head_dim(self) -> int: ...
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class KVPool:
     """The groups of pages of one model. Donate it to a step and keep what the step returns."""
 

@@ -1,20 +1,14 @@
 """What a speculative pass knows beside its batch; SGLang's names."""
 
-import dataclasses
-import functools
-import typing
-
-import jax
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.arguments import array, integers
+from jattn.pytree import pytree
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class EagleDraftInput:
     """What the draft model starts from; its presence in a decode batch says that tokens are drafted.
 
@@ -32,9 +26,7 @@ class EagleDraftInput:
     accept_length: Int[Array, " B"] | None = None
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class EagleVerifyInput:
     """The drafted tokens that the target model checks, D a row: a chain, or a tree if it has a mask.
 

@@ -2,17 +2,15 @@
 
 import dataclasses
 import functools
-import typing
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jattn.pytree import pytree
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@pytree(kw_only=True)
 class LogitRules:
     """What each row's request asks of its logits, and whether it wants log-probabilities; see `SamplingParams`.
 
@@ -38,9 +36,7 @@ class LogitRules:
     wants_logprobs: Bool[Array, " B"]
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class TokenHistory:
     """Which tokens each row has seen; kept only for rows whose rules are in force.
 

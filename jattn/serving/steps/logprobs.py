@@ -1,14 +1,14 @@
 """Log-probabilities of tokens under the model's own logits, beside those of the likeliest tokens."""
 
 import dataclasses
-import functools
-import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
+
+from jattn.pytree import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class TokenLogprobs:
     """Log-probabilities at N places: of the token there, and of the k likeliest ones in order."""
 

@@ -2,22 +2,20 @@
 
 import dataclasses
 import functools
-import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import LogitRules, TokenHistory, empty_rules
 from jattn.serving.steps.sampler import SamplingState
 
 NOT_KNOWN = -1  # in a token's place on record
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class TokenRecord:
     """What drafting must know of each row's text.
 
@@ -31,9 +29,7 @@ class TokenRecord:
     ids: Int[Array, "R max_context_len"] | None = None
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class LoopState:
     """Rows of requests; donated to every launch.
 

@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import typing
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -13,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
+from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import apply_rules
 from jattn.serving.steps.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
 from jattn.serving.steps.loop_state import LoopState
@@ -27,9 +26,7 @@ NO_TOKEN = -1  # in a token's place: the row's logits were not finite
 UNUSED = -2  # in a token's place: the row has no more of them from this step
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class PrefillBatch:
     """Parts of prompts, sequence by sequence, padded to a bucket.
 
@@ -56,9 +53,7 @@ class PrefillBatch:
     wants_logprobs: Bool[Array, " T"] | None = None
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class StepOutput:
     """What the host reads of a launch.
 
@@ -76,9 +71,7 @@ class StepOutput:
     drafts: Int[Array, "B 2"] | None = None
 
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree(kw_only=True)
 class Choice:
     """The token chosen at each of N places.
 

@@ -1,8 +1,6 @@
 """The sampler: one token a row from its logits, on the device, as each row's request asks."""
 
-import dataclasses
 import functools
-import typing
 from collections.abc import Callable
 
 import jax
@@ -10,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jattn.pytree import pytree
 
-@typing.no_type_check
-@functools.partial(jax.tree_util.register_dataclass)
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@pytree(kw_only=True)
 class SamplingState:
     """How each row's token is chosen.
 
