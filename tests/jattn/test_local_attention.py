@@ -177,8 +177,12 @@ def test_hoppers_extend_over_virtual_batches_is_chunked_attention(monkeypatch, r
     q_lens, kv_lens = [13, 0, 5, 9], np.array([140, 12, 5, 66], np.int32)
     cu, table = jnp.asarray(offsets(q_lens)), jnp.asarray(table_of(4, 9))
     arrays = random(0, tokens, 2, 64), random(1, 37, page_size, 1, 64), random(2, 37, page_size, 1, 64)
-    extend = functools.partial(paged_extend, *(x.astype(jnp.bfloat16) for x in arrays), return_lse=True)
+    arrays = [x.astype(jnp.bfloat16) for x in arrays]
     spec = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=64, **rules)
+
+    def extend(*places, spec):
+        return jax.jit(functools.partial(paged_extend, spec=spec, return_lse=True))(*arrays, *places)
+
     with interpreted_in_few_blocks():
         whole = extend(table, jnp.asarray(kv_lens), cu, spec=dataclasses.replace(spec, chunk_size=chunk_size))
         _, cu, kv_lens, table = padded(chunk_size, cu, jnp.asarray(kv_lens), table, page_size, tokens)

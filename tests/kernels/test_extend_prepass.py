@@ -30,7 +30,7 @@ def interpreter():
 
 
 PAGED = [case for case in (*INTERPRETED, *SLOW) if case.operation == "paged_extend"]
-AT_ONCE = ("dim_128", "fp8", "hnd_layers", "fp8_queries_dim_128", "rope_dim_128", "rope_fp8_positions")
+AT_ONCE = ("dim_128", "fp8", "hnd_layers", "rope_fp8_positions")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from tests.kernels.harness.interpreter import interpreted
-from tests.kernels.harness.mosaic_calls import mosaic_call
+from tests.kernels.harness.mosaic_calls import run
 
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, rope_theta=1e4)
 PAGE, LEN = 16, 70
@@ -37,20 +37,25 @@ def test_decode_rotates_the_largest_keys_of_e5m2(interpreter, dtype):
     q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, 2, SPEC.head_dim)), dtype)
     want = paged_decode(q, *args, spec=SPEC, k_scale=k_scale, implementation="xla")
     assert np.isfinite(np.asarray(want, np.float32)).all()
-    out, _ = paged.paged_decode(*mosaic_call("paged_decode", (q, *args), AttentionOptions(k_scale=k_scale), SPEC, PAGE))
+    out, _ = run(paged.paged_decode, "paged_decode", (q, *args), AttentionOptions(k_scale=k_scale), SPEC, PAGE)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_extend_rotates_the_largest_keys_of_e5m2(interpreter, monkeypatch, dtype, ahead):
+@pytest.mark.parametrize(
+    ("ahead", "dtype"),
+    [
+        (False, "float16"),
+        (True, "bfloat16"),
+        *(pytest.param(*facts, marks=pytest.mark.slow) for facts in [(False, "bfloat16"), (True, "float16")]),
+    ],
+)
+def test_extend_rotates_the_largest_keys_of_e5m2(interpreter, monkeypatch, ahead, dtype):
     monkeypatch.setattr(extend, "has_prepass", lambda *_, **__: ahead)
     *args, k_scale = pages_and_lens()
     cu_q_lens = jnp.asarray([0, 5], jnp.int32)
     q = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, SPEC.head_dim)), dtype)
     want = paged_extend(q, *args, cu_q_lens, spec=SPEC, k_scale=k_scale, implementation="xla")
     assert np.isfinite(np.asarray(want, np.float32)).all()
-    out, _ = extend.paged_extend(
-        *mosaic_call("paged_extend", (q, *args, cu_q_lens), AttentionOptions(k_scale=k_scale), SPEC, PAGE)
-    )
+    options = AttentionOptions(k_scale=k_scale)
+    out, _ = run(extend.paged_extend, "paged_extend", (q, *args, cu_q_lens), options, SPEC, PAGE)
     np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), atol=0.02)

@@ -82,6 +82,11 @@ class Inputs(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arrays among the keywords: all of them but the spec."""
+        return {name: value for name, value in self.kwargs.items() if name != "spec"}
+
 
 def build(case: Case, seed: int = 0) -> Inputs:
     """The numbers of a case; NaN wherever no request owns the memory, but for page 0, which is zeros."""

@@ -1,7 +1,10 @@
 """Calls of Mosaic's own entries, which take what a face and dispatch would make of its arguments."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jattn_kernels import AttentionSpec
@@ -31,6 +34,15 @@ def mosaic_call(
     operands = AttentionOperands(**dict(zip(_ARRAYS[operation], arrays, strict=True)), options=options)
     dtypes = {"q_dtype": operands.q.dtype.name, "kv_dtype": operands.k.dtype.name}
     return AttentionCall(operation=operation, spec=spec, page_size=page_size, **dtypes), operands
+
+
+def run(entry: Callable[..., Any], *arguments: Any) -> Any:
+    """What an entry gives for a call of `mosaic_call`'s arguments.
+
+    Compiled as one, for by itself each operation around the kernel would be; and anew, as tests patch what it calls.
+    """
+    call, operands = mosaic_call(*arguments)
+    return jax.jit(functools.partial(entry, call))(operands)
 
 
 def schedule_call(operation: Operation, spec: AttentionSpec, num_tokens: int, dtype: Any) -> AttentionCall:
