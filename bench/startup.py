@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,8 @@ def tell(figures: Figures) -> None:
 
 def started(command: list[str], cache: str) -> tuple[dict[str, float], list[str]]:
     """The figures of a child, and the warnings that it wrote."""
-    environment = os.environ | {"XDG_CACHE_HOME": cache, _BEGUN: str(time.time())}
+    path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(cache) / "path")])
+    environment = os.environ | {"XDG_CACHE_HOME": cache, "PYTHONPATH": path, _BEGUN: str(time.time())}
     run = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
     wall = time.time() - float(environment[_BEGUN])
     told = [line for line in run.stdout.splitlines() if line.startswith(_TOLD)]
@@ -169,6 +172,20 @@ def started(command: list[str], cache: str) -> tuple[dict[str, float], list[str]
         raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}: {run.stderr[-4000:]}")
     figures = json.loads(told[0].removeprefix(_TOLD)) if told else {}
     return figures | {"process": wall}, [line for line in run.stderr.splitlines() if _WARNING.search(line)]
+
+
+def announce(folder: Path) -> None:
+    """Announces models and checkpoint to children as an installed package does, where the sources alone are there."""
+    if any(entry_points(group="jattn.checkpoints")):
+        return
+    groups = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    metadata = folder / "path" / "jattn-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: jattn\nVersion: 0\n", encoding="utf-8")
+    lines = [
+        line for group, names in groups.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in names.items()))
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(lines), encoding="utf-8")
 
 
 def table(starts: list[dict[str, float]]) -> str:
@@ -181,9 +198,14 @@ def table(starts: list[dict[str, float]]) -> str:
 
 
 def report(title: str, children: list[list[str]]) -> None:
-    """Runs children one after the other over a new cache, and prints what they told."""
-    with tempfile.TemporaryDirectory() as cache:
-        found = [started(command, cache) for command in children]
+    """Runs children one after the other over a new cache, and prints what they told, or how one failed."""
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            announce(Path(cache))
+            found = [started(command, cache) for command in children]
+    except RuntimeError as error:
+        print(f"\n{title}\n{error}", flush=True)
+        return
     print(f"\n{title}\n{table([figures for figures, _ in found])}")
     for number, (_, warnings) in enumerate(found, 1):
         print(f"start {number}: {len(warnings)} warnings on standard error")

@@ -1,5 +1,7 @@
 """Figures of a start: spans and calls by name, a column for each start."""
 
+from importlib import metadata
+
 import pytest
 
 from bench import startup
@@ -34,3 +36,10 @@ def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path):
     figures, warnings = startup.started(["-c", "import sys; sys.stderr.write('W0101 12:00:00 rematerialised\\n')"], "")
     assert figures["process"] > 0
     assert warnings == ["W0101 12:00:00 rematerialised"]
+
+
+def test_sources_that_are_not_installed_announce_their_models_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(startup, "entry_points", lambda group: ())
+    startup.announce(tmp_path)
+    found = next(iter(metadata.distributions(path=[str(tmp_path / "path")]))).entry_points
+    assert {"LlamaForCausalLM", "default"} <= {point.name for point in found}
