@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,15 +37,8 @@ class PagedAttentionBackend:
         """The backend of a model's layers, one given of each kind."""
         return cls(tuple(dict.fromkeys(map(kind_of, layers))), options)
 
-    @property
-    def max_context_len(self) -> int:
-        """Longest sequence, in tokens."""
-        return self.options.max_context_len
-
-    @property
-    def page_size(self) -> int:
-        """Tokens a page."""
-        return self.options.page_size
+    max_context_len = property(attrgetter("options.max_context_len"), doc="Longest sequence, in tokens.")
+    page_size = property(attrgetter("options.page_size"), doc="Tokens a page.")
 
     @functools.cached_property
     def _stored_dtype(self) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -107,7 +108,7 @@ class FlashAttentionMetadataBuilder:
         block_tables = [_numbers("block_tables", blocks) for blocks in (() if block_tables is None else block_tables)]
         if len(block_tables) > whole("num_seqs", num_seqs, 0):
             raise ValueError(f"`num_seqs` must be at least the {len(block_tables)} `block_tables`. Got {num_seqs}.")
-        return _table(block_tables, num_seqs, _cdiv(self.input_builder.max_model_len, self.block_size))
+        return _table(block_tables, num_seqs, -(-self.input_builder.max_model_len // self.block_size))
 
     def build(
         self, seq_lens: list[int], query_lens: list[int], cuda_graph_pad_size: int, batch_size: int
@@ -140,14 +141,15 @@ class FlashAttentionMetadataBuilder:
         queries = np.array([row.query_len for row in rows], np.int32)
         if config.max_decode_query_len == 1:
             queries[len(prefills) :] = 1
-        slots = _padded([slot for row in prefills for slot in row.slots], num_prefill_tokens)
-        slots += _padded([slot for row in decodes for slot in row.slots], num_decode_tokens)
+        slots = _padded([row.slots for row in prefills], num_prefill_tokens)
+        slots += _padded([row.slots for row in decodes], num_decode_tokens)
+        index_maps = {modality: places.index_map() for modality, places in self._placeholders.items()}
         metadata = FlashAttentionMetadata(
             num_prefills=len(prefills),
             num_prefill_tokens=num_prefill_tokens,
             num_decode_tokens=num_decode_tokens,
             slot_mapping=_ints(slots),
-            multi_modal_placeholder_index_maps=self._index_maps(),
+            multi_modal_placeholder_index_maps=index_maps or None,
             enable_kv_scales_calculation=True,
             seq_lens=lens,
             seq_lens_tensor=_ints(lens),
@@ -192,20 +194,15 @@ class FlashAttentionMetadataBuilder:
         }
         return dataclasses.replace(metadata, **made)
 
-    def _index_maps(self) -> dict[str, Any] | None:
-        return {modality: places.index_map() for modality, places in self._placeholders.items()} or None
-
     def _encoder_fields(self, rows: list[_Row], num_prefills: int, num_encoder_tokens: int) -> dict[str, Any]:
         longest = self.input_builder.max_encoder_len
         if longest is None:
             return {}
         lens = np.array([row.encoder_seq_len for row in rows], np.int32)
         slots = [
-            slot
-            for row in rows[:num_prefills]
-            for slot in _slots(row.cross_block_table, range(row.encoder_seq_len), self.block_size)
+            _slots(row.cross_block_table, range(row.encoder_seq_len), self.block_size) for row in rows[:num_prefills]
         ]
-        tables = _table([row.cross_block_table for row in rows], len(rows), _cdiv(longest, self.block_size))
+        tables = _table([row.cross_block_table for row in rows], len(rows), -(-longest // self.block_size))
         return {
             "encoder_seq_lens": lens,
             "encoder_seq_lens_tensor": _ints(lens),
@@ -251,7 +248,8 @@ def _slots(blocks: list[int], positions: range, block_size: int) -> list[int]:
     return [blocks[p // block_size] * block_size + p % block_size for p in positions]
 
 
-def _padded(slots: list[int], count: int) -> list[int]:
+def _padded(slots_of_rows: list[list[int]], count: int) -> list[int]:
+    slots = list(itertools.chain(*slots_of_rows))
     return slots + [PAD_SLOT_ID] * (count - len(slots))
 
 
@@ -276,7 +274,3 @@ def _starts(lens: np.ndarray) -> Any:
 
 def _ints(values: Any) -> Any:
     return jnp.asarray(np.asarray(values, np.int32))
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)

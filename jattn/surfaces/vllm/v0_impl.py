@@ -192,7 +192,7 @@ class FlashAttentionImpl:
         """What `forward` answers, of arguments that it has checked."""
         self._check_types_fields(query, metadata)
         cached = kv_cache is not None and kv_cache.size > 0
-        if not _reads_cache(self.attn_type) or not cached:
+        if self.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER) or not cached:
             if key is None or value is None:
                 raise ValueError("`key` and `value` must be given where no cache is read. Got None.")
             return self._attend_uncached(layer, query, key, value, metadata), kv_cache
@@ -276,7 +276,8 @@ class FlashAttentionImpl:
                 "A batch with decodes must be given a cache to read. "
                 f"Got num_prefills={metadata.num_prefills}, num_decode_tokens={metadata.num_decode_tokens}."
             )
-        tokens = metadata.num_prefill_tokens if _reads_itself(self.attn_type) else metadata.num_encoder_tokens
+        reads_itself = self.attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+        tokens = metadata.num_prefill_tokens if reads_itself else metadata.num_encoder_tokens
         if key.shape[0] != tokens:
             raise ValueError(f"`key` must have a row for each of {tokens} tokens. Got key.shape={key.shape}.")
         query_start_loc, _, key_start_loc, _ = _get_query_key_seq_metadata(part, True, self.attn_type)
@@ -303,11 +304,3 @@ class FlashAttentionImpl:
         tokens = metadata.num_encoder_tokens if encoder else tokens
         if query.shape[0] != tokens:
             raise ValueError(f"`query` must have the metadata's {tokens} tokens. Got query.shape={query.shape}.")
-
-
-def _reads_cache(attn_type: str) -> bool:
-    return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-
-
-def _reads_itself(attn_type: str) -> bool:
-    return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)

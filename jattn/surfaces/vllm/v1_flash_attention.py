@@ -194,11 +194,8 @@ class FlashAttentionImpl(v0_impl.FlashAttentionImpl):
         if metadata.prefix_len is None:
             out = self._attend(layer, query, kv_cache, metadata.read, spec, metadata.schedules)
         else:
-            out = self._attend_prefix_once(layer, query, kv_cache, metadata, spec)
+            prefix: Any = (metadata.block_table[0], metadata.prefix_len, metadata.suffix_table, metadata.suffix_lens)
+            options = self._options(layer, query)
+            out: Any = shared_prefix_decode(query[:, None], kv_cache, None, *prefix, spec=spec, **options)
+            out = out[:, 0]
         return jnp.pad(out, ((0, rows - tokens), (0, 0), (0, 0))), kv_cache
-
-    def _attend_prefix_once(self, layer, query, kv_cache, metadata: FlashAttentionMetadata, spec) -> Any:
-        prefix: Any = (metadata.block_table[0], metadata.prefix_len, metadata.suffix_table, metadata.suffix_lens)
-        options = self._options(layer, query)
-        out: Any = shared_prefix_decode(query[:, None], kv_cache, None, *prefix, spec=spec, **options)
-        return out[:, 0]
