@@ -17,6 +17,7 @@ from jattn.serving.steps.drafting import Drafter, check_drafter_fits
 
 _STOP_IDS = 8  # that a request may add to the model's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
+_ALIKE = 64  # pages to which a pool is rounded that is so large that it loses a hundredth at most
 _POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
 
 
@@ -112,6 +113,7 @@ def resolved(
     if config.num_pages is None:
         groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
         most = found.max_num_seqs * found.max_pages
+        jax.block_until_ready(jax.tree.leaves(model))  # else what loading them still holds would count
         found = dataclasses.replace(found, num_pages=default_pages(groups, found.page_size, found.pool_dtype, most))
     return found
 
@@ -132,4 +134,5 @@ def default_pages(groups: Sequence[KVGroupSpec], page_size: int, dtype: Any, mos
             f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
             f"Got {page_size}."
         )
-    return min(most_pages + 1, fitting)
+    # What else is in use differs a little from start to start; the same pool's steps are found on disk.
+    return min(most_pages + 1, fitting - fitting % _ALIKE if fitting > 64 * _ALIKE else fitting)

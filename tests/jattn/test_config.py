@@ -147,9 +147,11 @@ def test_open_sizes_follow_from_the_model(unchecked):
     [
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 3, 4),
+        ({"bytes_limit": 10_000 * PAGE_BYTES, "bytes_in_use": 0}, 10**9, 64 * 132),
+        ({"bytes_limit": 10_000 * PAGE_BYTES, "bytes_in_use": 40 * PAGE_BYTES}, 10**9, 64 * 132),
         (None, 10**9, 2**30 // PAGE_BYTES),
     ],
-    ids=["share_of_the_free_memory", "what_requests_can_use", "no_stats"],
+    ids=["share_of_the_free_memory", "what_requests_can_use", "many", "nearly_as_many", "no_stats"],
 )
 def test_default_pages_fit_the_device(monkeypatch, stats, most_pages, pages):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
