@@ -140,7 +140,8 @@ def generate(
         with Interrupts() as interrupts, logged():
             from jattn.serving.frontend.llm import LLM
 
-            llm = LLM(path, full_sampling=sampling_params.has_logit_rules, **knobs)
+            greedy_steps = sampling_params.temperature == 0
+            llm = LLM(path, full_sampling=sampling_params.has_logit_rules, greedy_steps=greedy_steps, **knobs)
             tokens = rendered and [llm.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
             deltas = interrupts.deltas(llm.stream(tokens or prompts, sampling_params))
             errors = print_text(deltas, [f"{text}\n\n" for text in prompts] if chat else prompts, n)

@@ -43,7 +43,7 @@ def test_generate_hands_on_the_defaults(llm):
     assert generate("--prompt", "x").exit_code == 0
     assert llm.path == Path("folder")
     assert llm.prompts == ["x"]
-    assert EngineConfig(**llm.options) == EngineConfig(full_sampling=False)
+    assert EngineConfig(**llm.options) == EngineConfig(full_sampling=False, greedy_steps=False)
     assert llm.sampling_params == SamplingParams(temperature=0.8)
 
 
@@ -105,6 +105,7 @@ def test_generate_hands_on_every_flag(llm):
         mixed_steps=False,
         backend="flashinfer",
         implementation="xla",
+        greedy_steps=False,
         debug_checks=True,
     )
     assert llm.sampling_params == SamplingParams(

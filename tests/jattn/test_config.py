@@ -24,7 +24,7 @@ def test_sizes_that_are_no_whole_numbers_are_refused(name, value):
         EngineConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["full_sampling", "mixed_steps", "debug_checks", "progress"])
+@pytest.mark.parametrize("name", ["full_sampling", "greedy_steps", "mixed_steps", "debug_checks", "progress"])
 def test_switches_that_are_neither_on_nor_off_are_refused(name):
     with pytest.raises(ValueError, match=f"`{name}` must be of type bool"):
         EngineConfig(**{name: 1})

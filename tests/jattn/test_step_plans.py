@@ -21,14 +21,24 @@ def test_each_launch_has_its_step(engine, asked):
     requests = [engine.make_request([1], SamplingParams(**ASKED[asked]))]
     plans, config = engine.executor.compiled_steps, engine.config
     buckets = {"decode": config.decode_buckets, "prefill": config.prefill_buckets}
-    found = {step_key(kind, size, requests) for kind, sizes in buckets.items() for size in sizes}
+    found = {step_key(kind, size, requests, config) for kind, sizes in buckets.items() for size in sizes}
     assert found <= set(plans)
     assert all(key.variant == asked for key in found if key.size <= 1024)
 
 
 def test_request_that_asks_for_most_decides(engine):
     requests = [engine.make_request([1], SamplingParams(**asked)) for asked in ASKED.values()]
-    assert [step_key("decode", 4, requests[:count]).variant for count in (1, 2, 3)] == ["greedy", "plain", "full"]
+    keys = [step_key("decode", 4, requests[:count], engine.config) for count in (1, 2, 3)]
+    assert [key.variant for key in keys] == ["greedy", "plain", "full"]
+
+
+def test_without_greedy_steps_those_that_draw_serve_all():
+    engine = plans_of(dataclasses.replace(CONFIG, greedy_steps=False, full_sampling=False))
+    plans, config = engine.executor.compiled_steps, engine.config
+    assert {key.variant for key in plans} == {"plain"}
+    requests = [engine.make_request([1], SamplingParams(temperature=0.0))]
+    assert {step_key("decode", size, requests, config) for size in config.decode_buckets} <= set(plans)
+    assert {step_key("prefill", size, requests, config) for size in config.prefill_buckets} <= set(plans)
 
 
 def test_finer_buckets_cost_a_bounded_number_of_steps(engine):

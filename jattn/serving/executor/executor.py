@@ -98,12 +98,14 @@ class Executor:
         if self.config.debug_checks:
             assert self.state is not None
             check_decode(self.state, rows, self.config)
-        return self._launch(step_key("decode", bucket, requests), Plan(requests), requests, self._on_device(rows))
+        key = step_key("decode", bucket, requests, self.config)
+        return self._launch(key, Plan(requests), requests, self._on_device(rows))
 
     def _submit_prefill(self, plan: Plan) -> Launch:
         num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
-        key = step_key("prefill", bucket, [*plan.decoding, *(chunk.request for chunk in plan.chunks)])
+        served = [*plan.decoding, *(chunk.request for chunk in plan.chunks)]
+        key = step_key("prefill", bucket, served, self.config)
         rows = decode_batch(plan.decoding, self._mixed_rows, self.config)
         batch = prefill_batch(plan.chunks, bucket, self.config, key.variant)
         if self.config.debug_checks:

@@ -23,9 +23,11 @@ class StepKey(NamedTuple):
     variant: Variant
 
 
-def step_key(kind: Literal["decode", "prefill"], size: int, requests: Iterable[Request]) -> StepKey:
+def step_key(
+    kind: Literal["decode", "prefill"], size: int, requests: Iterable[Request], config: ResolvedConfig
+) -> StepKey:
     """The cheapest step of a size that serves all of the requests."""
-    return StepKey(kind, size, _served(kind, size, _asked(requests)))
+    return StepKey(kind, size, _served(kind, size, _asked(requests), config))
 
 
 def step_plans(
@@ -43,10 +45,12 @@ def step_plans(
         decode = functools.partial(steps.decode, variant=variant)
         prefill = functools.partial(steps.prefill, variant=variant)
         for size in config.decode_buckets:
+            if _served("decode", size, variant, config) != variant:
+                continue
             arguments = (*held, decode_batch([], size, config))
             plans[StepKey("decode", size, variant)] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
         for size in config.prefill_buckets:
-            if _served("prefill", size, variant) != variant:
+            if _served("prefill", size, variant, config) != variant:
                 continue
             arguments = (*held, decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant))
             plans[StepKey("prefill", size, variant)] = StepPlan(prefill, arguments, donate=(1, 2))
@@ -60,6 +64,7 @@ def _asked(requests: Iterable[Request]) -> Variant:
     return "greedy" if all(request.params.temperature == 0 for request in requests) else "plain"
 
 
-def _served(kind: Literal["decode", "prefill"], size: int, variant: Variant) -> Variant:
+def _served(kind: Literal["decode", "prefill"], size: int, variant: Variant, config: ResolvedConfig) -> Variant:
     """The variant that serves another: beside a large prefill a draw takes no time, and is a step less to compile."""
-    return "plain" if kind == "prefill" and size > FINER_FROM and variant == "greedy" else variant
+    without_greedy = not config.greedy_steps or (kind == "prefill" and size > FINER_FROM)
+    return "plain" if variant == "greedy" and without_greedy else variant
