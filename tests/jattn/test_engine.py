@@ -92,7 +92,7 @@ def bundled():
     return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("backend", ["paged", "flashinfer"])
+@pytest.mark.parametrize("backend", ["paged", pytest.param("flashinfer", marks=pytest.mark.slow)])
 def test_text_over_fp8_pages_does_not_depend_on_where_its_prompt_is_cut(bundled, backend):
     texts = []
     for prefill_tokens in (96, 8):

@@ -12,7 +12,7 @@ from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn_kernels import reference
 from jattn_kernels.spec import AttentionSpec
-from tests.jattn.harness.tiny import run
+from tests.jattn.harness.tiny import one_variant, run
 
 VOCAB, D, N, WIDTH, VALUES, LAYERS = 32, 16, 2, 12, 8, 2
 SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=1, head_dim=WIDTH, v_head_dim=VALUES, sm_scale=0.3)
@@ -83,11 +83,13 @@ def test_engine_serves_latent_rows_with_the_oracles_tokens(backend):
     """A prompt of two chunks beside a short one, and decodes of both."""
     sizes = {"num_pages": 17, "page_size": 4, "max_num_seqs": 2, "max_context_len": 64, "prefill_tokens": 16}
     config = EngineConfig(backend=backend, full_sampling=False, **sizes)
-    model = LatentModel()
-    engine, rng = Engine(model, config), np.random.default_rng(1)
+    model, rng = LatentModel(), np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in (21, 5)]
     greedy = SamplingParams(max_tokens=6, temperature=0.0)
-    for prompt, tokens in zip(prompts, run(engine, [engine.make_request(p, greedy) for p in prompts]), strict=True):
+    with one_variant("greedy"):
+        engine = Engine(model, config)
+        found = run(engine, [engine.make_request(prompt, greedy) for prompt in prompts])
+    for prompt, tokens in zip(prompts, found, strict=True):
         expected = list(prompt)
         for _ in range(6):
             expected.append(next_token(model, expected))

@@ -87,11 +87,6 @@ def variant():
         yield
 
 
-@pytest.fixture
-def plain():
-    return engine_of("plain")
-
-
 @pytest.fixture(params=["ngram", "draft_model"])
 def engine(request):
     return engine_of(request.param)
@@ -104,6 +99,13 @@ def mixed_prompts():
     return [*map(encode, TEXTS), *at_random]
 
 
+@functools.cache
+def expected_of_mixed_prompts():
+    """What plain decode writes after each of them, greedily."""
+    prompts = mixed_prompts()
+    return [request.generated for request in served(engine_of("plain"), prompts, [GREEDY] * len(prompts))]
+
+
 def served(engine, prompts, params):
     requests = [engine.make_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     run(engine, requests)
@@ -114,21 +116,26 @@ def outcome(request):
     return request.generated, request.finish_reason
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"temperature": 0.0},
-        {"temperature": 0.4, "seed": 1},
-        {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 2},
-    ],
-    ids=["greedy", "sampled", "filtered"],
-)
-def test_crowd_with_preemption_has_the_text_of_plain_decode(plain, engine, sampling):
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.4, "seed": 1},
+    "filtered": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 2},
+}
+
+
+@functools.cache
+def crowd(name, sampling):
+    """What an engine writes for more requests than its pool holds."""
     prompts = mixed_prompts()
-    params = [SamplingParams(max_tokens=5 + 5 * i, ignore_eos=True, **sampling) for i in range(len(prompts))]
-    expected = served(plain, prompts, params)
-    found = served(engine, prompts, params)
-    assert list(map(outcome, found)) == list(map(outcome, expected))
+    params = [SamplingParams(max_tokens=5 + 5 * i, ignore_eos=True, **SAMPLING[sampling]) for i in range(len(prompts))]
+    return served(engine_of(name), prompts, params)
+
+
+@pytest.mark.parametrize("sampling", ["greedy", pytest.param("sampled", marks=pytest.mark.slow), "filtered"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+def test_crowd_with_preemption_has_the_text_of_plain_decode(drafter, sampling):
+    found = crowd(drafter, sampling)
+    assert list(map(outcome, found)) == list(map(outcome, crowd("plain", sampling)))
     assert any(request.num_preemptions for request in found)
     assert sum(request.drafts.accepted for request in found)
 
@@ -139,32 +146,38 @@ def test_repetitive_text_comes_several_tokens_a_step():
     assert request.drafts.acceptance_rate > 0.4
 
 
-def test_stop_token_in_an_accepted_run_is_the_last(plain, engine):
-    """Each token of the text in turn is the stop token; most of them come amid a run."""
+@functools.cache
+def repetitive():
+    """What plain decode writes after REPETITIVE up to the context's end."""
     prompt = encode(REPETITIVE)
-    (free,) = served(plain, [prompt], [GREEDY])
-    stops = list(dict.fromkeys(free.generated))
+    (request,) = served(engine_of("plain"), [prompt], [dataclasses.replace(GREEDY, max_tokens=PLAIN.max_context_len)])
+    assert len(prompt) + len(request.generated) == PLAIN.max_context_len
+    return prompt, request.generated
+
+
+def test_stop_token_in_an_accepted_run_is_the_last(engine):
+    """Each token of the text in turn is the stop token; most of them come amid a run."""
+    prompt, free = repetitive()
+    free = free[: GREEDY.max_tokens]
+    stops = list(dict.fromkeys(free))
     params = [dataclasses.replace(GREEDY, stop_token_ids=(stop,)) for stop in stops]
     found = served(engine, [prompt] * len(stops), params)
     for stop, request in zip(stops, found, strict=True):
-        assert request.generated == free.generated[: free.generated.index(stop) + 1]
+        assert request.generated == free[: free.index(stop) + 1]
         assert request.finish_reason == "stop"
 
 
-def test_max_tokens_and_the_contexts_end_cut_a_run(plain, engine):
-    prompt = encode(REPETITIVE)
-    (free,) = served(plain, [prompt], [dataclasses.replace(GREEDY, max_tokens=192)])
-    assert len(prompt) + len(free.generated) == PLAIN.max_context_len
+def test_max_tokens_and_the_contexts_end_cut_a_run(engine):
+    prompt, free = repetitive()
     lengths = [*range(1, 8), 192]
     found = served(engine, [prompt] * len(lengths), [dataclasses.replace(GREEDY, max_tokens=n) for n in lengths])
     for length, request in zip(lengths, found, strict=True):
-        assert request.generated == free.generated[:length]
+        assert request.generated == free[:length]
         assert request.finish_reason == "length"
 
 
-def test_abort_at_any_stage_frees_its_pages_and_harms_no_neighbour(plain, engine):
-    prompts = mixed_prompts()
-    expected = [request.generated for request in served(plain, prompts, [GREEDY] * len(prompts))]
+def test_abort_at_any_stage_frees_its_pages_and_harms_no_neighbour(engine):
+    prompts, expected = mixed_prompts(), expected_of_mixed_prompts()
     for steps in (1, 3, 6):
         requests = [engine.make_request(prompt, GREEDY) for prompt in prompts]
         for request in requests:
@@ -180,10 +193,10 @@ def test_abort_at_any_stage_frees_its_pages_and_harms_no_neighbour(plain, engine
             assert request.generated == tokens[: len(request.generated)]
 
 
-@pytest.mark.parametrize("calls", [2, 9])
-def test_interrupted_launch_loses_no_request(plain, engine, monkeypatch, calls):
-    prompts = mixed_prompts()
-    expected = [request.generated for request in served(plain, prompts, [GREEDY] * len(prompts))]
+@pytest.mark.parametrize(("drafter", "calls"), [("ngram", 2), ("draft_model", 9)])
+def test_interrupted_launch_loses_no_request(drafter, monkeypatch, calls):
+    engine = engine_of(drafter)
+    prompts, expected = mixed_prompts(), expected_of_mixed_prompts()
     steps = engine.executor.compiled_steps
 
     def interrupted(*arguments):
@@ -202,9 +215,8 @@ def test_interrupted_launch_loses_no_request(plain, engine, monkeypatch, calls):
     assert [request.generated for request in requests] == expected
 
 
-def test_checked_launches_pass(plain, engine, monkeypatch):
-    prompts = mixed_prompts()
-    expected = [request.generated for request in served(plain, prompts, [GREEDY] * len(prompts))]
+def test_checked_launches_pass(engine, monkeypatch):
+    prompts, expected = mixed_prompts(), expected_of_mixed_prompts()
     monkeypatch.setattr(engine.executor, "config", dataclasses.replace(engine.config, debug_checks=True))
     found = served(engine, prompts, [GREEDY] * len(prompts))
     assert [request.generated for request in found] == expected
@@ -243,7 +255,7 @@ def test_counts_of_prompt_lookup_are_those_of_a_hand_count(max_tokens):
 def test_counts_of_a_draft_model_are_those_of_a_pass_over_the_whole_text(temperature):
     """So its keys are right, whatever was accepted or rejected before, and it draws with the served model's noise."""
     params = dataclasses.replace(GREEDY, max_tokens=80, temperature=temperature, seed=5)
-    for prompt in map(encode, TEXTS):
+    for prompt in map(encode, TEXTS[:2]):
         (request,) = served(engine_of("draft_model"), [prompt], [params])
         # Past the first wrong one it does not matter what is proposed: up to it, the proposal is the text itself.
         guesses = chosen_after_each(logits(draft_model(), request.tokens), params)
@@ -283,24 +295,26 @@ def texts(prompts, drafter, dtype=jnp.float32, **fields):
     return [request.generated for request in requests]
 
 
-def test_bfloat16_text_differs_only_where_two_tokens_are_as_good():
+# Engines of their own, which take seconds to compile: one drafter each, and the other one in the slow tests.
+
+
+@pytest.mark.parametrize("drafter", [NGRAM, pytest.param(DRAFT, marks=pytest.mark.slow)], ids=["ngram", "draft_model"])
+def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(drafter):
     """As good: nearer to the best than twice the error of a bfloat16 logit, measured against float32."""
     prompts = mixed_prompts()
     plain = texts(prompts, None, jnp.bfloat16)
-    for drafter in (NGRAM, DRAFT):
-        for prompt, expected, found in zip(prompts, plain, texts(prompts, drafter, jnp.bfloat16), strict=True):
-            differing = [i for i, pair in enumerate(zip(expected, found, strict=True)) if len(set(pair)) > 1]
-            if differing:
-                place = differing[0]
-                before = prompt + expected[:place]
-                exact, rounded = (np.asarray(logits(bundled(name), before)) for name in ("float32", "bfloat16"))
-                both = rounded[-1][[expected[place], found[place]]]
-                assert np.max(rounded[-1]) - np.min(both) < 2 * np.max(np.abs(rounded - exact))
+    for prompt, expected, found in zip(prompts, plain, texts(prompts, drafter, jnp.bfloat16), strict=True):
+        differing = [i for i, pair in enumerate(zip(expected, found, strict=True)) if len(set(pair)) > 1]
+        if differing:
+            place = differing[0]
+            before = prompt + expected[:place]
+            exact, rounded = (np.asarray(logits(bundled(name), before)) for name in ("float32", "bfloat16"))
+            both = rounded[-1][[expected[place], found[place]]]
+            assert np.max(rounded[-1]) - np.min(both) < 2 * np.max(np.abs(rounded - exact))
 
 
-def test_text_over_fp8_pages_is_that_of_plain_decode_over_them():
+@pytest.mark.parametrize("drafter", [DRAFT, pytest.param(NGRAM, marks=pytest.mark.slow)], ids=["draft_model", "ngram"])
+def test_text_over_fp8_pages_is_that_of_plain_decode_over_them(drafter):
     """Whoever writes a token's key, a verification or a decode, rounds it the same."""
     prompts, fields = list(map(encode, TEXTS)), {"kv_cache_dtype": "fp8_e4m3", "num_pages": 24}
-    expected = texts(prompts, None, **fields)
-    for drafter in (NGRAM, DRAFT):
-        assert texts(prompts, drafter, **fields) == expected
+    assert texts(prompts, drafter, **fields) == texts(prompts, None, **fields)

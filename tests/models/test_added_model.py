@@ -18,6 +18,7 @@ from jattn.model import model_class
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
+from tests.jattn.harness.tiny import one_variant, run
 from tests.models.harness.goldens import assert_shares_are_golden, dense_logits
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -75,14 +76,12 @@ def test_added_model_is_found_loaded_and_served(checkpoint):
     config = EngineConfig(
         num_pages=20, max_num_seqs=1, max_context_len=32, prefill_tokens=16, page_size=8, full_sampling=False
     )
-    engine = Engine(model, config)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    request = engine.make_request(prompt, SamplingParams(max_tokens=8, temperature=0.0))
-    engine.add(request)
-    while engine.has_work:
-        engine.step()
-    whole = dense_logits(model, prompt + request.generated)
-    assert request.generated == np.argmax(whole[len(prompt) - 1 : -1], axis=-1).tolist()
+    with one_variant("greedy"):
+        engine = Engine(model, config)
+        (generated,) = run(engine, [engine.make_request(prompt, SamplingParams(max_tokens=8, temperature=0.0))])
+    whole = dense_logits(model, prompt + generated)
+    assert generated == np.argmax(whole[len(prompt) - 1 : -1], axis=-1).tolist()
     assert_shares_are_golden(checkpoint, prompt, whole[: len(prompt)])
 
 

@@ -19,6 +19,7 @@ from jattn.serving.request import SamplingParams
 from jattn_models.layer_pattern import Segment
 from jattn_models.phi3 import Phi3ForCausalLM
 from tests.careful import compiled_with_care
+from tests.jattn.harness.tiny import one_variant, run
 from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
@@ -87,16 +88,12 @@ def test_served_greedy_tokens_match_transformers(case):
         page_size=8,
         full_sampling=False,
     )
-    engine = Engine(load(case), config)
     expected = golden(case, "greedy")
     params = SamplingParams(max_tokens=len(expected[0]), temperature=0.0, ignore_eos=True)
-    requests = [engine.make_request(tokens, params) for tokens in golden(case, "tokens")]
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-    for request, tokens in zip(requests, expected, strict=True):
-        assert request.generated == tokens.tolist()
+    with one_variant("greedy"):
+        engine = Engine(load(case), config)
+        found = run(engine, [engine.make_request(tokens, params) for tokens in golden(case, "tokens")])
+    assert found == [tokens.tolist() for tokens in expected]
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)

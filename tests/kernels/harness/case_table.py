@@ -10,7 +10,7 @@ from jattn_kernels.spec import AttentionSpec
 from tests.kernels.harness.case import Case, Inputs, build
 from tests.kernels.harness.tolerance import assert_close, oracle, tolerances
 
-__all__ = ["CASES", "Case", "Inputs", "assert_close", "build", "oracle", "random_cases", "tolerances"]
+__all__ = ["CASES", "Case", "Inputs", "assert_close", "build", "by_name", "oracle", "random_cases", "tolerances"]
 
 
 def _spec(**fields: Any) -> AttentionSpec:
@@ -139,6 +139,13 @@ CASES: tuple[Case, ...] = (
     _mla_extend("soft_cap_kv_start", kv_start=(5, 0, 3, 64), spec=_mla_spec(logits_soft_cap=2.0), custom_mask=True),
     _mla_extend("fp8_queries", **_FP8_QUERIES, q_scale="rows"),
 )
+
+
+def by_name(*names: str) -> list[Case]:
+    """Cases of the table, in its order."""
+    found = [case for case in CASES if case.name in names]
+    assert len(found) == len(names)
+    return found
 
 
 @st.composite
