@@ -12,6 +12,7 @@ import pytest
 from jattn.vllm import v0
 from jattn_kernels import AttentionSpec, reference
 from jattn_kernels.call import Device
+from tests.jattn.harness.vllm_surfaces import Places
 
 LONGEST, ENCODER_LONGEST, BLOCKS = 40, 24, 24
 HEADS = {"num_heads": 4, "head_size": 32, "scale": 0.25, "num_kv_heads": 2}
@@ -197,19 +198,6 @@ def test_advance_step_past_the_block_table_writes_nowhere():
     tokens = jnp.zeros(2, jnp.int32)
     after, _ = metadata.advance_step(v0.ModelInput(tokens, tokens), tokens, 16, 2, 2)
     assert after.slot_mapping.tolist() == [v0.PAD_SLOT_ID, int(metadata.block_tables[1, -1]) * 16 + 15]
-
-
-class Places:
-    """vLLM's placeholder map, as far as the builder calls it."""
-
-    def __init__(self, *places):
-        self.places = list(places)
-
-    def extend(self, other):
-        self.places += other.places
-
-    def index_map(self):
-        return self.places
 
 
 def test_builder_collects_the_groups_that_its_input_builder_has():

@@ -128,3 +128,16 @@ class VllmV1(_OverCombinedCache):
 
     def _step(self, pool: Any, common: Any, *tokens: Any) -> tuple[Any, Any]:
         return self._attend(pool, self.builder.build(0, common), *tokens)
+
+
+class Places:
+    """vLLM's placeholder map, as far as the builder calls it."""
+
+    def __init__(self, *places):
+        self.places = list(places)
+
+    def extend(self, other):
+        self.places += other.places
+
+    def index_map(self):
+        return self.places
