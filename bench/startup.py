@@ -1,6 +1,6 @@
 """Where the seconds of a start go, the first time and the second: the command line, and an engine at full size.
 
-python -m bench.startup [--only generate|engine] [--full-sampling]
+python -m bench.startup [--only generate|engine] [--full-sampling] [--no-greedy-steps] [--compile-threads N]
 
 Each start is a process of its own over one new cache folder. Seconds of tracing, lowering and loading are added up over
 threads, so they may exceed the span `steps` that they fall into.
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,8 @@ def begun() -> Figures:
     del cli, llm, llama
     with figures.span("device"):
         jax.devices()
+    with figures.span("first array"):
+        jax.block_until_ready(jax.device_put(0.0))  # takes the pool of memory that all others come from
     figures.listen()
     figures.timed(executor, "compile_steps", "steps")
     figures.timed(step_cache.StepCache, "load", "load")
@@ -107,7 +109,7 @@ def generate() -> None:
     tell(figures)
 
 
-def engine(*, full_sampling: bool) -> None:
+def engine(options: argparse.Namespace) -> None:
     """A child: an engine of Llama-3-8B shapes and random weights."""
     figures = begun()
     import jax
@@ -115,17 +117,23 @@ def engine(*, full_sampling: bool) -> None:
     from flax import nnx
 
     from bench.decode_step import random_model
-    from jattn.compiled_steps import use_persistent_cache
+    from jattn import compiled_steps
     from jattn.serving.config import EngineConfig
     from jattn.serving.engine import Engine
     from jattn.serving.request import SamplingParams
 
-    use_persistent_cache()
+    if options.compile_threads:
+        compiled_steps._COMPILING_AT_ONCE = options.compile_threads
+    compiled_steps.use_persistent_cache()
     with figures.span("weights"):
         model = random_model()
         jax.block_until_ready(model.weights)
     config = EngineConfig(
-        dtype="bfloat16", max_num_seqs=_ROWS, prefill_tokens=_PREFILL_TOKENS, full_sampling=full_sampling
+        dtype="bfloat16",
+        max_num_seqs=_ROWS,
+        prefill_tokens=_PREFILL_TOKENS,
+        full_sampling=options.full_sampling,
+        greedy_steps=not options.no_greedy_steps,
     )
     with figures.span("engine"):
         served = Engine(nnx.merge(model.graph, model.weights), config)
@@ -219,22 +227,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__)
     parser.add_argument("--only", choices=("generate", "engine"), help="one of the two")
     parser.add_argument("--full-sampling", action="store_true", help="steps for penalties and log-probabilities too")
+    parser.add_argument("--no-greedy-steps", action="store_true", help="no steps for launches in which nobody draws")
+    parser.add_argument("--compile-threads", type=int, metavar="N", help="steps that XLA compiles at once")
     parser.add_argument("--child", choices=("generate", "engine"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    full = ["--full-sampling"] if options.full_sampling else []
-    children: dict[str, Callable[[], None]] = {
-        "generate": generate,
-        "engine": lambda: engine(full_sampling=options.full_sampling),
-    }
     if options.child:
-        return children[options.child]()
+        return generate() if options.child == "generate" else engine(options)
     child = ["-m", "bench.startup", "--child"]
     if options.only in (None, "generate"):
         plain = ["-m", "jattn", "generate", "--max-tokens", "32"]
         report("jattn generate, the bundled checkpoint", [[*child, "generate"], [*child, "generate"], plain])
     if options.only in (None, "engine"):
         title = f"an engine of Llama-3-8B shapes, {_ROWS} rows, {_PREFILL_TOKENS:,} prefill tokens"
-        report(title, [[*child, "engine", *full], [*child, "engine", *full]])
+        report(title, [[*child, "engine", *sys.argv[1:]]] * 2)
     return None
 
 
