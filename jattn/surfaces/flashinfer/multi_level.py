@@ -14,6 +14,7 @@ from jattn.surfaces.flashinfer.plan import PagedPlan
 from jattn.surfaces.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from jattn_kernels import lse_from_base2, merge_states
 
+# What `plan` says of all levels alike.
 _FACTS = (
     *("num_qo_heads", "num_kv_heads", "page_size", "pos_encoding_mode", "sm_scale", "window_left", "logits_soft_cap"),
     *("rope_scale", "rope_theta", "q_data_type", "kv_data_type"),

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jattn.arguments import instance
 from jattn.attention.metadata import AttentionMetadata
 from jattn.forward_batch import ForwardBatch
-from jattn.spec_info import EagleDraftInput, EagleVerifyInput, tree_of
+from jattn.spec_info import EagleVerifyInput, tree_of
 from jattn.surfaces.flashinfer.config import FlashInferConfig
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata
 from jattn.surfaces.flashinfer.plan import PagedPlan, RaggedPlan
@@ -21,28 +21,19 @@ def plan_batch(
     config: FlashInferConfig, batch: ForwardBatch, use_ragged: bool | None = None, extend_no_prefix: bool | None = None
 ) -> DecodeMetadata | PrefillMetadata:
     """Metadata of a batch, which was checked; see `FlashInferAttnBackend.init_forward_metadata`."""
-    mode, lens, num_tokens = batch.forward_mode, batch.seq_lens, batch.input_ids.shape[0]
-    read = _places(config, batch, num_drafted := num_tokens // batch.batch_size if mode.is_target_verify() else 0)
+    mode, num_tokens = batch.forward_mode, batch.input_ids.shape[0]
+    num_drafted = num_tokens // batch.batch_size if mode.is_target_verify() else 0
+    read = _places(config, batch, num_drafted)
     if mode.is_decode_or_idle():
         return DecodeMetadata(_plans(config, read, num_tokens))
     config.check_prefill()
-    if num_drafted:  # as many a row, in a chain or a tree; padded rows stay padding
-        instance("spec_info", batch.spec_info, EagleVerifyInput, type(None))
-        assert not isinstance(batch.spec_info, EagleDraftInput)
-        tree = (None, None) if batch.spec_info is None else tree_of(batch.spec_info, lens, num_drafted)
-        read = dataclasses.replace(
-            read,
-            seq_lens=jnp.where(lens > 0, lens + num_drafted, 0),
-            cu_q_lens=jnp.arange(batch.batch_size + 1, dtype=jnp.int32) * num_drafted,
-            q_len=None,
-            custom_mask=tree[0],
-            q_positions=tree[1],
-        )
+    if mode.is_target_verify():
+        read, use_ragged = _with_drafts(read, batch, num_drafted), False
     else:
         read = dataclasses.replace(read, cu_q_lens=batch.cu_q_lens, q_len=None)
     if use_ragged is None:
         use_ragged = not mode.is_draft_extend() and config.kv_cache_dtype == config.q_dtype
-    if num_drafted or not use_ragged:
+    if not use_ragged:
         return PrefillMetadata(_plans(config, read, num_tokens), use_ragged=False, extend_no_prefix=False)
     prefix_lens = batch.extend_prefix_lens
     known = None if isinstance(prefix_lens, Tracer) else np.asarray(prefix_lens)
@@ -63,6 +54,22 @@ def plan_batch(
     )
     plans = _plans(config, dataclasses.replace(read, seq_lens=prefix_lens), num_tokens, after_keys=True)
     return PrefillMetadata(plans, use_ragged=True, extend_no_prefix=extend_no_prefix, ragged=ragged)
+
+
+def _with_drafts(read: AttentionMetadata, batch: ForwardBatch, num_drafted: int) -> AttentionMetadata:
+    """What drafted tokens read, as many a row, in a chain or a tree; padded rows stay padding."""
+    instance("spec_info", batch.spec_info, EagleVerifyInput, type(None))
+    lens, tree = batch.seq_lens, (None, None)
+    if isinstance(batch.spec_info, EagleVerifyInput):
+        tree = tree_of(batch.spec_info, lens, num_drafted)
+    return dataclasses.replace(
+        read,
+        seq_lens=jnp.where(lens > 0, lens + num_drafted, 0),
+        cu_q_lens=jnp.arange(batch.batch_size + 1, dtype=jnp.int32) * num_drafted,
+        q_len=None,
+        custom_mask=tree[0],
+        q_positions=tree[1],
+    )
 
 
 def _places(config: FlashInferConfig, batch: ForwardBatch, num_drafted: int) -> AttentionMetadata:
