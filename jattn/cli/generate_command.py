@@ -108,6 +108,9 @@ def generate(
         check_output()
 
         with starting():
+            from jattn.devices import start_early
+
+            start_early()
             from jattn.serving.request import SamplingParams
 
         given_prompts = [*(prompt or ()), *(read_prompts(prompt_file) if prompt_file else ())]

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import time
 import types
 
 import pytest
@@ -178,6 +179,22 @@ def test_what_jax_says_while_it_starts_is_told_in_lines_of_its_own(monkeypatch, 
     assert not caplog.records
     logger.warning("Afterwards JAX is heard as before.")
     assert len(caplog.records) == 1
+
+
+def test_devices_that_start_early_are_waited_for_and_tell_what_went_wrong_once(monkeypatch):
+    logger = logging.getLogger("jax._src.xla_bridge")
+
+    def take(_):
+        time.sleep(0.2)
+        logger.warning("A plug-in failed.")
+        raise RuntimeError("No memory.")
+
+    monkeypatch.setattr(devices.jax, "device_put", take)
+    monkeypatch.setattr(devices.jax, "devices", lambda: logger.warning("A plug-in failed.") or ["a device"])
+    devices.start_early()
+    assert devices.started_devices() == (["a device"], ["A plug-in failed."])
+    monkeypatch.setattr(devices.jax, "devices", lambda: ["a device"])
+    assert devices.started_devices() == (["a device"], [])
 
 
 @pytest.mark.parametrize(
