@@ -96,7 +96,7 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
             options = compiler_options(unrolled=plan.unrolled)
             found[key] = names.name(plan.function, plan.arguments, plan.donate, options)
     except NoName as reason:
-        logger.debug("Steps are compiled at each start: %s", reason)
+        logger.info("Steps are compiled at each start: %s", reason)
     return found
 
 

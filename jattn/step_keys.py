@@ -10,6 +10,7 @@ import pickle
 import platform
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ _FORMAT = 1  # of the files that are named
 _STARTED = time.time()
 _BY_VERSION = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")  # packages that nobody edits in place
 _ALWAYS = ("jattn", "jattn_kernels")
+_STDLIB = sys.stdlib_module_names
 _LIBRARIES = ("jax_cuda*", "nvidia*")  # what a GPU's steps call, and what compiles them
 _ONLY_TOLD = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_explain", "jax_dump")  # settings
 
@@ -43,6 +45,7 @@ class StepNames:
             self._environment = _digest(*_environment())
         except (OSError, ValueError) as error:  # a file that a variable names, or a folder of packages
             raise NoName(str(error)) from error
+        self._codes: dict[frozenset[str], list[str]] = {}
 
     def name(self, function: Callable[..., Any], arguments: Any, *options: Any) -> str:
         """The name of a step.
@@ -61,8 +64,13 @@ class StepNames:
             pickler.dump((function, tree, [_shape(leaf) for leaf in leaves], options, implementations()))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise NoName(str(error)) from error
-        sources = [_sources(package) for package in sorted({*_ALWAYS, *pickler.packages})]
-        return _digest(self._environment, stream.getvalue(), *sources)
+        return _digest(self._environment, stream.getvalue(), *self._code({*_ALWAYS, *pickler.packages}))
+
+    def _code(self, packages: set[str]) -> list[str]:
+        """Hashes of the packages' sources, and of those that patch them as things stand."""
+        if (known := frozenset(packages)) not in self._codes:
+            self._codes[known] = [_sources(package) for package in sorted(packages | _patching(packages))]
+        return self._codes[known]
 
 
 class _Pickler(pickle.Pickler):
@@ -84,7 +92,7 @@ class _Pickler(pickle.Pickler):
         package = (getattr(obj, "__module__", None) or "builtins").partition(".")[0]
         if package == "__main__":
             raise pickle.PicklingError(f"{obj!r} is of a script or a notebook.")
-        if package not in _BY_VERSION and package not in sys.stdlib_module_names:
+        if package not in _BY_VERSION and package not in _STDLIB:
             self.packages.add(package)
         return NotImplemented
 
@@ -133,6 +141,33 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return platform.machine() + next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _patching(packages: set[str]) -> set[str]:
+    """Packages that are not installed, and have put functions or classes of theirs into these packages' modules.
+
+    Raises:
+        NoName: A script or a notebook has.
+    """
+    modules = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] in packages]
+    values = [value for module in modules for value in vars(module).copy().values()]
+    values += [value for each in values if isinstance(each, type) for value in vars(each).copy().values()]
+    owners = {getattr(value, "__module__", None) for value in values if isinstance(value, type | types.FunctionType)}
+    others = {owner.partition(".")[0] for owner in owners if owner} - packages - {*_BY_VERSION, *_STDLIB}
+    if "__main__" in others:
+        raise NoName("A script or a notebook has patched what steps are made of.")
+    return {package for package in others if not _installed(package)}
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    """Whether nobody edits it in place; what has no file is somebody's binary."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        return True
+    origin = spec.origin if spec else None
+    return origin is None or not {"site-packages", "dist-packages"}.isdisjoint(Path(origin).parts)
 
 
 @functools.cache

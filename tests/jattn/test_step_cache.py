@@ -231,6 +231,18 @@ def test_edited_sources_give_another_name_to_the_next_process(monkeypatch, tmp_p
     assert name(edited_model.step) != before
 
 
+def test_patched_functions_give_another_name_or_none(monkeypatch):
+    plain = name()
+    monkeypatch.setattr(compiled_steps, "smallest_bucket", grown)
+    assert name() != plain
+    monkeypatch.undo()
+    assert name() == plain
+    monkeypatch.setattr(grown, "__module__", "__main__")
+    monkeypatch.setattr(compiled_steps.CompiledSteps, "__call__", grown)
+    with pytest.raises(NoName, match="a notebook has patched"):
+        name()
+
+
 def test_an_engines_steps_have_the_same_names_in_every_process():
     program = (
         "from jattn.compiled_steps import _names\n"
