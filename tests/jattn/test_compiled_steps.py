@@ -119,7 +119,16 @@ def test_smallest_bucket_holds_the_size_or_says_that_none_does():
         smallest_bucket((1, 2, 4), 5)
 
 
-def test_persistent_cache_is_private_and_yields_to_the_users_own(tmp_path, monkeypatch):
+@pytest.fixture
+def no_cache():
+    """JAX has no cache folder, as the tests have, nor as a test before has left one."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_persistent_cache_is_private_and_yields_to_the_users_own(no_cache, tmp_path, monkeypatch):
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -130,7 +139,7 @@ def test_persistent_cache_is_private_and_yields_to_the_users_own(tmp_path, monke
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Could not determine home directory."), PermissionError()])
-def test_persistent_cache_is_left_out_without_a_usable_home(monkeypatch, error):
+def test_persistent_cache_is_left_out_without_a_usable_home(no_cache, monkeypatch, error):
     def home():
         raise error
 
