@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from jattn_kernels.shapes.options import check_mask, check_mask_covers
+
 
 def validate(
     page_table,
@@ -50,13 +52,14 @@ def validate(
             f"`page_table` must hold pages in 0 .. {num_pages - 1}. "
             f"Got page_table[{row}, {column}]={page_table[row, column]}."
         )
-    q_lens = 1 if num_tokens is None else num_tokens
     if cu_q_lens is not None:
         cu_q_lens = _integers("cu_q_lens", cu_q_lens)
         _validate_offsets(cu_q_lens, len(seq_lens), num_tokens)
-        q_lens = np.diff(cu_q_lens)
     if custom_mask is not None:
-        _validate_mask(np.asarray(custom_mask), int(np.sum(seq_lens.astype(np.int64) * q_lens)))
+        custom_mask = np.asarray(custom_mask)
+        check_mask(custom_mask)
+        q_len = 1 if num_tokens is None else num_tokens
+        check_mask_covers(custom_mask, num_tokens=q_len, cu_q_lens=cu_q_lens, seq_lens=seq_lens)
 
 
 def _integers(name: str, array) -> np.ndarray:
@@ -64,14 +67,6 @@ def _integers(name: str, array) -> np.ndarray:
     if not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"`{name}` must be integers. Got {name}.dtype={array.dtype}.")
     return array
-
-
-def _validate_mask(mask: np.ndarray, least: int) -> None:
-    if mask.dtype != np.bool_ or mask.ndim != 1 or mask.size < least:
-        raise ValueError(
-            f"`custom_mask` must be bool [M] with M at least {least}, a value for each query and key of each sequence. "
-            f"Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
-        )
 
 
 def _validate_offsets(cu_q_lens: np.ndarray, num_seqs: int, num_tokens: int | None) -> None:

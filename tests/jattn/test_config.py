@@ -102,6 +102,7 @@ def test_unknown_knob_is_pythons_own_error():
         ({"kv_cache_dtype": "float16", "dtype": "float32"}, "`kv_cache_dtype` must be auto"),
         ({"backend": "int8"}, "flash_attention, flashinfer, paged. Got 'int8'"),
         ({"implementation": "int8"}, "`implementation` must be None or one of"),
+        ({"implementation": "int8", "mixed_steps": True}, "`implementation` must be None or one of"),
         ({"speculative": jattn.NgramDrafting(num_draft_tokens=1024)}, "must be below `max_context_len`, 1024"),
         ({"speculative": jattn.DraftModel(num_layers=8)}, "`num_layers` must be at least 1 and at most"),
     ],

@@ -1,13 +1,15 @@
 """Each sentence that a wrong shape or dtype becomes."""
 
 import dataclasses
+import functools
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec
+from jattn_kernels import AttentionSpec, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.operands import AttentionOptions
 from jattn_kernels.shapes import attention, merge, pages
 
@@ -168,6 +170,33 @@ def test_check_paged_decode_rejects_a_layer_that_is_no_integer(layer_index):
     stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
     with pytest.raises(ValueError, match=r"`layer_index` must be an int or an int32 scalar\. Got layer_index="):
         check(attention.check_paged_decode, DECODE, stacked | options(layer_index=layer_index))
+
+
+def test_check_paged_decode_takes_any_integer_of_numpy_for_a_layer():
+    stacked = {"k_pages": zeros(2, 5, 16, 2, 8), "v_pages": zeros(2, 5, 16, 2, 8)}
+    assert check(attention.check_paged_decode, DECODE, stacked | options(layer_index=np.int64(1))) == 16
+    out = paged_decode(**(DECODE | stacked), spec=SPEC, layer_index=np.int64(1))
+    np.testing.assert_array_equal(out, paged_decode(**(DECODE | stacked), spec=SPEC, layer_index=1))
+
+
+LENS, OFFSETS = np.array([3, 0, 4], np.int32), np.array([0, 2, 2, 7], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("face", "arguments", "least"),
+    [
+        (paged_decode, DECODE | {"q": zeros(3, 2, 4, 8), "seq_lens": LENS}, 2 * 7),
+        (paged_extend, EXTEND | {"seq_lens": LENS, "cu_q_lens": OFFSETS}, 2 * 3 + 5 * 4),
+        (ragged_extend, RAGGED | {"cu_kv_lens": OFFSETS, "cu_q_lens": OFFSETS}, 2 * 2 + 5 * 5),
+    ],
+)
+def test_mask_that_lacks_values_is_refused_where_lengths_are_known(face, arguments, least):
+    arguments = {name: jnp.asarray(array) for name, array in arguments.items()}
+    call = functools.partial(face, spec=SPEC)
+    short, whole = jnp.ones(least - 1, bool), jnp.ones(least, bool)
+    with pytest.raises(ValueError, match=rf"M at least {least}, .* Got custom_mask.shape=\({least - 1},\)"):
+        call(**arguments, custom_mask=short)
+    assert jax.eval_shape(call, **arguments, custom_mask=short).shape == call(**arguments, custom_mask=whole).shape
 
 
 def test_check_paged_decode_takes_scales_of_each_layer_exactly_if_pages_have_layers():

@@ -13,7 +13,8 @@ def mixed_rows(config: EngineConfig, backend: EngineBackend) -> int:
 
     At most half of the launch's tokens, so that prompts go on, and one request less than there are: one has a prompt.
     """
-    mixed = backend.mixes() if config.mixed_steps is None else config.mixed_steps
+    suits = backend.mixes()  # whatever is asked for: it refuses kernels that do not serve the layers
+    mixed = suits if config.mixed_steps is None else config.mixed_steps
     if config.speculative or not mixed:
         return 0
     return min(config.max_num_seqs - 1, config.prefill_tokens // 2)

@@ -1,6 +1,7 @@
 """What any argument is checked for: that it is an array, of a dtype, a shape, a size."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from jattn_kernels.spec import AttentionSpec, is_whole
@@ -116,7 +117,7 @@ def check_layer_index(layer_index, num_layers: int) -> None:
     """
     if isinstance(layer_index, bool) or not (isinstance(layer_index, int) or hasattr(layer_index, "dtype")):
         raise ValueError(f"`layer_index` must be an int or an int32 scalar. Got layer_index={layer_index!r}.")
-    if not isinstance(layer_index, int):
+    if not isinstance(layer_index, int | np.integer):
         check_int32("layer_index", layer_index, ())
     # JAX would wrap -1 to the last layer and clamp what lies past it.
     if not isinstance(layer_index, Tracer) and not 0 <= int(layer_index) < num_layers:

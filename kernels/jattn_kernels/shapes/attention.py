@@ -11,7 +11,7 @@ from jattn_kernels.shapes.arrays import (
     check_spec,
     same_dtype,
 )
-from jattn_kernels.shapes.options import check_options
+from jattn_kernels.shapes.options import check_mask_covers, check_options
 from jattn_kernels.shapes.pages import PageGeometry, check_table, paged_geometry
 from jattn_kernels.spec import AttentionSpec
 
@@ -30,6 +30,7 @@ def check_paged_decode(
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     check_one_row_a_sequence("q", q, seq_lens)
     check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:2], num_layers=facts.num_layers, spec=spec)
+    check_mask_covers(options.custom_mask, num_tokens=q.shape[1], seq_lens=seq_lens)
     return facts.page_size
 
 
@@ -47,6 +48,7 @@ def check_paged_extend(
     facts = _check_pages(q, k_pages, v_pages, page_table, seq_lens, options, spec)
     check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
     check_options(options, num_seqs=seq_lens.shape[0], q_shape=q.shape[:1], num_layers=facts.num_layers, spec=spec)
+    check_mask_covers(options.custom_mask, cu_q_lens=cu_q_lens, seq_lens=seq_lens)
     return facts.page_size
 
 
@@ -84,6 +86,7 @@ def check_ragged_extend(q, k, v, cu_q_lens, cu_kv_lens, options: AttentionOption
         num_layers=k.shape[0] if stacked else None,
         spec=spec,
     )
+    check_mask_covers(options.custom_mask, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens)
 
 
 def check_schedule_sizes(seq_lens, cu_q_lens, num_tokens, page_size, max_seq_len, spec: AttentionSpec) -> None:

@@ -11,7 +11,7 @@ from jattn_kernels.shapes.arrays import (
     check_spec,
     same_dtype,
 )
-from jattn_kernels.shapes.options import check_options, check_scale
+from jattn_kernels.shapes.options import check_mask_covers, check_options, check_scale
 from jattn_kernels.shapes.pages import PageGeometry, check_table
 from jattn_kernels.spec import AttentionSpec
 
@@ -28,6 +28,7 @@ def check_mla_decode(
     check_table(page_table, seq_lens)
     check_one_row_a_sequence("q_nope", q_nope, seq_lens)
     _check_options(options, seq_lens, q_nope.shape[:2], facts, spec)
+    check_mask_covers(options.custom_mask, num_tokens=q_nope.shape[1], seq_lens=seq_lens)
     return facts.page_size
 
 
@@ -43,6 +44,7 @@ def check_mla_extend(
     check_table(page_table, seq_lens)
     check_int32("cu_q_lens", cu_q_lens, (seq_lens.shape[0] + 1,))
     _check_options(options, seq_lens, q_nope.shape[:1], facts, spec)
+    check_mask_covers(options.custom_mask, cu_q_lens=cu_q_lens, seq_lens=seq_lens)
     return facts.page_size
 
 

@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from jattn_kernels.operands import AttentionOptions
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_int32
@@ -24,16 +26,47 @@ def check_options(
     mask = options.custom_mask
     if mask is not None:
         check_are_arrays(custom_mask=mask)
-        if mask.dtype != jnp.bool_ or mask.ndim != 1:
-            raise ValueError(
-                f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
-            )
+        check_mask(mask)
     for name in ("alibi_slopes", "sinks"):
         check_one_a_head(name, getattr(options, name), spec)
     heads = spec.num_kv_heads
     check_scale("q_scale", options.q_scale, heads, rows=num_seqs, row="sequence")
     for name in ("k_scale", "v_scale"):
         check_scale(name, getattr(options, name), heads, rows=num_layers, row="layer")
+
+
+def check_mask(mask) -> None:
+    """Checks the shape and dtype of a mask.
+
+    Raises:
+        ValueError: One is wrong.
+    """
+    if mask.dtype != jnp.bool_ or mask.ndim != 1:
+        raise ValueError(
+            f"`custom_mask` must be bool [M]. Got custom_mask.dtype={mask.dtype}, custom_mask.shape={mask.shape}."
+        )
+
+
+def check_mask_covers(mask, *, num_tokens: int = 1, cu_q_lens=None, seq_lens=None, cu_kv_lens=None) -> None:
+    """Checks that a mask, or None, has a value for each query and key; says nothing of lengths that are traced.
+
+    Args:
+        num_tokens, cu_q_lens: Query tokens a sequence, or offsets of ragged ones.
+        seq_lens, cu_kv_lens: Keys a sequence, or offsets of ragged ones.
+
+    Raises:
+        ValueError: It is too short: what it lacks would be read as hidden.
+    """
+    if mask is None or any(isinstance(lens, Tracer) for lens in (cu_q_lens, seq_lens, cu_kv_lens)):
+        return
+    q_lens = num_tokens if cu_q_lens is None else np.diff(cu_q_lens)
+    kv_lens = np.asarray(seq_lens) if cu_kv_lens is None else np.diff(cu_kv_lens)
+    least = int(np.sum(kv_lens.astype(np.int64) * q_lens))
+    if mask.size < least:
+        raise ValueError(
+            f"`custom_mask` must be bool [M] with M at least {least}, a value for each query and key of each sequence. "
+            f"Got custom_mask.shape={mask.shape}."
+        )
 
 
 def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
