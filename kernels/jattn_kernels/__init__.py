@@ -1,6 +1,7 @@
-"""Kernels for attention over paged and ragged keys, and for what stands around it: pure functions of arrays."""
+"""Kernels of inference: attention over paged and ragged keys, and what stands around it. Pure functions of arrays."""
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
+from jattn_kernels.experts import mixture_of_experts
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
@@ -21,6 +22,7 @@ __all__ = [
     "make_schedule",
     "merge_state",
     "merge_states",
+    "mixture_of_experts",
     "mla_decode",
     "mla_extend",
     "paged_decode",

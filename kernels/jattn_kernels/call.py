@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -123,7 +124,40 @@ class NormCall:
     operation: Literal["rms_norm"] = "rms_norm"
 
 
-Call = AttentionCall | NormCall
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsCall:
+    """The static facts of one mixture of experts; hashable.
+
+    Attributes:
+        num_tokens: Tokens, padded ones included.
+        per_token: Experts a token.
+        num_experts: Experts.
+        hidden_size: Numbers of a token.
+        units: Hidden units of an expert.
+        dtype: Name of the tokens' dtype.
+        kernel_dtype: Name of the weights'.
+        activation: Of the gate's and the other half's outputs.
+        weighs_inputs: Whether weights are on what an expert is given.
+        features: Names of the optional arguments that were given.
+        device, modes: As in AttentionCall.
+    """
+
+    num_tokens: int
+    per_token: int
+    num_experts: int
+    hidden_size: int
+    units: int
+    dtype: str
+    kernel_dtype: str
+    activation: Callable[[jax.Array, jax.Array], jax.Array]
+    weighs_inputs: bool = False
+    features: frozenset[str] = frozenset()
+    device: Device = dataclasses.field(default_factory=lambda: default_device())
+    modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
+    operation: Literal["mixture_of_experts"] = "mixture_of_experts"
+
+
+Call = AttentionCall | NormCall | ExpertsCall
 
 
 @typing.no_type_check

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
 
@@ -162,4 +162,20 @@ class NormOperands:
     layer_index: Int[Array, ""]
 
 
-Operands = AttentionOperands | RotaryOperands | NormOperands
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsOperands:
+    """All arrays of a mixture of experts; `layer_index` names the layer of the experts' arrays."""
+
+    x: Float[Array, "T D"]
+    weights: Float32[Array, "T k"]
+    chosen: Int32[Array, "T k"]
+    gate_up: Float[Array, "L E D F2"]
+    down: Float[Array, "L E F D"]
+    layer_index: Int[Array, ""]
+    gate_up_bias: Float[Array, "L E F2"] | None = None
+    down_bias: Float[Array, "L E D"] | None = None
+
+
+Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jattn_kernels.call import AttentionCall, Call, NormCall, Operation
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, NormCall, Operation
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
 
@@ -57,7 +57,23 @@ def refuses(call: Call) -> str | None:
     for mode, sentence in _MODES.items():
         if mode in call.modes:
             return sentence
-    return _refuses_norm(call) if isinstance(call, NormCall) else _refuses_attention(call)
+    match call:
+        case NormCall():
+            return _refuses_norm(call)
+        case ExpertsCall():
+            return _refuses_experts(call)
+    return _refuses_attention(call)
+
+
+def _refuses_experts(call: ExpertsCall) -> str | None:
+    if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
+        return f"`mosaic` does not take {call.dtype} tokens and {call.kernel_dtype} experts."
+    if call.num_tokens == 0 or call.hidden_size % 64 or call.units % 64:
+        return (
+            "`mosaic` takes some tokens, of a multiple of 64 numbers, and experts of a multiple of 64 hidden units, not "
+            f"{call.num_tokens} of {call.hidden_size}, and {call.units}."
+        )
+    return None
 
 
 def _refuses_norm(call: NormCall) -> str | None:

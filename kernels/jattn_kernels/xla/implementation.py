@@ -5,11 +5,11 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import Call, NormCall
+from jattn_kernels.call import AttentionCall, Call, NormCall
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
-from jattn_kernels.xla import attention
+from jattn_kernels.xla import attention, experts
 from jattn_kernels.xla.rotate_and_write import rotate_and_write
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -17,7 +17,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 def refuses(call: Call) -> str | None:
     """Why `xla` cannot serve a call, or None."""
-    if isinstance(call, NormCall):
+    if not isinstance(call, AttentionCall):
         return None
     for dtype in (call.q_dtype, call.kv_dtype):
         if dtype not in _DTYPES:
@@ -39,6 +39,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "mla_extend": attention.mla_extend,
     "rotate_and_write": rotate_and_write,
     "rms_norm": _rms_norm,
+    "mixture_of_experts": experts.mixture_of_experts,
 }
 
 

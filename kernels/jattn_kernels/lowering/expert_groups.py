@@ -1,0 +1,104 @@
+"""Tokens' rows grouped by expert: where each row stands, and the tiles of rows that a product has to do.
+
+A row is one of a token's choices. The rows of an expert stand one after the other in slots, those of each expert from a
+multiple of 8 on, so that what is stored in groups of 8 rows never meets another expert's.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+GROUP = 8  # rows that a tile of wgmma's operands has
+_BLOCK = 128  # tokens that are counted by one product
+
+
+class ExpertGroups(NamedTuple):
+    """The order of a mixture's rows; the same for both of an expert's products.
+
+    Attributes:
+        slots: Where a token's rows stand; -1 for a choice of no expert.
+        sources: Which row of x stands in a slot; 0 in slots that no row has.
+        work: Tiles: an expert, its first slot, its rows. Of what lies behind the last one nothing is to be done.
+        num_tiles: How many there are.
+    """
+
+    slots: Int32[Array, "T k"]
+    sources: Int32[Array, " S"]
+    work: Int32[Array, "tiles 3"]
+    num_tiles: Int32[Array, "1"]
+
+
+def most_slots(num_tokens: int, per_token: int, num_experts: int) -> int:
+    """Slots that any choice of so many experts finds room in."""
+    rows = num_tokens * per_token
+    wasted = (GROUP - 1) * min(rows, num_experts)
+    return -(-(rows + wasted) // GROUP) * GROUP
+
+
+def most_tiles(num_tokens: int, per_token: int, num_experts: int, block_rows: int) -> int:
+    """Tiles of so many rows that any choice of experts can need."""
+    rows = num_tokens * per_token
+    return rows // block_rows + min(rows, num_experts)
+
+
+def group_by_expert(
+    chosen: Int32[Array, "T k"], num_experts: int, block_rows: int, *, rows_of_choices: bool = False
+) -> ExpertGroups:
+    """The groups of some choices, counted by products with a triangle of ones: no sort, and no order but the tokens'.
+
+    Args:
+        chosen: Experts; one outside 0 .. num_experts - 1 is none.
+        rows_of_choices: Whether `sources` count a token's choices, t * k + i, not tokens.
+    """
+    num_tokens, per_token = chosen.shape
+    experts = jnp.arange(num_experts)
+    hits = jnp.any(chosen[:, :, None] == experts, axis=1).astype(jnp.float32)
+    blocks = jnp.pad(hits, ((0, -num_tokens % _BLOCK), (0, 0))).reshape(-1, _BLOCK, num_experts)
+    in_block = jnp.einsum("ij,nje->nie", jnp.tri(_BLOCK, k=-1, dtype=jnp.float32), blocks)
+    of_block = jnp.sum(blocks, axis=1).astype(jnp.int32)
+    earlier = in_block.astype(jnp.int32) + (jnp.cumsum(of_block, axis=0) - of_block)[:, None]
+    counts = jnp.sum(of_block, axis=0)
+    room = -(-counts // GROUP) * GROUP
+    starts = jnp.cumsum(room) - room
+    slot_of = earlier.reshape(-1, num_experts)[:num_tokens] + starts
+    is_expert = (chosen >= 0) & (chosen < num_experts)
+    slots = jnp.where(is_expert, jnp.take_along_axis(slot_of, jnp.where(is_expert, chosen, 0), axis=1), -1)
+    rows = jnp.arange(num_tokens * per_token, dtype=jnp.int32)
+    num_slots = most_slots(num_tokens, per_token, num_experts)
+    sources = jnp.zeros(num_slots, jnp.int32).at[jnp.where(slots < 0, num_slots, slots).reshape(-1)]
+    sources = sources.set(rows if rows_of_choices else rows // per_token, mode="drop")
+    work, num_tiles = _work(counts, starts, block_rows, most_tiles(num_tokens, per_token, num_experts, block_rows))
+    return ExpertGroups(slots, sources, work, num_tiles)
+
+
+def _work(counts: Int32[Array, " E"], starts: Int32[Array, " E"], block_rows: int, most: int):
+    ends = jnp.cumsum(-(-counts // block_rows))
+    number = jnp.arange(most)
+    expert = jnp.minimum(jnp.sum(ends <= number[:, None], axis=1), len(counts) - 1)
+    done = (number - jnp.where(expert == 0, 0, ends[expert - 1])) * block_rows
+    rows = jnp.clip(counts[expert] - done, 0, block_rows)
+    return jnp.stack([expert, starts[expert] + done, rows], axis=1).astype(jnp.int32), ends[-1:].astype(jnp.int32)
+
+
+def weighted_sum(
+    rows: Float[Array, "S D"], slots: Int32[Array, "T k"], weights: Float32[Array, "T k"] | None
+) -> Float[Array, "T D"]:
+    """The sum over a token's rows, each times its weight, in float32; in the rows' dtype at the end."""
+    total = jnp.zeros((slots.shape[0], rows.shape[1]), jnp.float32)
+    for choice in range(slots.shape[1]):
+        slot = slots[:, choice, None]
+        row = rows[jnp.maximum(slots[:, choice], 0)].astype(jnp.float32)
+        total += jnp.where(slot < 0, 0.0, row if weights is None else row * weights[:, choice, None])
+    return total.astype(rows.dtype)
+
+
+def weighed_rows(x: Float[Array, "T D"], weights: Float32[Array, "T k"]) -> Float[Array, "T_k D"]:
+    """A row for each of a token's choices, times its weight."""
+    return (x.astype(jnp.float32)[:, None] * weights[:, :, None]).astype(x.dtype).reshape(-1, x.shape[1])
+
+
+def silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
+    """silu(gate) * up."""
+    return gate * jax.nn.sigmoid(gate) * up

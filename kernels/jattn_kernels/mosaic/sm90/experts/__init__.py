@@ -1,0 +1,1 @@
+"""Mixtures of experts on Hopper: products of rows grouped by expert."""

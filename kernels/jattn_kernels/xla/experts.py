@@ -1,0 +1,38 @@
+"""A mixture of experts in portable jnp: a loop over the experts that are met, some of an expert's rows at a time."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn_kernels.call import ExpertsCall
+from jattn_kernels.lowering.expert_groups import group_by_expert, weighed_rows, weighted_sum
+from jattn_kernels.operands import ExpertsOperands
+
+_MOST_ROWS = 128  # of a product: more would be spent on experts that few rows go to
+
+
+def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
+    """No expert is read that no row goes to, and none copied."""
+    x, weights, chosen = operands.x, operands.weights, operands.chosen
+    block_rows = min(_MOST_ROWS, call.num_tokens)
+    groups = group_by_expert(chosen, call.num_experts, block_rows, rows_of_choices=call.weighs_inputs)
+    rows = weighed_rows(x, weights) if call.weighs_inputs else x
+    sources = jnp.pad(groups.sources, (0, block_rows))
+    layer, precision = operands.layer_index, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+    def product(a, kernels, bias, expert):
+        out = jnp.matmul(a, kernels[layer, expert], precision=precision, preferred_element_type=jnp.float32)
+        return out if bias is None else out + bias[layer, expert].astype(jnp.float32)
+
+    def do_tile(number, out):
+        expert, first, _ = groups.work[number]
+        own = rows[jax.lax.dynamic_slice_in_dim(sources, first, block_rows)]
+        gate, up = jnp.split(product(own, operands.gate_up, operands.gate_up_bias, expert), 2, axis=-1)
+        hidden = call.activation(gate, up).astype(x.dtype)
+        returned = product(hidden, operands.down, operands.down_bias, expert).astype(x.dtype)
+        # Rows past the expert's own stand where later tiles' will, or past the last.
+        return jax.lax.dynamic_update_slice_in_dim(out, returned, first, axis=0)
+
+    start = jnp.zeros((len(sources), call.hidden_size), x.dtype)
+    out = jax.lax.fori_loop(0, groups.num_tiles[0], do_tile, start)
+    return weighted_sum(out, groups.slots, None if call.weighs_inputs else weights)
