@@ -19,7 +19,7 @@ from jattn_models.attention import Attention, Pass
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.layer_pattern import LayerKind, Segment
-from jattn_models.layers import GatedMLP, NormScale, OfLayer, RMSNorm, Vocabulary
+from jattn_models.layers import GatedMLP, OfLayer, ReadInPlace, RMSNorm, Vocabulary
 from jattn_models.sharding import Rank
 
 
@@ -181,17 +181,17 @@ def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: 
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would
-    the scales of norms, which are read from their stack.
+    what is `ReadInPlace`, the scales of norms and the weights of experts.
     """
-    stacks = [nnx.split(stack, NormScale, ...) for stack in period]
+    stacks = [nnx.split(stack, ReadInPlace, ...) for stack in period]
 
     def body(number, carry):
         hidden, pool = carry
-        for offset, (graph, scales, others) in enumerate(stacks):
-            scales = jax.tree.map(lambda leaf: OfLayer(leaf, number), scales)
+        for offset, (graph, in_place, others) in enumerate(stacks):
+            in_place = jax.tree.map(lambda leaf: OfLayer(leaf, number), in_place)
             others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
             layer = number * len(period) + (segment.layers.start + offset)
-            hidden, pool = nnx.merge(graph, scales, others)(hidden, layer, this_pass, pool)
+            hidden, pool = nnx.merge(graph, in_place, others)(hidden, layer, this_pass, pool)
         return hidden, pool
 
     return jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (hidden, pool))

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
+from jattn.experts import mixture_of_experts
 from jattn.parallel import Parallel
 from jattn.routing import Routing
-from jattn_models.layers import GatedMLP, Linear, precision, random_weights, wide_matmul
+from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights, wide_matmul
 from jattn_models.router import Router
 
 
@@ -66,12 +67,8 @@ class GroupedLinear(nnx.Module):
     """One projection an expert; its kernel is [experts, inputs, outputs], its bias [experts, outputs]."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
-        self.kernel = random_weights(rngs, (experts, inputs, outputs), dtype)
-        self.bias = nnx.Param(jnp.zeros((experts, outputs), dtype)) if bias else None
-
-    def __call__(self, x: Float[Array, "rows D"], group_sizes: Int32[Array, " E"]) -> Float[Array, "rows F"]:
-        """The products alone; rows are sorted by expert, so many of them each."""
-        return jax.lax.ragged_dot(x, self.kernel[...], group_sizes, precision=precision(x))
+        self.kernel = ReadInPlace(random_weights(rngs, (experts, inputs, outputs), dtype)[...])
+        self.bias = ReadInPlace(jnp.zeros((experts, outputs), dtype)) if bias else None
 
 
 class MixtureOfExperts(nnx.Module):
@@ -110,31 +107,18 @@ class MixtureOfExperts(nnx.Module):
         self, x: Float[Array, "T D"], weights: Float32[Array, "T k"], chosen: Int32[Array, "T k"]
     ) -> Float[Array, "T D"]:
         """The weighted sum of what each token's experts return, over all devices."""
-        expert = chosen.reshape(-1)
-        order = jnp.argsort(expert)  # a token's rows, and the way back to them
-        expert, group_sizes = expert[order], jnp.bincount(expert, length=self.experts.routing.num_experts)
-        rows = x[order // chosen.shape[1]]
-        if self.experts.weighs_inputs:
-            rows = (rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]).astype(x.dtype)
-            weights = jnp.ones_like(weights)
-        rows = self.rows_of_experts(rows, expert, group_sizes.astype(jnp.int32))
-        parts = rows[jnp.argsort(order)].reshape(*chosen.shape, -1)
-        mixed = jnp.sum(parts.astype(jnp.float32) * weights[:, :, None], axis=1)
-        return self.parallel.all_reduce(mixed.astype(x.dtype))
-
-    def rows_of_experts(
-        self, rows: Float[Array, "rows D"], expert: Int[Array, " rows"], group_sizes: Int32[Array, " E"]
-    ) -> Float[Array, "rows D"]:
-        """What each row's expert returns for it, as far as this device's hidden units give it; rows are sorted."""
-        gate_up = self.gate_up_proj(rows, group_sizes)
-        if self.gate_up_proj.bias is not None:
-            gate_up += self.gate_up_proj.bias[...][expert]
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        hidden = jax.nn.silu(gate) * up if self.experts.activation is None else self.experts.activation(gate, up)
-        rows = self.down_proj(hidden, group_sizes)
-        if self.down_proj.bias is not None:
-            rows += self.parallel.once(self.down_proj.bias[...][expert])
-        return rows
+        first, second, options = self.gate_up_proj, self.down_proj, {}
+        (gate_up, layer), (down, _) = (each.kernel.stack_and_layer for each in (first, second))
+        if first.bias is not None and second.bias is not None:
+            (gate_up_bias, _), (down_bias, _) = (each.bias.stack_and_layer for each in (first, second))
+            options = {"gate_up_bias": gate_up_bias, "down_bias": self.parallel.once(down_bias)}
+        if self.experts.activation is not None:
+            options["activation"] = self.experts.activation
+        weighs_inputs = self.experts.weighs_inputs
+        mixed = mixture_of_experts(
+            x, weights, chosen, gate_up, down, weighs_inputs=weighs_inputs, layer_index=layer, **options
+        )
+        return self.parallel.all_reduce(mixed)
 
     def shared_expert(self, x: Float[Array, "T D"], shared: GatedMLP) -> Float[Array, "T D"]:
         """What the expert that every token goes to returns, over all devices."""

@@ -55,8 +55,18 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
-class NormScale(nnx.Param):
-    """The scale of a norm: [D], or in a loop over layers an `OfLayer` of all layers' scales."""
+class ReadInPlace(nnx.Param):
+    """A layer's weights; in a loop over layers an `OfLayer` of all layers', of which no copy is made."""
+
+    @property
+    def stack_and_layer(self) -> tuple[Array, Int[Array, ""] | None]:
+        """The stack of all layers' weights and the number of this one; the weights alone and None outside a loop."""
+        value = self.get_value()
+        return (value.stack, value.number) if isinstance(value, OfLayer) else (value, None)
+
+
+class NormScale(ReadInPlace):
+    """The scale of a norm: [D]."""
 
 
 class OfLayer(NamedTuple):
@@ -88,8 +98,7 @@ class RMSNorm(nnx.Module):
         if self.scale is None:
             wide = x.astype(jnp.float32)
             return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
-        scale = self.scale.get_value()
-        stack, number = scale if isinstance(scale, OfLayer) else (scale, None)
+        stack, number = self.scale.stack_and_layer
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
 

@@ -54,7 +54,7 @@ def group_by_expert(
     """
     num_tokens, per_token = chosen.shape
     experts = jnp.arange(num_experts)
-    hits = jnp.any(chosen[:, :, None] == experts, axis=1).astype(jnp.float32)
+    hits = jnp.any(chosen[:, :, None] == experts[None, None], axis=1).astype(jnp.float32)
     blocks = jnp.pad(hits, ((0, -num_tokens % _BLOCK), (0, 0))).reshape(-1, _BLOCK, num_experts)
     in_block = jnp.einsum("ij,nje->nie", jnp.tri(_BLOCK, k=-1, dtype=jnp.float32), blocks)
     of_block = jnp.sum(blocks, axis=1).astype(jnp.int32)
@@ -62,7 +62,7 @@ def group_by_expert(
     counts = jnp.sum(of_block, axis=0)
     room = -(-counts // GROUP) * GROUP
     starts = jnp.cumsum(room) - room
-    slot_of = earlier.reshape(-1, num_experts)[:num_tokens] + starts
+    slot_of = earlier.reshape(-1, num_experts)[:num_tokens] + starts[None]
     is_expert = (chosen >= 0) & (chosen < num_experts)
     slots = jnp.where(is_expert, jnp.take_along_axis(slot_of, jnp.where(is_expert, chosen, 0), axis=1), -1)
     rows = jnp.arange(num_tokens * per_token, dtype=jnp.int32)
@@ -76,7 +76,7 @@ def group_by_expert(
 def _work(counts: Int32[Array, " E"], starts: Int32[Array, " E"], block_rows: int, most: int):
     ends = jnp.cumsum(-(-counts // block_rows))
     number = jnp.arange(most)
-    expert = jnp.minimum(jnp.sum(ends <= number[:, None], axis=1), len(counts) - 1)
+    expert = jnp.minimum(jnp.sum(ends[None] <= number[:, None], axis=1), len(counts) - 1)
     done = (number - jnp.where(expert == 0, 0, ends[expert - 1])) * block_rows
     rows = jnp.clip(counts[expert] - done, 0, block_rows)
     return jnp.stack([expert, starts[expert] + done, rows], axis=1).astype(jnp.int32), ends[-1:].astype(jnp.int32)
@@ -88,9 +88,10 @@ def weighted_sum(
     """The sum over a token's rows, each times its weight, in float32; in the rows' dtype at the end."""
     total = jnp.zeros((slots.shape[0], rows.shape[1]), jnp.float32)
     for choice in range(slots.shape[1]):
-        slot = slots[:, choice, None]
         row = rows[jnp.maximum(slots[:, choice], 0)].astype(jnp.float32)
-        total += jnp.where(slot < 0, 0.0, row if weights is None else row * weights[:, choice, None])
+        if weights is not None:
+            row *= weights[:, choice, None]
+        total += jnp.where(slots[:, choice, None] < 0, 0.0, row)
     return total.astype(rows.dtype)
 
 

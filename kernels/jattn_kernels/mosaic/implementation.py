@@ -70,7 +70,7 @@ def _refuses_experts(call: ExpertsCall) -> str | None:
         return f"`mosaic` does not take {call.dtype} tokens and {call.kernel_dtype} experts."
     if call.num_tokens == 0 or call.hidden_size % 64 or call.units % 64:
         return (
-            "`mosaic` takes some tokens, of a multiple of 64 numbers, and experts of a multiple of 64 hidden units, not "
+            "`mosaic` takes some tokens of a multiple of 64 numbers, and experts of a multiple of 64 hidden units, not "
             f"{call.num_tokens} of {call.hidden_size}, and {call.units}."
         )
     return None

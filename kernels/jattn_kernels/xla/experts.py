@@ -22,7 +22,7 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
 
     def product(a, kernels, bias, expert):
         out = jnp.matmul(a, kernels[layer, expert], precision=precision, preferred_element_type=jnp.float32)
-        return out if bias is None else out + bias[layer, expert].astype(jnp.float32)
+        return out if bias is None else out + bias[layer, expert].astype(jnp.float32)[None]
 
     def do_tile(number, out):
         expert, first, _ = groups.work[number]

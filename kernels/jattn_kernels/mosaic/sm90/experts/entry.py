@@ -15,7 +15,7 @@ _PIECE_COLUMNS = 256
 
 
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
-    """Rows are read where they are, weights in place; what experts return is kept for a part of the columns at a time."""
+    """Rows are read where they are, weights in place; what experts return is kept for some columns at a time."""
     sizes = product_tiles(call)
     groups = group_by_expert(operands.chosen, call.num_experts, sizes.block_rows, rows_of_choices=call.weighs_inputs)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)

@@ -1,7 +1,7 @@
 """The grouped product on Hopper: rows of each expert times that expert's weights, in one persistent kernel.
 
-grid (blocks)             an SM each; takes every blocks-th work tile: some rows of one expert and a block of columns
-  producer warpgroup      TMA: the weights, 64 inputs at a time; `cp.async`: the rows from wherever they are; stages ahead
+grid (blocks)             an SM each; takes every blocks-th work tile: rows of one expert, a block of columns
+  producer warpgroup      TMA: weights, 64 inputs at a time; `cp.async`: the rows from wherever they are; stages ahead
   consumer warpgroups     64 columns twice each: acc^T += w^T x^T over all inputs, then the epilogue, and the rows out
   full                    producer -> consumers: a stage's weights and rows have arrived
   empty                   consumers -> producer: the stage may be overwritten
@@ -85,7 +85,7 @@ def grouped_product(
     """Each slot's row times its expert's weights; whatever memory held, in slots that no row has.
 
     Args:
-        activation: Of two halves of the columns, the gate's and the other's, makes the one that is returned; in float32.
+        activation: Of two halves of the columns, the gate's and the other's, makes the result, in float32.
         columns: Which ones to compute, without an activation; None is all.
     """
     wide = operands.kernel.shape[3]
