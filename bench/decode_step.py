@@ -27,8 +27,9 @@ from jattn.serving.steps.plain import Steps
 from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
+from jattn_models.decoder import Decoder
+from jattn_models.decoder_config import DecoderConfig
 from jattn_models.llama import LlamaForCausalLM
-from jattn_models.llama_config import LlamaConfig
 
 _WEIGHT_SIZE = 0.02
 _STOP_IDS = 8
@@ -40,24 +41,31 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 class Model(NamedTuple):
     """A model of random weights, held once."""
 
-    config: LlamaConfig
+    config: DecoderConfig
     graph: nnx.GraphDef
     weights: Any
     kv_groups: Any
     attention_layers: Any
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of weights that a step reads: all but the embedding, of which it takes a row a token."""
-        total = sum(leaf.nbytes for leaf in jax.tree.leaves(self.weights))
+    def read_bytes(self, batch: int) -> int:
+        """Bytes of weights that a step of so many tokens reads, experts as a uniform draw meets them."""
+        experts, total = self.config.experts, 0
+        for leaf in jax.tree.leaves(self.weights):
+            is_of_experts = experts is not None and leaf.ndim == 4  # [layers, experts, inputs, outputs]
+            total += leaf.nbytes * (_share_met(experts.routing, batch) if is_of_experts else 1.0)
         embedding = self.config.vocab_size * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
-        return total if self.config.tied else total - embedding
+        return round(total if self.config.tied else total - embedding)
 
 
-def random_model(shapes: dict[str, Any] = LLAMA_3_8B) -> Model:
-    """A bf16 Llama of these shapes; each stacked leaf is made layer by layer where it will lie."""
-    config = LlamaConfig.from_dict(shapes)
-    abstract = nnx.eval_shape(lambda: LlamaForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+def _share_met(routing: Any, tokens: int) -> float:
+    """The part of the experts that some token goes to, if each goes to any of them alike."""
+    return 1 - (1 - routing.per_token / routing.num_experts) ** tokens
+
+
+def random_model(shapes: dict[str, Any] = LLAMA_3_8B, family: type[Decoder] = LlamaForCausalLM) -> Model:
+    """A bf16 model of these shapes; each stacked leaf is made layer by layer where it will lie."""
+    config = family.config_class.from_dict(shapes)
+    abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
     made = []
@@ -193,7 +201,9 @@ def measured(
     profiled_steps = min(_PROFILED_STEPS, steps // 2)
     loop.rewind(2 * profiled_steps)
     profile = profiled(functools.partial(loop.run, profiled_steps), runs=1)
-    roofline_ms = workload.roofline_ms(weight_bytes=model.read_bytes, kv_bytes_per_token=page_bytes // workload.page)
+    roofline_ms = workload.roofline_ms(
+        weight_bytes=model.read_bytes(workload.batch), kv_bytes_per_token=page_bytes // workload.page
+    )
     time_ms = statistics.median(times)
     row = {
         **workload.fields(),

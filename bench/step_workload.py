@@ -18,6 +18,24 @@ LLAMA_3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWorkload:

@@ -1,7 +1,7 @@
 """Kernels of inference: attention over paged and ragged keys, and what stands around it. Pure functions of arrays."""
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
-from jattn_kernels.experts import mixture_of_experts
+from jattn_kernels.experts import mixture_of_experts, routed_experts
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
@@ -32,6 +32,7 @@ __all__ = [
     "rotate",
     "rotate_and_write",
     "route",
+    "routed_experts",
     "shared_prefix_decode",
     "shared_prefix_schedule",
     "write_latent_pages",

@@ -10,6 +10,7 @@ import jax
 from jax.core import Tracer
 
 from jattn_kernels.operands import AttentionOptions as AttentionOptions
+from jattn_kernels.routing_spec import Routing
 from jattn_kernels.spec import AttentionSpec
 
 Operation = Literal["paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "rotate_and_write"]
@@ -138,6 +139,7 @@ class ExpertsCall:
         kernel_dtype: Name of the weights'.
         activation: Of the gate's and the other half's outputs.
         weighs_inputs: Whether weights are on what an expert is given.
+        routing: What becomes of a router's logits; None if weights and experts are given.
         features: Names of the optional arguments that were given.
         device, modes: As in AttentionCall.
     """
@@ -151,6 +153,7 @@ class ExpertsCall:
     kernel_dtype: str
     activation: Callable[[jax.Array, jax.Array], jax.Array]
     weighs_inputs: bool = False
+    routing: Routing | None = None
     features: frozenset[str] = frozenset()
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)

@@ -1,7 +1,7 @@
-"""A mixture of experts after its router: each token's rows through their experts' gated MLPs, weighed and summed."""
+"""Mixtures of experts: each token's rows through its experts' gated MLPs, weighed and summed."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,22 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jattn_kernels.call import ExpertsCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.lowering.expert_groups import silu_gate
-from jattn_kernels.operands import ExpertsOperands
-from jattn_kernels.shapes.experts import check_experts
+from jattn_kernels.operands import ExpertsOperands, names_options
+from jattn_kernels.routing_spec import Routing
+from jattn_kernels.shapes.experts import check_choice, check_experts, check_logits
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
+
+class ExpertsKwargs(TypedDict, total=False):
+    """The optional arguments of both faces; `mixture_of_experts` says what each means."""
+
+    gate_up_bias: Float[Array, "*L E F2"] | None
+    down_bias: Float[Array, "*L E D"] | None
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None
+    layer_index: Int[Array, ""] | int | None
+    implementation: str | None
 
 
+@names_options(ExpertsKwargs)
 def mixture_of_experts(
     x: Float[Array, "T D"],
     weights: Float32[Array, "T k"],
@@ -23,12 +33,8 @@ def mixture_of_experts(
     gate_up: Float[Array, "*L E D F2"],
     down: Float[Array, "*L E F D"],
     *,
-    gate_up_bias: Float[Array, "*L E F2"] | None = None,
-    down_bias: Float[Array, "*L E D"] | None = None,
-    activation: Activation = silu_gate,
     weighs_inputs: bool = False,
-    layer_index: Int[Array, ""] | int | None = None,
-    implementation: str | None = None,
+    **options: Unpack[ExpertsKwargs],
 ) -> Float[Array, "T D"]:
     """The sum over a token's experts of weight * down(activation(gate(x), up(x))), in x's dtype.
 
@@ -42,7 +48,7 @@ def mixture_of_experts(
         gate_up: Each expert's first projection: the gate's F columns, then those of the other half.
         down: Each expert's second projection.
         gate_up_bias, down_bias: Added to the projections.
-        activation: Of the gate's and the other half's outputs, elementwise and hashable.
+        activation: Of the gate's and the other half's outputs, elementwise and hashable; silu(gate) * up if None.
         weighs_inputs: Whether the weight is on what an expert is given, not on what it returns.
         layer_index: With it the experts' arrays have a leading axis of layers, and this one is meant; may be traced.
             The layer is read in place: no copy of its weights is made.
@@ -52,31 +58,65 @@ def mixture_of_experts(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for does not serve the call.
     """
-    optional = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    check_experts(x, weights, chosen, gate_up, down, optional, layer_index)
-    given = {name: value for name, value in optional.items() if value is not None}
+    check_choice(x, weights, chosen)
+    choice = {"weights": jnp.asarray(weights), "chosen": jnp.asarray(chosen)}
+    return _run(x, gate_up, down, choice, options, per_token=chosen.shape[1], weighs_inputs=weighs_inputs)
+
+
+@names_options(ExpertsKwargs)
+def routed_experts(
+    x: Float[Array, "T D"],
+    logits: Float[Array, "T E"],
+    routing: Routing,
+    gate_up: Float[Array, "*L E D F2"],
+    down: Float[Array, "*L E F D"],
+    *,
+    choice_bias: Float[Array, " E"] | None = None,
+    weighs_inputs: bool = False,
+    **options: Unpack[ExpertsKwargs],
+) -> Float[Array, "T D"]:
+    """`mixture_of_experts` of what `route` chooses; on Hopper one kernel chooses and puts the rows in order.
+
+    Args:
+        logits: The router's.
+        choice_bias: As `bias` of `route`.
+
+    Raises:
+        ValueError, NotImplementedError: As both.
+    """
+    check_logits(x, logits, routing, choice_bias)
+    choice = {
+        "logits": jnp.asarray(logits).astype(jnp.float32),
+        "choice_bias": None if choice_bias is None else jnp.asarray(choice_bias).astype(jnp.float32),
+    }
+    facts = {"per_token": routing.per_token, "routing": routing, "weighs_inputs": weighs_inputs}
+    return _run(x, gate_up, down, choice, options, **facts)
+
+
+def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Float[Array, "T D"]:
+    biases = {name: options.get(name) for name in ("gate_up_bias", "down_bias")}
+    layer_index = options.get("layer_index")
+    check_experts(x, gate_up, down, biases, layer_index, facts.get("routing"))
+    given = {name: value for name, value in biases.items() if value is not None}
     stacks = {"gate_up": gate_up, "down": down, **given}
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
     operands = ExpertsOperands(
         x=jnp.asarray(x),
-        weights=jnp.asarray(weights),
-        chosen=jnp.asarray(chosen),
         layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
+        **choice,
         **stacks,
     )
     call = ExpertsCall(
         num_tokens=x.shape[0],
-        per_token=chosen.shape[1],
         num_experts=gate_up.shape[-3],
         hidden_size=x.shape[1],
         units=down.shape[-2],
         dtype=x.dtype.name,
         kernel_dtype=gate_up.dtype.name,
-        activation=activation,
-        weighs_inputs=weighs_inputs,
+        activation=options.get("activation") or silu_gate,
         features=frozenset(given),
         modes=modes_of(operands),
+        **facts,
     )
-    out: Any = choose(call, implementation).implementation.run(call, operands)
-    return out
+    return choose(call, options.get("implementation")).implementation.run(call, operands)

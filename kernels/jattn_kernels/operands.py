@@ -166,11 +166,19 @@ class NormOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsOperands:
-    """All arrays of a mixture of experts; `layer_index` names the layer of the experts' arrays."""
+    """All arrays of a mixture of experts; `layer_index` names the layer of the experts' arrays.
+
+    Attributes:
+        weights, chosen: Of each token's experts; None where the logits are given.
+        logits: The router's; None where the choice is made.
+        choice_bias: Of the choice by logits.
+    """
 
     x: Float[Array, "T D"]
-    weights: Float32[Array, "T k"]
-    chosen: Int32[Array, "T k"]
+    weights: Float32[Array, "T k"] = _ABSENT
+    chosen: Int32[Array, "T k"] = _ABSENT
+    logits: Float[Array, "T E"] = _ABSENT
+    choice_bias: Float[Array, " E"] | None = None
     gate_up: Float[Array, "L E D F2"]
     down: Float[Array, "L E F D"]
     layer_index: Int[Array, ""]

@@ -1,13 +1,11 @@
 """Routing of tokens to experts: the choice of a few of many, and the weights of what they return."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from jattn_kernels.lowering.routing import routed
 from jattn_kernels.routing_spec import Routing
-from jattn_kernels.shapes.arrays import brief, check_are_arrays, check_axes, check_float
-
-_LEAST_SUM = 1e-20  # DeepSeek-V3's; sigmoids of logits below -104 are all 0
+from jattn_kernels.shapes.routing import check_routing
 
 
 def route(
@@ -24,63 +22,5 @@ def route(
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    _check(logits, routing, bias)
-    logits = jnp.asarray(logits).astype(jnp.float32)
-    scores = _scores(logits, routing)
-    # Scores grow with the logits, and large logits differ where their scores are equal; sums of scores do not.
-    merit = logits if bias is None and not _sums_scores(routing) else scores
-    if bias is not None:
-        merit = merit + jnp.asarray(bias).astype(jnp.float32)[None]
-    chosen = _chosen(jnp.where(merit == 0, 0.0, merit), routing)  # top_k takes -0.0 for less than 0.0
-    weights = jnp.take_along_axis(scores, chosen, axis=-1)
-    if routing.scoring == "softmax_of_chosen":
-        weights = jax.nn.softmax(weights, axis=-1)
-    if routing.normalised:
-        weights /= jnp.sum(weights, axis=-1, keepdims=True) + _LEAST_SUM
-    return weights * routing.scaling_factor, chosen
-
-
-def _scores(logits: Float32[Array, "T E"], routing: Routing) -> Float32[Array, "T E"]:
-    match routing.scoring:
-        case "softmax":
-            return jax.nn.softmax(logits, axis=-1)
-        case "sigmoid":
-            return jax.nn.sigmoid(logits)
-        case "softmax_of_chosen":
-            return logits
-
-
-def _sums_scores(routing: Routing) -> bool:
-    return routing.group_score == "two_best" and routing.groups_per_token < routing.num_groups
-
-
-def _chosen(merit: Float32[Array, "T E"], routing: Routing) -> Int32[Array, "T k"]:
-    """The best experts of the best groups."""
-    if routing.groups_per_token == routing.num_groups:
-        return jax.lax.top_k(merit, routing.per_token)[1]
-    size = routing.group_size
-    groups = merit.reshape(-1, routing.num_groups, size)
-    best, _ = jax.lax.top_k(groups, 2 if routing.group_score == "two_best" else 1)
-    _, allowed = jax.lax.top_k(jnp.sum(best, axis=-1), routing.groups_per_token)
-    allowed = jnp.sort(allowed, axis=-1)  # so that of equals the lower number is still the first
-    candidates = jnp.take_along_axis(groups, allowed[:, :, None], axis=1).reshape(-1, routing.groups_per_token * size)
-    _, chosen = jax.lax.top_k(candidates, routing.per_token)
-    return jnp.take_along_axis(allowed, chosen // size, axis=-1) * size + chosen % size
-
-
-def _check(logits, routing, bias) -> None:
-    check_are_arrays(logits=logits)
-    check_axes("logits", logits, ("T", "E"))
-    check_float("logits", logits)
-    if not isinstance(routing, Routing):
-        raise ValueError(f"`routing` must be a Routing. Got {brief(routing)}.")
-    if logits.shape[1] != routing.num_experts:
-        raise ValueError(
-            f"`logits` must have a column an expert, {routing.num_experts}. Got logits.shape={logits.shape}."
-        )
-    if bias is None:
-        return
-    check_are_arrays(bias=bias)
-    check_float("bias", bias)
-    if bias.shape != (routing.num_experts,):
-        raise ValueError(f"`bias` must have a number an expert, [{routing.num_experts}]. Got bias.shape={bias.shape}.")
+    check_routing(logits, routing, bias)
+    return routed(jnp.asarray(logits).astype(jnp.float32), routing, None if bias is None else jnp.asarray(bias))

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float
 
-from jattn.experts import mixture_of_experts
+from jattn.experts import routed_experts
 from jattn.parallel import Parallel
 from jattn.routing import Routing
 from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights, wide_matmul
@@ -100,12 +100,10 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = Linear(hidden_size, 1, dtype=dtype, rngs=rngs) if experts.shared_gated else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        mixed = self.mixed(x, *self.router(x))
+        mixed = self.mixed(x)
         return mixed if self.shared is None else mixed + self.shared_expert(x, self.shared)
 
-    def mixed(
-        self, x: Float[Array, "T D"], weights: Float32[Array, "T k"], chosen: Int32[Array, "T k"]
-    ) -> Float[Array, "T D"]:
+    def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """The weighted sum of what each token's experts return, over all devices."""
         first, second, options = self.gate_up_proj, self.down_proj, {}
         (gate_up, layer), (down, _) = (each.kernel.stack_and_layer for each in (first, second))
@@ -114,9 +112,16 @@ class MixtureOfExperts(nnx.Module):
             options = {"gate_up_bias": gate_up_bias, "down_bias": self.parallel.once(down_bias)}
         if self.experts.activation is not None:
             options["activation"] = self.experts.activation
-        weighs_inputs = self.experts.weighs_inputs
-        mixed = mixture_of_experts(
-            x, weights, chosen, gate_up, down, weighs_inputs=weighs_inputs, layer_index=layer, **options
+        mixed = routed_experts(
+            x,
+            self.router(x),
+            self.router.routing,
+            gate_up,
+            down,
+            choice_bias=None if self.router.choice_bias is None else self.router.choice_bias[...],
+            weighs_inputs=self.experts.weighs_inputs,
+            layer_index=layer,
+            **options,
         )
         return self.parallel.all_reduce(mixed)
 

@@ -28,9 +28,11 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(routing.num_experts, dtype)) if biased else None
         self.choice_bias = nnx.Param(jnp.zeros(routing.num_experts, jnp.float32)) if choice_biased else None
 
-    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
-        """The weights and the numbers of each token's experts, the best first."""
+    def __call__(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
+        """A number an expert for each token."""
         logits = wide_matmul(x, self.kernel[...])
-        if self.bias is not None:
-            logits += self.bias[...].astype(jnp.float32)[None]
-        return route(logits, self.routing, bias=None if self.choice_bias is None else self.choice_bias[...])
+        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
+
+    def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
+        """The weights and the numbers of each token's experts, the best first."""
+        return route(self(x), self.routing, bias=None if self.choice_bias is None else self.choice_bias[...])

@@ -75,7 +75,7 @@ def test_large_scores_still_choose_the_largest():
     made = mixture(routing_to(1, scoring="sigmoid"))
     scores = jnp.array([30.0, 40.0, 20.0, 60.0, 50.0])  # whose sigmoids are all 1 in float32
     made.router.kernel[...] = jnp.zeros((WIDTH, COUNT)).at[0].set(scores)
-    assert made.router(jnp.ones((1, WIDTH)))[1].tolist() == [[3]]
+    assert made.router.route(jnp.ones((1, WIDTH)))[1].tolist() == [[3]]
 
 
 def test_mixture_compiles_once_whatever_the_router_chooses():
@@ -85,7 +85,7 @@ def test_mixture_compiles_once_whatever_the_router_chooses():
     @jax.jit
     def apply(x):
         traced.append(x)
-        return made(x), made.router(x)[1]
+        return made(x), made.router.route(x)[1]
 
     one = jnp.broadcast_to(tokens(1), (6, WIDTH))
     crowded, many = apply(one)[1], apply(tokens(6))[1]
@@ -165,7 +165,7 @@ def test_router_of_bfloat16_rounds_no_logit():
     kernel = made.router.kernel[...]
     made.router.kernel[...] = kernel.at[:, 1].set(kernel[:, 0]).at[0, 1].add(jnp.asarray(2**-9, jnp.bfloat16))
     x = jnp.ones((1, WIDTH), jnp.bfloat16)
-    weights, chosen = made.router(x)
+    weights, chosen = made.router.route(x)
     logits = np.asarray(x, np.float64) @ np.asarray(made.router.kernel[...], np.float64)
     assert weights.dtype == jnp.float32
     expected = np.exp(logits[0]) / np.exp(logits).sum()

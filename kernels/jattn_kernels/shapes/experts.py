@@ -9,9 +9,43 @@ from jattn_kernels.shapes.arrays import (
     check_layer_index,
     same_dtype,
 )
+from jattn_kernels.shapes.routing import check_routing
 
 
-def check_experts(x, weights, chosen, gate_up, down, biases, layer_index) -> None:
+def check_choice(x, weights, chosen) -> None:
+    """Checks that weights and experts are those of x's tokens.
+
+    Raises:
+        ValueError: They are not.
+    """
+    check_are_arrays(x=x, weights=weights, chosen=chosen)
+    if weights.dtype != jnp.float32 or weights.ndim != 2 or weights.shape[:1] != x.shape[:1] or 0 in weights.shape[1:]:
+        raise ValueError(
+            "`weights` must be float32 [T, k], some numbers for each row of x. "
+            f"Got weights.dtype={weights.dtype}, weights.shape={weights.shape}, x.shape={x.shape}."
+        )
+    if chosen.dtype != jnp.int32 or chosen.shape != weights.shape:
+        raise ValueError(
+            f"`chosen` must be int32 {list(weights.shape)}, an expert for each weight. "
+            f"Got chosen.dtype={chosen.dtype}, chosen.shape={chosen.shape}."
+        )
+
+
+def check_logits(x, logits, routing, choice_bias) -> None:
+    """Checks that logits are those of x's tokens, and fit the router's facts.
+
+    Raises:
+        ValueError: They do not.
+    """
+    check_routing(logits, routing, choice_bias)
+    check_are_arrays(x=x)
+    if logits.shape[:1] != x.shape[:1]:
+        raise ValueError(
+            f"`logits` must have a row for each row of x. Got logits.shape={logits.shape}, x.shape={x.shape}."
+        )
+
+
+def check_experts(x, gate_up, down, biases, layer_index, routing=None) -> None:
     """Checks that shapes and dtypes fit each other.
 
     Args:
@@ -21,20 +55,10 @@ def check_experts(x, weights, chosen, gate_up, down, biases, layer_index) -> Non
         ValueError: One does not.
     """
     given = {name: value for name, value in biases.items() if value is not None}
-    check_are_arrays(x=x, weights=weights, chosen=chosen, gate_up=gate_up, down=down, **given)
+    check_are_arrays(x=x, gate_up=gate_up, down=down, **given)
     check_axes("x", x, ("T", "D"))
     if x.dtype.name not in FLOATS:
         raise ValueError(f"`x` must be one of {', '.join(FLOATS)}. Got x.dtype={x.dtype}.")
-    if weights.dtype != jnp.float32 or weights.ndim != 2 or weights.shape[0] != x.shape[0] or 0 in weights.shape:
-        raise ValueError(
-            f"`weights` must be float32 [{x.shape[0]}, k], some numbers a token of x. "
-            f"Got weights.dtype={weights.dtype}, weights.shape={weights.shape}."
-        )
-    if chosen.dtype != jnp.int32 or chosen.shape != weights.shape:
-        raise ValueError(
-            f"`chosen` must be int32 {list(weights.shape)}, an expert a weight. "
-            f"Got chosen.dtype={chosen.dtype}, chosen.shape={chosen.shape}."
-        )
     layers = () if layer_index is None else ("L",)
     check_axes("gate_up", gate_up, (*layers, "E", "D", "2F"))
     check_axes("down", down, (*layers, "E", "F", "D"))
@@ -43,6 +67,10 @@ def check_experts(x, weights, chosen, gate_up, down, biases, layer_index) -> Non
         raise ValueError(
             f"`gate_up` and `down` must be [..., E, {x.shape[1]}, 2F] and [..., E, F, {x.shape[1]}]. "
             f"Got gate_up.shape={gate_up.shape}, down.shape={down.shape}."
+        )
+    if routing is not None and routing.num_experts != stack[-1]:
+        raise ValueError(
+            f"`routing` must be over the experts of `gate_up`, {stack[-1]}. Got num_experts={routing.num_experts}."
         )
     same_dtype("x", x, "gate_up", gate_up)
     same_dtype("x", x, "down", down)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.lowering.expert_groups import group_by_expert, weighed_rows, weighted_sum
+from jattn_kernels.lowering.routing import routed
 from jattn_kernels.operands import ExpertsOperands
 
 _MOST_ROWS = 128  # of a product: more would be spent on experts that few rows go to
@@ -14,6 +15,8 @@ _MOST_ROWS = 128  # of a product: more would be spent on experts that few rows g
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
     """No expert is read that no row goes to, and none copied."""
     x, weights, chosen = operands.x, operands.weights, operands.chosen
+    if call.routing is not None:
+        weights, chosen = routed(operands.logits, call.routing, operands.choice_bias)
     block_rows = min(_MOST_ROWS, call.num_tokens)
     groups = group_by_expert(chosen, call.num_experts, block_rows, rows_of_choices=call.weighs_inputs)
     rows = weighed_rows(x, weights) if call.weighs_inputs else x

@@ -1,14 +1,19 @@
 """A mixture of experts on Hopper: rows in order, two grouped products, and the weighted sum."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.call import ExpertsCall
-from jattn_kernels.lowering.expert_groups import group_by_expert, most_slots, weighed_rows, weighted_sum
+from jattn_kernels.lowering.expert_groups import ExpertGroups, group_by_expert, most_slots, weighed_rows, weighted_sum
+from jattn_kernels.lowering.routing import routed
+from jattn_kernels.mosaic.sm90.experts import route
 from jattn_kernels.mosaic.sm90.experts.grouped_product import ProductOperands, grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
 from jattn_kernels.operands import ExpertsOperands
+from jattn_kernels.routing_spec import Routing
 
 _MOST_BYTES = 96 * 2**20  # of what experts return, before it is summed
 _PIECE_COLUMNS = 256
@@ -17,12 +22,12 @@ _PIECE_COLUMNS = 256
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
     """Rows are read where they are, weights in place; what experts return is kept for some columns at a time."""
     sizes = product_tiles(call)
-    groups = group_by_expert(operands.chosen, call.num_experts, sizes.block_rows, rows_of_choices=call.weighs_inputs)
+    weights, groups = _in_order(call, operands, sizes.block_rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
     layer = operands.layer_index.reshape(1)
     hidden = grouped_product(
         ProductOperands(
-            x=weighed_rows(operands.x, operands.weights) if call.weighs_inputs else operands.x,
+            x=weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x,
             sources=groups.sources,
             kernel=operands.gate_up,
             bias=operands.gate_up_bias,
@@ -43,15 +48,35 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
         work=groups.work,
         num_tiles=groups.num_tiles,
     )
-    weights = None if call.weighs_inputs else operands.weights
     parts = []
     for columns in _pieces(num_slots, call):
         returned = grouped_product(second, sizes, num_slots=num_slots, columns=columns)
-        part = weighted_sum(returned, groups.slots, weights)
+        part = weighted_sum(returned, groups.slots, None if call.weighs_inputs else weights)
         parts.append(part)
         # The next part begins when this one is summed: so its memory is this one's.
         second, part = jax.lax.optimization_barrier((second, part))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def _in_order(
+    call: ExpertsCall, operands: ExpertsOperands, block_rows: int
+) -> tuple[Float32[Array, "T k"], ExpertGroups]:
+    """Weights, and rows in order: by one kernel, as far as one block can do it."""
+    routing, weights, chosen = call.routing, operands.weights, operands.chosen
+    in_one_block = route.fits(call.num_tokens, call.num_experts)
+    facts: dict[str, Any] = {"rows_of_choices": call.weighs_inputs, "block_rows": block_rows}
+    is_biased = operands.choice_bias is not None
+    if routing is not None and in_one_block and route.chooses(routing, is_biased=is_biased):
+        given = route.RouteOperands(logits=operands.logits, bias=operands.choice_bias)
+        weights, groups = route.route_and_group(routing, given, num_tokens=call.num_tokens, **facts)
+        assert weights is not None
+        return weights, groups
+    if routing is not None:
+        weights, chosen = routed(operands.logits, routing, operands.choice_bias)
+    if not in_one_block:
+        return weights, group_by_expert(chosen, call.num_experts, **facts)
+    routing = routing or Routing(num_experts=call.num_experts, per_token=call.per_token)
+    return weights, route.group_chosen(routing, chosen, **facts)
 
 
 def _pieces(num_slots: int, call: ExpertsCall) -> list[slice]:
