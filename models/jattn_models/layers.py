@@ -28,11 +28,11 @@ def matmul(x: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Ar
 def wide_matmul(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float32[Array, "T F"]:
     """x @ kernel in float32 whatever their dtype, with no rounding before the end."""
     rows = x.shape[0]
-    if rows < _LEAST_ROWS:
-        # XLA would convert the whole kernel to float32 first: 1.2 ms of a step of Llama-3-8B on an H200. Behind no
-        # barrier it takes the padding of a narrow kernel's operand away again.
-        x = jax.lax.optimization_barrier(jnp.pad(x, ((0, _LEAST_ROWS - rows), (0, 0))))
-    return jnp.matmul(x, kernel, precision=precision(x), preferred_element_type=jnp.float32)[:rows]
+    # For fewer rows XLA first converts the whole kernel to float32: 1.2 ms of a step of Llama-3-8B on an H200.
+    x = jnp.pad(x, ((0, max(0, _LEAST_ROWS - rows)), (0, 0)))
+    out = jnp.matmul(x, kernel, precision=precision(x), preferred_element_type=jnp.float32)
+    # Were it to see what is taken of it, XLA would multiply those rows alone.
+    return out if rows >= _LEAST_ROWS else jax.lax.optimization_barrier(out)[:rows]
 
 
 def precision(x: Array) -> jax.lax.Precision | None:

@@ -18,13 +18,13 @@ class ExpertGroups(NamedTuple):
     """The order of a mixture's rows; the same for both of an expert's products.
 
     Attributes:
-        slots: Where a token's rows stand; -1 for a choice of no expert.
+        slots: Where a token's rows stand, a row a choice; -1 for that of no expert.
         sources: Which row of x stands in a slot; 0 in slots that no row has.
         work: Tiles: an expert, its first slot, its rows. Of what lies behind the last one nothing is to be done.
         num_tiles: How many there are.
     """
 
-    slots: Int32[Array, "T k"]
+    slots: Int32[Array, "k T"]
     sources: Int32[Array, " S"]
     work: Int32[Array, "tiles 3"]
     num_tiles: Int32[Array, "1"]
@@ -70,7 +70,7 @@ def group_by_expert(
     sources = jnp.zeros(num_slots, jnp.int32).at[jnp.where(slots < 0, num_slots, slots).reshape(-1)]
     sources = sources.set(rows if rows_of_choices else rows // per_token, mode="drop")
     work, num_tiles = _work(counts, starts, block_rows, most_tiles(num_tokens, per_token, num_experts, block_rows))
-    return ExpertGroups(slots, sources, work, num_tiles)
+    return ExpertGroups(slots.T, sources, work, num_tiles)
 
 
 def _work(counts: Int32[Array, " E"], starts: Int32[Array, " E"], block_rows: int, most: int):
@@ -83,21 +83,21 @@ def _work(counts: Int32[Array, " E"], starts: Int32[Array, " E"], block_rows: in
 
 
 def weighted_sum(
-    rows: Float[Array, "S D"], slots: Int32[Array, "T k"], weights: Float32[Array, "T k"] | None
+    rows: Float[Array, "S D"], slots: Int32[Array, "k T"], weights: Float32[Array, "k T"] | None
 ) -> Float[Array, "T D"]:
     """The sum over a token's rows, each times its weight, in float32; in the rows' dtype at the end."""
-    total = jnp.zeros((slots.shape[0], rows.shape[1]), jnp.float32)
-    for choice in range(slots.shape[1]):
-        row = rows[jnp.maximum(slots[:, choice], 0)].astype(jnp.float32)
+    total = jnp.zeros((slots.shape[1], rows.shape[1]), jnp.float32)
+    for choice, slot in enumerate(slots):
+        row = rows[jnp.maximum(slot, 0)].astype(jnp.float32)
         if weights is not None:
-            row *= weights[:, choice, None]
-        total += jnp.where(slots[:, choice, None] < 0, 0.0, row)
+            row *= weights[choice, :, None]
+        total += jnp.where(slot[:, None] < 0, 0.0, row)
     return total.astype(rows.dtype)
 
 
-def weighed_rows(x: Float[Array, "T D"], weights: Float32[Array, "T k"]) -> Float[Array, "T_k D"]:
+def weighed_rows(x: Float[Array, "T D"], weights: Float32[Array, "k T"]) -> Float[Array, "T_k D"]:
     """A row for each of a token's choices, times its weight."""
-    return (x.astype(jnp.float32)[:, None] * weights[:, :, None]).astype(x.dtype).reshape(-1, x.shape[1])
+    return (x.astype(jnp.float32)[:, None] * weights.T[:, :, None]).astype(x.dtype).reshape(-1, x.shape[1])
 
 
 def silu_gate(gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:

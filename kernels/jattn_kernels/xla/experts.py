@@ -19,7 +19,7 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
         weights, chosen = routed(operands.logits, call.routing, operands.choice_bias)
     block_rows = min(_MOST_ROWS, call.num_tokens)
     groups = group_by_expert(chosen, call.num_experts, block_rows, rows_of_choices=call.weighs_inputs)
-    rows = weighed_rows(x, weights) if call.weighs_inputs else x
+    rows = weighed_rows(x, weights.T) if call.weighs_inputs else x
     sources = jnp.pad(groups.sources, (0, block_rows))
     layer, precision = operands.layer_index, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
@@ -38,4 +38,4 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
 
     start = jnp.zeros((len(sources), call.hidden_size), x.dtype)
     out = jax.lax.fori_loop(0, groups.num_tiles[0], do_tile, start)
-    return weighted_sum(out, groups.slots, None if call.weighs_inputs else weights)
+    return weighted_sum(out, groups.slots, None if call.weighs_inputs else weights.T)

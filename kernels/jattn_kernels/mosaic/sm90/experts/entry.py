@@ -60,8 +60,8 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
 
 def _in_order(
     call: ExpertsCall, operands: ExpertsOperands, block_rows: int
-) -> tuple[Float32[Array, "T k"], ExpertGroups]:
-    """Weights, and rows in order: by one kernel, as far as one block can do it."""
+) -> tuple[Float32[Array, "k T"], ExpertGroups]:
+    """Weights, a row a choice, and rows in order: by one kernel, as far as one block can do it."""
     routing, weights, chosen = call.routing, operands.weights, operands.chosen
     in_one_block = route.fits(call.num_tokens, call.num_experts)
     facts: dict[str, Any] = {"rows_of_choices": call.weighs_inputs, "block_rows": block_rows}
@@ -74,9 +74,9 @@ def _in_order(
     if routing is not None:
         weights, chosen = routed(operands.logits, routing, operands.choice_bias)
     if not in_one_block:
-        return weights, group_by_expert(chosen, call.num_experts, **facts)
+        return weights.T, group_by_expert(chosen, call.num_experts, **facts)
     routing = routing or Routing(num_experts=call.num_experts, per_token=call.per_token)
-    return weights, route.group_chosen(routing, chosen, **facts)
+    return weights.T, route.group_chosen(routing, chosen, **facts)
 
 
 def _pieces(num_slots: int, call: ExpertsCall) -> list[slice]:

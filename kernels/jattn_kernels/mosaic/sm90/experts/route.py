@@ -24,11 +24,13 @@ from jaxtyping import Array, Float32, Int32
 from jattn_kernels.lowering.expert_groups import GROUP, ExpertGroups, most_slots, most_tiles
 from jattn_kernels.lowering.routing import LEAST_SUM
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.experts.scatter import scatter
+from jattn_kernels.mosaic.sm90.experts.indexed import gather, scatter
 from jattn_kernels.routing_spec import Routing
 
 _TOKENS = 64  # of a warpgroup
 _THREADS = 128
+_WALK = 8  # rows of the table that a thread has under way
+_TILES = 2**16  # what a tile counts where slots and tiles are in one number; a block has fewer slots
 _MOST_SCORES = 512  # experts times warpgroups: what one block has registers and shared memory for
 _WGMMA = plgpu.Layout.WGMMA
 _OF_TOKENS, _OF_EXPERTS = _WGMMA.reduce(1), _WGMMA.reduce(0)
@@ -62,22 +64,21 @@ class RouteOperands(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    logits_and_table: Any  # (warpgroups, 64, E) float32, then (warpgroups, 64, E_padded) int32
+    logits_and_table: Any  # (warpgroups, 64, E) float32, then (warpgroups, 64 * E_padded) int32
     scores: Any  # (warpgroups, k, 64): of the chosen experts
     chosen: Any  # (warpgroups, k, 64)
     counts: Any  # (warpgroups, E_padded): of a warpgroup's tokens
     begins: Any  # (warpgroups, E_padded): where a warpgroup's rows of an expert begin
-    room: Any  # (2, E_padded): slots and tiles of an expert
+    room: Any  # (warpgroups, E_padded): slots and tiles of an expert, in one number
+    first: Any  # (warpgroups, E_padded): of those of earlier experts
     arrived: Any
     counted: Any
-    summed: Any
-    begun: Any
 
 
 def route_and_group(
     routing: Routing, operands: RouteOperands, *, num_tokens: int, block_rows: int, rows_of_choices: bool = False
-) -> tuple[Float32[Array, "T k"], ExpertGroups]:
-    """The weights of the experts that are chosen here, and the groups, as `group_by_expert` has them."""
+) -> tuple[Float32[Array, "k T"], ExpertGroups]:
+    """The weights of the experts that are chosen here, a row a choice, and the groups, as `group_by_expert` has them."""
     if num_tokens > GROUP:  # fewer, or whole groups: what Mosaic takes
         operands = operands._replace(logits=jnp.pad(operands.logits, ((0, -num_tokens % GROUP), (0, 0))))
     return _run(routing, operands, num_tokens, block_rows, rows_of_choices)
@@ -94,7 +95,7 @@ def group_chosen(
 
 def _run(
     routing: Routing, operands: RouteOperands, num_tokens: int, block_rows: int, rows_of_choices: bool
-) -> tuple[Float32[Array, "T k"], ExpertGroups]:
+) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     per_token, num_experts = routing.per_token, routing.num_experts
     warpgroups = pl.cdiv(num_tokens, _TOKENS)
     by_choice = (per_token, warpgroups * _TOKENS)
@@ -116,8 +117,8 @@ def _run(
         kernel_name="route",
     )
     weights, slots, sources, work, num_tiles = run(*leaves)
-    groups = ExpertGroups(slots[:, :num_tokens].T, sources, work.reshape(most, 3), num_tiles)
-    return weights[:, :num_tokens].T, groups
+    groups = ExpertGroups(slots[:, :num_tokens], sources, work.reshape(most, 3), num_tiles)
+    return weights[:, :num_tokens], groups
 
 
 class _Outs(NamedTuple):
@@ -141,18 +142,17 @@ class _Body:
         padded, all_of = _padded(self.routing.num_experts), self.warpgroups
         scratch = _Scratch(
             logits_and_table=tiles.overlaid(
-                plgpu.SMEM((all_of, _TOKENS, self.routing.num_experts), jnp.float32),
-                plgpu.SMEM((all_of, _TOKENS, padded), jnp.int32),
+                tiles.tile((all_of, _TOKENS, self.routing.num_experts), jnp.float32),
+                plgpu.SMEM((all_of, _TOKENS * padded), jnp.int32),
             ),
             scores=plgpu.SMEM((all_of, self.routing.per_token, _TOKENS), jnp.float32),
             chosen=plgpu.SMEM((all_of, self.routing.per_token, _TOKENS), jnp.int32),
             counts=plgpu.SMEM((all_of, padded), jnp.int32),
             begins=plgpu.SMEM((all_of, padded), jnp.int32),
-            room=plgpu.SMEM((all_of, 2, padded), jnp.int32),
+            room=plgpu.SMEM((all_of, padded), jnp.int32),
+            first=plgpu.SMEM((all_of, padded), jnp.int32),
             arrived=plgpu.Barrier(num_barriers=all_of),
             counted=plgpu.Barrier(num_arrivals=all_of),
-            summed=plgpu.Barrier(num_barriers=all_of),
-            begun=plgpu.Barrier(num_barriers=all_of),
         )
         pl.run_scoped(functools.partial(self._warpgroup, operands, outs), scratch, collective_axes="warpgroup")
 
@@ -190,37 +190,38 @@ class _Body:
         as_copied = scratch.logits_and_table[0].at[own]
         plgpu.copy_gmem_to_smem(rows, as_copied, arrived)
         plgpu.barrier_wait(arrived)
-        logits = plgpu.load(as_copied, layout=_WGMMA, optimized=False)
+        logits = plgpu.load(as_copied, layout=_WGMMA)
         plgpu.commit_smem()  # the table takes its place
-        number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
         # float32 holds an expert's number; a minimum is a maximum of what is negative.
-        negative_number = -number.astype(jnp.float32)
+        negative_number = -plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA).astype(jnp.float32)
 
         def spread(of_tokens):
             return lax.broadcast_in_dim(of_tokens, shape, [0])
 
-        if routing.scoring == "sigmoid":
-            scores = jax.nn.sigmoid(logits)
-        else:
-            scores = jnp.exp(logits - spread(logits.max(axis=1)))
-        all_scores = scores.sum(axis=1)
-        merit = logits
+        most = logits.max(axis=1)
+
+        def score_of(logits, most):
+            return jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jnp.exp(logits - most)
+
+        all_scores = score_of(logits, spread(most)).sum(axis=1) if routing.scoring == "softmax" else most
+        merit, scores = logits, None
         if operands.bias is not None:
-            bias = plgpu.load(operands.bias, layout=_OF_EXPERTS, optimized=False)
+            scores = score_of(logits, spread(most))
             if routing.scoring == "softmax":
                 scores = scores / spread(all_scores)
                 all_scores = jnp.ones_like(all_scores)
+            bias = plgpu.load(operands.bias, layout=_OF_EXPERTS, optimized=False)
             merit = scores + lax.broadcast_in_dim(bias, shape, [1])
 
         def choose_next(i, carry):
             merit, total = carry
-            best = spread(merit.max(axis=1))
-            first = -jnp.where(merit == best, negative_number, -jnp.inf).max(axis=1)
-            first = jnp.minimum(first, float(routing.num_experts - 1)).astype(jnp.int32)
-            is_first = number == spread(first)
-            score = jnp.where(is_first, scores, 0.0).sum(axis=1)
+            best = merit.max(axis=1)
+            first = -jnp.where(merit == spread(best), negative_number, -jnp.inf).max(axis=1)
+            first = jnp.minimum(first, float(routing.num_experts - 1))
+            is_first = negative_number == spread(-first)
+            score = score_of(best, most) if scores is None else jnp.where(is_first, scores, 0.0).sum(axis=1)
             scratch.scores[own, i] = score
-            self._keep_choice(i, first, scratch, own)
+            self._keep_choice(i, first.astype(jnp.int32), scratch, own)
             return jnp.where(is_first, -jnp.inf, merit), total + score
 
         none = plgpu.layout_cast(jnp.zeros((_TOKENS,), jnp.float32), _OF_TOKENS)
@@ -241,89 +242,98 @@ class _Body:
 
     def _count(self, scratch: _Scratch, own: Any) -> None:
         """The table: how many tokens before a token go to an expert; and how many in all."""
-        plgpu.commit_smem()  # the choice
         table, padded = scratch.logits_and_table[1].at[own], _padded(self.routing.num_experts)
-        number = plgpu.broadcasted_iota(jnp.int32, (_TOKENS, padded), 1, layout=_WGMMA)
+        wide = plgpu.Layout.WG_STRIDED((padded * _WALK,), vec_size=4)
+        num_tokens = jnp.minimum(self.num_tokens - own * _TOKENS, _TOKENS)
 
-        def add(i, goes):
-            return goes + jnp.where(number == self._chosen(i, scratch, own, number.shape), 1, 0)
+        @pl.loop(0, _TOKENS // _WALK)
+        def clear(part):
+            nothing = plgpu.layout_cast(jnp.zeros((padded * _WALK,), jnp.int32), wide)
+            table[pl.ds(part * padded * _WALK, padded * _WALK)] = nothing
 
-        goes = lax.fori_loop(0, self.routing.per_token, add, jnp.zeros_like(number))
-        table[...] = goes
-        self._sync(scratch.summed.at[own])
-        layout = plgpu.Layout.WG_STRIDED((padded,), vec_size=1)
+        plgpu.commit_smem()
 
-        def pass_token(token, before):
-            goes = plgpu.load(table.at[token], layout=layout, optimized=False)
-            table[token] = before
-            return before + goes
+        @self._for_each_choice
+        def mark(i):
+            place = self._place_in_table(i, scratch, own)
+            scatter(table, place, 1, _OF_TOKENS)
 
-        tokens = jnp.minimum(self.num_tokens - own * _TOKENS, _TOKENS)
-        none = plgpu.layout_cast(jnp.zeros((padded,), jnp.int32), layout)
-        scratch.counts[own] = lax.fori_loop(0, tokens, pass_token, none)
+        plgpu.commit_smem()
+
+        def pass_tokens(step, before):
+            rows = [pl.ds((step * _WALK + i) * padded, padded) for i in range(_WALK)]
+            goes = [plgpu.load(table.at[row], layout=self._of_experts, optimized=False) for row in rows]
+            for row, each in zip(rows, goes, strict=True):
+                table[row] = before
+                before += each
+            return before
+
+        none = plgpu.layout_cast(jnp.zeros((padded,), jnp.int32), self._of_experts)
+        scratch.counts[own] = lax.fori_loop(0, lax.div(num_tokens + _WALK - 1, _WALK), pass_tokens, none)
         self._sync(scratch.counted)
 
-    def _chosen(self, i: Any, scratch: _Scratch, own: Any, shape: tuple[int, ...]) -> jax.Array:
-        """A choice of each token, for every expert."""
+    @property
+    def _of_experts(self) -> Any:
+        """Layout of a number an expert, some a thread."""
+        return plgpu.Layout.WG_STRIDED((_padded(self.routing.num_experts),), vec_size=1)
+
+    def _place_in_table(self, i: Any, scratch: _Scratch, own: Any) -> jax.Array:
+        """Where a choice of each token stands in the table; below 0 for that of no expert."""
         chosen = plgpu.load(scratch.chosen.at[own, i], layout=_OF_TOKENS, optimized=False)
-        return lax.broadcast_in_dim(chosen, shape, [0])
+        token = plgpu.broadcasted_iota(jnp.int32, (_TOKENS,), 0, layout=_OF_TOKENS)
+        return jnp.where(chosen < 0, -1, token * _padded(self.routing.num_experts) + chosen)
 
     def _begin(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Where an expert's rows of this warpgroup begin; the first warpgroup writes down the tiles too."""
-        padded = _padded(self.routing.num_experts)
-        layout = plgpu.Layout.WG_STRIDED((padded,), vec_size=1)
-        number = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=layout)
+        padded, layout = _padded(self.routing.num_experts), self._of_experts
         count = before = plgpu.layout_cast(jnp.zeros((padded,), jnp.int32), layout)
         for other in range(self.warpgroups):
             theirs = plgpu.load(scratch.counts.at[other], layout=layout, optimized=False)
             count += theirs
             before += theirs * jnp.where(other < own, 1, 0)
         num_tiles = (count + (self.block_rows - 1)) // self.block_rows
-        room = scratch.room.at[own]
-        room[0] = (count + (GROUP - 1)) // GROUP * GROUP
-        room[1] = num_tiles
-        self._sync(scratch.arrived.at[own])
+        slots = (count + (GROUP - 1)) // GROUP * GROUP
+        scratch.room[own] = slots + num_tiles * _TILES
+        plgpu.commit_smem()
+        room = plgpu.load(scratch.room.at[own], layout=_OF_EXPERTS, optimized=False)
+        shape = (_TOKENS, padded)
+        room = lax.broadcast_in_dim(room, shape, [1])
+        earlier = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
+        expert = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
 
-        def pass_expert(expert, sums):
-            begin, first_tile, all_tiles = sums
-            slots, tiles_of_it = room[0, expert], room[1, expert]
-            later = number > expert
-            return (
-                begin + jnp.where(later, slots, 0),
-                first_tile + jnp.where(later, tiles_of_it, 0),
-                all_tiles + tiles_of_it,
-            )
+        @pl.loop(0, padded // _TOKENS)
+        def add_earlier(block):
+            sums = jnp.where(earlier < expert + block * _TOKENS, room, 0).sum(axis=1)
+            scratch.first[own, pl.ds(block * _TOKENS, _TOKENS)] = sums
 
-        none = plgpu.layout_cast(jnp.zeros((padded,), jnp.int32), layout)
-        begin, first_tile, all_tiles = lax.fori_loop(
-            0, self.routing.num_experts, pass_expert, (none, none, jnp.int32(0))
-        )
+        plgpu.commit_smem()
+        first = plgpu.load(scratch.first.at[own], layout=layout, optimized=False)
+        begin, first_tile = first % _TILES, first // _TILES
         scratch.begins[own] = begin + before
-        self._sync(scratch.begun.at[own])
+        plgpu.commit_smem()
 
         @pl.when(own == 0)
         def write_tiles():
-            outs.num_tiles[0] = all_tiles
-            for tile in range(pl.cdiv(self.num_tokens, self.block_rows)):
-                place = jnp.where(tile < num_tiles, (first_tile + tile) * 3, -3)
+            number = plgpu.broadcasted_iota(jnp.int32, (padded,), 0, layout=layout)
+            is_last = number == padded - 1
+            scatter(outs.num_tiles, jnp.where(is_last, 0, -1), first_tile + num_tiles, layout)
+
+            @pl.loop(0, pl.cdiv(self.num_tokens, self.block_rows))
+            def write(tile):
+                place = jnp.where(num_tiles > tile, (first_tile + tile) * 3, -3)
                 rows = jnp.minimum(count - tile * self.block_rows, self.block_rows)
                 for field, value in enumerate((number, begin + tile * self.block_rows, rows)):
                     scatter(outs.work, place + field, value, layout)
 
     def _place(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Each row's slot, and the row that a slot has."""
-        shape = (_TOKENS, _padded(self.routing.num_experts))
-        begins = plgpu.load(scratch.begins.at[own], layout=_OF_EXPERTS, optimized=False)
-        slot_of = plgpu.load(scratch.logits_and_table[1].at[own], layout=_WGMMA, optimized=False)
-        slot_of += lax.broadcast_in_dim(begins, shape, [1])
-        number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
         token = plgpu.broadcasted_iota(jnp.int32, (_TOKENS,), 0, layout=_OF_TOKENS) + own * _TOKENS
 
         @self._for_each_choice
         def place(i):
-            mine = number == self._chosen(i, scratch, own, shape)
-            # No expert has no slot: the sum is 0 there.
-            slot = jnp.where(mine, slot_of + 1, 0).sum(axis=1) - 1
+            chosen = plgpu.load(scratch.chosen.at[own, i], layout=_OF_TOKENS, optimized=False)
+            slot = gather(scratch.logits_and_table[1].at[own], self._place_in_table(i, scratch, own), _OF_TOKENS)
+            slot = jnp.where(chosen < 0, -1, slot + gather(scratch.begins.at[own], chosen, _OF_TOKENS))
             outs.slots[i, pl.ds(own * _TOKENS, _TOKENS)] = slot
             row = token * self.routing.per_token + i if self.rows_of_choices else token
             scatter(outs.sources, slot, row, _OF_TOKENS)

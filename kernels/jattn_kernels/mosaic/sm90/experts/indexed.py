@@ -1,0 +1,87 @@
+"""Loads and stores at places that are data, a number at a time: Pallas has none of them for Hopper."""
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from jattn_kernels.mosaic.sm90.common import tiles
+
+
+def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any) -> None:
+    """target[places[i]] = values[i] for each i whose place is not below 0; of equal places one remains.
+
+    Args:
+        target: [N] int32, in global or shared memory.
+        places, values: int32, both of this layout; or one value for all.
+    """
+    if tiles.interpret_params() is not None:
+
+        @pl.loop(0, places.shape[0])
+        def store(i):
+            @pl.when(places[i] >= 0)
+            def _():
+                target[places[i]] = values if isinstance(values, int) else values[i]
+
+        return
+    arrays = (places,) if isinstance(values, int) else (places, values)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(arrays)))
+    def store_registers(ctx, target, places, *of_places):
+        del ctx
+        for i, place in enumerate(map(_scalar, places.registers.flat)):
+            with mgpu.when(_is_a_place(place)):
+                value = _scalar(of_places[0].registers.flat[i]) if of_places else arith.constant(place.type, values)
+                llvm.store(value, _address(target, place))
+
+    store_registers(target, *arrays)
+
+
+def gather(source: Any, places: jax.Array, layout: Any) -> jax.Array:
+    """source[places[i]], or source[0] where the place is below 0.
+
+    Args:
+        source: [N] int32, in global or shared memory.
+        places: int32, of this layout, which is the result's.
+    """
+    if tiles.interpret_params() is not None:
+        numbers = source[...]
+        return numbers[jnp.maximum(places, 0)]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout),
+        return_type=plgpu.ShapeDtypeStruct(places.shape, jnp.int32, layout=layout),
+    )
+    def load_registers(ctx, source, places):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        loaded = places.registers.copy()
+        for i, place in enumerate(loaded.flat):
+            first = arith.constant(i32, 0)
+            value = llvm.load(i32, _address(source, arith.select(_is_a_place(_scalar(place)), _scalar(place), first)))
+            is_vector = isinstance(place.type, ir.VectorType)
+            loaded.flat[i] = vector.broadcast(place.type, value) if is_vector else value
+        return mgpu.FragmentedArray(_registers=loaded, _layout=places.layout, _is_signed=places.is_signed)
+
+    return load_registers(source, places)
+
+
+def _is_a_place(place: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.sge, place, arith.constant(place.type, 0))
+
+
+def _address(ref: Any, place: Any) -> Any:
+    return utils.getelementptr(utils.memref_ptr(ref), [place], place.type)
+
+
+def _scalar(register: Any) -> Any:
+    """The number of a register that holds one, as itself or as a vector of one."""
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    return llvm.extractelement(register, arith.constant(ir.IntegerType.get_signless(32), 0))
