@@ -51,8 +51,10 @@ class Model(NamedTuple):
         """Bytes of weights that a step of so many tokens reads, experts as a uniform draw meets them."""
         experts, total = self.config.experts, 0
         for leaf in jax.tree.leaves(self.weights):
-            is_of_experts = experts is not None and leaf.ndim == 4  # [layers, experts, inputs, outputs]
-            total += leaf.nbytes * (_share_met(experts.routing, batch) if is_of_experts else 1.0)
+            met = 1.0
+            if experts is not None and leaf.ndim == 4:  # [layers, experts, inputs, outputs]
+                met = _share_met(experts.routing, batch)
+            total += leaf.nbytes * met
         embedding = self.config.vocab_size * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
         return round(total if self.config.tied else total - embedding)
 

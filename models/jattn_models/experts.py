@@ -105,13 +105,12 @@ class MixtureOfExperts(nnx.Module):
 
     def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """The weighted sum of what each token's experts return, over all devices."""
-        first, second, options = self.gate_up_proj, self.down_proj, {}
-        (gate_up, layer), (down, _) = (each.kernel.stack_and_layer for each in (first, second))
+        first, second = self.gate_up_proj, self.down_proj
+        biases: dict[str, Any] = {}
+        (gate_up, layer), (down, _) = first.kernel.stack_and_layer, second.kernel.stack_and_layer
         if first.bias is not None and second.bias is not None:
-            (gate_up_bias, _), (down_bias, _) = (each.bias.stack_and_layer for each in (first, second))
-            options = {"gate_up_bias": gate_up_bias, "down_bias": self.parallel.once(down_bias)}
-        if self.experts.activation is not None:
-            options["activation"] = self.experts.activation
+            (gate_up_bias, _), (down_bias, _) = first.bias.stack_and_layer, second.bias.stack_and_layer
+            biases = {"gate_up_bias": gate_up_bias, "down_bias": self.parallel.once(down_bias)}
         mixed = routed_experts(
             x,
             self.router(x),
@@ -120,8 +119,9 @@ class MixtureOfExperts(nnx.Module):
             down,
             choice_bias=None if self.router.choice_bias is None else self.router.choice_bias[...],
             weighs_inputs=self.experts.weighs_inputs,
+            activation=self.experts.activation,
             layer_index=layer,
-            **options,
+            **biases,
         )
         return self.parallel.all_reduce(mixed)
 

@@ -93,13 +93,13 @@ def gathered(under_way: int) -> None:
         plgpu.commit_smem()
         return
 
-    @plgpu.inline_mgpu()
-    def wait(ctx):
+    def wait(ctx: Any) -> None:
         del ctx
         nvvm.cp_async_wait_group(under_way)
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
-    wait()
+    inlined: Any = plgpu.inline_mgpu()(wait)
+    inlined()
 
 
 def _scalar(splat: Any) -> Any:

@@ -201,11 +201,9 @@ class _Product:
                 inputs = pl.ds(k * self.block_depth, self.block_depth)
                 for part in range(_PAIR):
                     columns = pl.ds(self._weight_column(tile, part), self.side)
-                    plgpu.copy_gmem_to_smem(
-                        operands.kernel.at[layer, tile.expert, inputs, columns],
-                        scratch.kernel.at[stage, part],
-                        scratch.full.at[stage],
-                    )
+                    weights: Any = operands.kernel
+                    weights = weights.at[layer, tile.expert, inputs, columns]
+                    plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage, part], scratch.full.at[stage])
                 gather_rows(
                     operands.x, operands.sources, scratch.x.at[stage], tile.first, tile.rows, k * self.block_depth
                 )

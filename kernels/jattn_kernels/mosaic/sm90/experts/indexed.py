@@ -37,7 +37,7 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
         del ctx
         for i, place in enumerate(map(_scalar, places.registers.flat)):
             with mgpu.when(_is_a_place(place)):
-                value = _scalar(of_places[0].registers.flat[i]) if of_places else arith.constant(place.type, values)
+                value = _scalar(of_places[0].registers.flat[i]) if of_places else _constant(place.type, values)
                 llvm.store(value, _address(target, place))
 
     store_registers(target, *arrays)
@@ -58,7 +58,7 @@ def gather(source: Any, places: jax.Array, layout: Any) -> jax.Array:
         arg_types=(plgpu.RefType(), layout),
         return_type=plgpu.ShapeDtypeStruct(places.shape, jnp.int32, layout=layout),
     )
-    def load_registers(ctx, source, places):
+    def load_registers(ctx: Any, source: Any, places: Any) -> Any:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         loaded = places.registers.copy()
@@ -69,7 +69,12 @@ def gather(source: Any, places: jax.Array, layout: Any) -> jax.Array:
             loaded.flat[i] = vector.broadcast(place.type, value) if is_vector else value
         return mgpu.FragmentedArray(_registers=loaded, _layout=places.layout, _is_signed=places.is_signed)
 
-    return load_registers(source, places)
+    load: Any = load_registers
+    return load(source, places)
+
+
+def _constant(kind: Any, value: Any) -> Any:
+    return arith.constant(kind, value)
 
 
 def _is_a_place(place: Any) -> Any:

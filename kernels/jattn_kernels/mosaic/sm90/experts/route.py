@@ -78,7 +78,7 @@ class _Scratch(NamedTuple):
 def route_and_group(
     routing: Routing, operands: RouteOperands, *, num_tokens: int, block_rows: int, rows_of_choices: bool = False
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
-    """The weights of the experts that are chosen here, a row a choice, and the groups, as `group_by_expert` has them."""
+    """The weights of the experts chosen here, a row a choice, and the groups, as `group_by_expert` has them."""
     if num_tokens > GROUP:  # fewer, or whole groups: what Mosaic takes
         operands = operands._replace(logits=jnp.pad(operands.logits, ((0, -num_tokens % GROUP), (0, 0))))
     return _run(routing, operands, num_tokens, block_rows, rows_of_choices)
