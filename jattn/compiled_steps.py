@@ -12,7 +12,7 @@ import jax
 
 from jattn.progress import logger, shown
 from jattn.step_cache import step_cache, without_jax_cache
-from jattn.step_keys import NoName, StepNames
+from jattn.step_keys import StepNames
 
 _COMPILING_AT_ONCE = min(8, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
@@ -95,7 +95,7 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
         for key, plan in plans.items():
             options = compiler_options(unrolled=plan.unrolled)
             found[key] = names.name(plan.function, plan.arguments, plan.donate, options)
-    except NoName as reason:
+    except Exception as reason:  # not only NoName: a file may not be read, a value not be written
         logger.info("Steps are compiled at each start: %s", reason)
     return found
 

@@ -37,32 +37,30 @@ class StepNames:
     """Names of the steps that this process compiles now: on its device, with its settings.
 
     Raises:
-        NoName: No step has one.
+        OSError: A file that they depend on cannot be read.
     """
 
     def __init__(self):
-        try:
-            self._environment = _digest(*_environment())
-        except (OSError, ValueError) as error:  # a file that a variable names, or a folder of packages
-            raise NoName(str(error)) from error
+        self._environment = _digest(*_environment())
         self._codes: dict[frozenset[str], list[str]] = {}
 
     def name(self, function: Callable[..., Any], arguments: Any, *options: Any) -> str:
         """The name of a step.
 
         Args:
-            function: Static values and functions of modules, nothing that was made by a function or holds an array.
+            function: Static values and functions of modules, nothing that was made by a function.
             arguments: Their shapes, dtypes and places count.
             options: Whatever else it is compiled with.
 
         Raises:
             NoName: It has none.
+            OSError: A source file cannot be read.
         """
         leaves, tree = jax.tree.flatten(arguments)
         pickler = _Pickler(stream := io.BytesIO())
         try:
             pickler.dump((function, tree, [_shape(leaf) for leaf in leaves], options, implementations()))
-        except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise NoName(str(error)) from error
         return _digest(self._environment, stream.getvalue(), *self._code({*_ALWAYS, *pickler.packages}))
 

@@ -279,3 +279,12 @@ def test_steps_without_a_name_are_compiled_each_time(folder, lowered):
         assert compile_steps(plans)("step", jnp.ones(2)).tolist() == [2, 2]
     assert len(lowered) == 2
     assert not folder.exists()
+
+
+def test_what_cannot_be_read_is_compiled_all_the_same(folder, lowered, monkeypatch):
+    def unreadable(package):
+        raise PermissionError(f"{package} cannot be read")
+
+    monkeypatch.setattr(step_keys, "_sources", unreadable)
+    check_runs(compile_steps(PLANS))
+    assert len(lowered) == len(SIZES)
