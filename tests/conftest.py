@@ -1,7 +1,6 @@
 """Settings that hold for every test: strict promotion of dtypes and ranks, threads enough, and compiling in haste."""
 
 import os
-import tempfile
 
 # The interpreter of GPU kernels blocks a thread of XLA's CPU client for each warpgroup that waits: two hang on 2 cores.
 os.environ.setdefault("NPROC", "8")
@@ -26,9 +25,3 @@ def pytest_configure(config):
     """On the CPU most of a test's time is compiling what then runs for milliseconds; on a GPU kernels are as users'."""
     if "not gpu" in config.getoption("markexpr"):
         jax.config.update("jax_disable_most_optimizations", True)
-    if not hasattr(config, "workerinput"):  # its processes inherit the folder: what one compiles the others read
-        folder = tempfile.TemporaryDirectory(prefix="jattn-tests-")
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
-        config.add_cleanup(folder.cleanup)
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -121,7 +121,7 @@ def test_smallest_bucket_holds_the_size_or_says_that_none_does():
 
 @pytest.fixture
 def no_cache():
-    """JAX has no cache folder, as the tests have, nor as a test before has left one."""
+    """JAX has no cache folder; an LLM of a test before may have set one."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     yield
