@@ -50,11 +50,10 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
     )
     parts = []
     for columns in _pieces(num_slots, call):
+        if parts:  # its memory is the last part's, which is summed by then
+            second, parts[-1] = jax.lax.optimization_barrier((second, parts[-1]))
         returned = grouped_product(second, sizes, num_slots=num_slots, columns=columns)
-        part = weighted_sum(returned, groups.slots, None if call.weighs_inputs else weights)
-        parts.append(part)
-        # The next part begins when this one is summed: so its memory is this one's.
-        second, part = jax.lax.optimization_barrier((second, part))
+        parts.append(weighted_sum(returned, groups.slots, None if call.weighs_inputs else weights))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
