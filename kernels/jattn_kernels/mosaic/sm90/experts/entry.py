@@ -10,6 +10,7 @@ from jattn_kernels.call import ExpertsCall
 from jattn_kernels.lowering.expert_groups import ExpertGroups, group_by_expert, most_slots, weighed_rows, weighted_sum
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import route
+from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.grouped_product import ProductOperands, grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
 from jattn_kernels.operands import ExpertsOperands
@@ -61,21 +62,22 @@ def _in_order(
     call: ExpertsCall, operands: ExpertsOperands, block_rows: int
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     """Weights, a row a choice, and rows in order: by one kernel, as far as one block can do it."""
-    routing, weights, chosen = call.routing, operands.weights, operands.chosen
-    in_one_block = route.fits(call.num_tokens, call.num_experts)
+    routing, num_tokens, num_experts = call.routing, call.num_tokens, call.num_experts
+    in_one_block = route.fits(num_tokens, num_experts)
     facts: dict[str, Any] = {"rows_of_choices": call.weighs_inputs, "block_rows": block_rows}
-    is_biased = operands.choice_bias is not None
-    if routing is not None and in_one_block and route.chooses(routing, is_biased=is_biased):
+    if routing is None:
+        routing = Routing(num_experts=num_experts, per_token=call.per_token)
+        weights, chosen = operands.weights.T, operands.chosen.T
+    elif not chooses(routing, is_biased=operands.choice_bias is not None):
+        weights, chosen = (part.T for part in routed(operands.logits, routing, operands.choice_bias))
+    elif in_one_block and num_tokens <= TOKENS:
         given = route.RouteOperands(logits=operands.logits, bias=operands.choice_bias)
-        weights, groups = route.route_and_group(routing, given, num_tokens=call.num_tokens, **facts)
-        assert weights is not None
-        return weights, groups
-    if routing is not None:
-        weights, chosen = routed(operands.logits, routing, operands.choice_bias)
-    if not in_one_block:
-        return weights.T, group_by_expert(chosen, call.num_experts, **facts)
-    routing = routing or Routing(num_experts=call.num_experts, per_token=call.per_token)
-    return weights.T, route.group_chosen(routing, chosen, **facts)
+        return route.route_and_group(routing, given, num_tokens=num_tokens, **facts)
+    else:
+        weights, chosen = choose_experts(routing, operands.logits, operands.choice_bias)
+    if in_one_block:
+        return weights, route.group_chosen(routing, chosen, **facts)
+    return weights, group_by_expert(chosen.T, num_experts, **facts)
 
 
 def _pieces(num_slots: int, call: ExpertsCall) -> list[slice]:

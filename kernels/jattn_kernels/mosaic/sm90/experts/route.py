@@ -1,12 +1,11 @@
-"""Routing on Hopper: each token's best experts, and the order of the rows that go to them, in one block.
+"""The order of rows on Hopper: the choice of experts, if it is to be made, and where the rows of each expert stand.
 
-one block: warpgroups of 64 tokens each, a token's scores in the registers of four neighbouring threads
-  choice        `per_token` times the best expert that is left: two reductions over the experts
+one block: warpgroups of 64 tokens each
+  choice        as in `choice`
   counts        a thread an expert walks down the table of who goes where, and leaves in it how many came before
   slots         where each expert's rows begin, the others' rows before; a token's own from its row of the table
 
-Of two equal scores the one of the lower number is the better. All of it is integer arithmetic but for the weights, so
-that the order is always the same.
+All of it is integer arithmetic, so that the order is always the same.
 """
 
 import dataclasses
@@ -22,29 +21,29 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from jattn_kernels.lowering.expert_groups import GROUP, ExpertGroups, most_slots, most_tiles
-from jattn_kernels.lowering.routing import LEAST_SUM
 from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.experts.choice import (
+    OF_EXPERTS,
+    OF_TOKENS,
+    TOKENS,
+    ChoiceScratch,
+    choose_block,
+    keep_choice,
+    whole_groups,
+)
 from jattn_kernels.mosaic.sm90.experts.indexed import gather, scatter
 from jattn_kernels.routing_spec import Routing
 
-_TOKENS = 64  # of a warpgroup
 _THREADS = 128
 _WALK = 8  # rows of the table that a thread has under way
 _TILES = 2**16  # what a tile counts where slots and tiles are in one number; a block has fewer slots
 _MOST_SCORES = 512  # experts times warpgroups: what one block has registers and shared memory for
 _WGMMA = plgpu.Layout.WGMMA
-_OF_TOKENS, _OF_EXPERTS = _WGMMA.reduce(1), _WGMMA.reduce(0)
 
 
 def fits(num_tokens: int, num_experts: int) -> bool:
     """Whether one block can order so many tokens."""
-    return num_experts % GROUP == 0 and _padded(num_experts) * pl.cdiv(num_tokens, _TOKENS) <= _MOST_SCORES
-
-
-def chooses(routing: Routing, *, is_biased: bool) -> bool:
-    """Whether the kernel makes the choice itself; that of groups comes from XLA."""
-    by_logits = routing.scoring == "softmax_of_chosen"
-    return routing.groups_per_token == routing.num_groups and not (by_logits and is_biased)
+    return num_experts % GROUP == 0 and _padded(num_experts) * pl.cdiv(num_tokens, TOKENS) <= _MOST_SCORES
 
 
 def _padded(num_experts: int) -> int:
@@ -79,17 +78,16 @@ def route_and_group(
     routing: Routing, operands: RouteOperands, *, num_tokens: int, block_rows: int, rows_of_choices: bool = False
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     """The weights of the experts chosen here, a row a choice, and the groups, as `group_by_expert` has them."""
-    if num_tokens > GROUP:  # fewer, or whole groups: what Mosaic takes
-        operands = operands._replace(logits=jnp.pad(operands.logits, ((0, -num_tokens % GROUP), (0, 0))))
+    operands = operands._replace(logits=whole_groups(operands.logits))
     return _run(routing, operands, num_tokens, block_rows, rows_of_choices)
 
 
 def group_chosen(
-    routing: Routing, chosen: Int32[Array, "T k"], *, block_rows: int, rows_of_choices: bool = False
+    routing: Routing, chosen: Int32[Array, "k T"], *, block_rows: int, rows_of_choices: bool = False
 ) -> ExpertGroups:
-    """The groups of a choice that is made."""
-    num_tokens = chosen.shape[0]
-    by_choice = jnp.pad(chosen.T, ((0, 0), (0, -num_tokens % _TOKENS)))
+    """The groups of a choice that is made, a row a choice."""
+    num_tokens = chosen.shape[1]
+    by_choice = jnp.pad(chosen, ((0, 0), (0, -num_tokens % TOKENS)))
     return _run(routing, RouteOperands(chosen=by_choice), num_tokens, block_rows, rows_of_choices)[1]
 
 
@@ -97,8 +95,8 @@ def _run(
     routing: Routing, operands: RouteOperands, num_tokens: int, block_rows: int, rows_of_choices: bool
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     per_token, num_experts = routing.per_token, routing.num_experts
-    warpgroups = pl.cdiv(num_tokens, _TOKENS)
-    by_choice = (per_token, warpgroups * _TOKENS)
+    warpgroups = pl.cdiv(num_tokens, TOKENS)
+    by_choice = (per_token, warpgroups * TOKENS)
     most = most_tiles(num_tokens, per_token, num_experts, block_rows)
     leaves, tree = jax.tree.flatten(operands)
     body = _Body(routing, num_tokens, warpgroups, block_rows, rows_of_choices)
@@ -142,11 +140,11 @@ class _Body:
         padded, all_of = _padded(self.routing.num_experts), self.warpgroups
         scratch = _Scratch(
             logits_and_table=tiles.overlaid(
-                tiles.tile((all_of, _TOKENS, self.routing.num_experts), jnp.float32),
-                plgpu.SMEM((all_of, _TOKENS * padded), jnp.int32),
+                tiles.tile((all_of, TOKENS, self.routing.num_experts), jnp.float32),
+                plgpu.SMEM((all_of, TOKENS * padded), jnp.int32),
             ),
-            scores=plgpu.SMEM((all_of, self.routing.per_token, _TOKENS), jnp.float32),
-            chosen=plgpu.SMEM((all_of, self.routing.per_token, _TOKENS), jnp.int32),
+            scores=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.float32),
+            chosen=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.int32),
             counts=plgpu.SMEM((all_of, padded), jnp.int32),
             begins=plgpu.SMEM((all_of, padded), jnp.int32),
             room=plgpu.SMEM((all_of, padded), jnp.int32),
@@ -161,92 +159,38 @@ class _Body:
         if operands.logits is None:
             self._read_choice(operands, scratch, own)
         else:
-            self._choose(operands, outs, scratch, own)
+            given = operands.logits, operands.bias, outs.weights
+            choose_block(self.routing, self.num_tokens, *given, self._of_choice(scratch, own), own)
         self._count(scratch, own)
         self._begin(outs, scratch, own)
         self._place(outs, scratch, own)
 
+    def _of_choice(self, scratch: _Scratch, own: Any) -> ChoiceScratch:
+        return ChoiceScratch(
+            logits=scratch.logits_and_table[0].at[own],
+            scores=scratch.scores.at[own],
+            chosen=scratch.chosen.at[own],
+            arrived=scratch.arrived.at[own],
+        )
+
     def _for_each_choice(self, visit: Callable[[Any], None]) -> None:
         pl.loop(0, self.routing.per_token)(visit)
 
-    def _keep_choice(self, i: Any, chosen: jax.Array, scratch: _Scratch, own: Any) -> None:
-        """A choice of each token; of no token and of no expert it is -1."""
-        token = plgpu.broadcasted_iota(jnp.int32, (_TOKENS,), 0, layout=_OF_TOKENS) + own * _TOKENS
-        real = (token < self.num_tokens) & (chosen >= 0) & (chosen < self.routing.num_experts)
-        scratch.chosen[own, i] = jnp.where(real, chosen, -1)
-
     def _read_choice(self, operands: RouteOperands, scratch: _Scratch, own: Any) -> None:
-        tokens = pl.ds(own * _TOKENS, _TOKENS)
+        tokens = pl.ds(own * TOKENS, TOKENS)
 
         @self._for_each_choice
         def read(i):
-            chosen = plgpu.load(operands.chosen.at[i, tokens], layout=_OF_TOKENS, optimized=False)
-            self._keep_choice(i, chosen, scratch, own)
-
-    def _choose(self, operands: RouteOperands, outs: _Outs, scratch: _Scratch, own: Any) -> None:
-        routing, shape = self.routing, (_TOKENS, self.routing.num_experts)
-        arrived = scratch.arrived.at[own]
-        rows = operands.logits.at[pl.ds(own * _TOKENS, _TOKENS)]
-        as_copied = scratch.logits_and_table[0].at[own]
-        plgpu.copy_gmem_to_smem(rows, as_copied, arrived)
-        plgpu.barrier_wait(arrived)
-        logits = plgpu.load(as_copied, layout=_WGMMA)
-        plgpu.commit_smem()  # the table takes its place
-        # float32 holds an expert's number; a minimum is a maximum of what is negative.
-        negative_number = -plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA).astype(jnp.float32)
-
-        def spread(of_tokens):
-            return lax.broadcast_in_dim(of_tokens, shape, [0])
-
-        most = logits.max(axis=1)
-
-        def score_of(logits, most):
-            return jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jnp.exp(logits - most)
-
-        all_scores = score_of(logits, spread(most)).sum(axis=1) if routing.scoring == "softmax" else most
-        merit, scores = logits, None
-        if operands.bias is not None:
-            scores = score_of(logits, spread(most))
-            if routing.scoring == "softmax":
-                scores = scores / spread(all_scores)
-                all_scores = jnp.ones_like(all_scores)
-            bias = plgpu.load(operands.bias, layout=_OF_EXPERTS, optimized=False)
-            merit = scores + lax.broadcast_in_dim(bias, shape, [1])
-
-        def choose_next(i, carry):
-            merit, total = carry
-            best = merit.max(axis=1)
-            first = -jnp.where(merit == spread(best), negative_number, -jnp.inf).max(axis=1)
-            first = jnp.minimum(first, float(routing.num_experts - 1))
-            is_first = negative_number == spread(-first)
-            score = score_of(best, most) if scores is None else jnp.where(is_first, scores, 0.0).sum(axis=1)
-            scratch.scores[own, i] = score
-            self._keep_choice(i, first.astype(jnp.int32), scratch, own)
-            return jnp.where(is_first, -jnp.inf, merit), total + score
-
-        none = plgpu.layout_cast(jnp.zeros((_TOKENS,), jnp.float32), _OF_TOKENS)
-        _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (merit, none))
-        if routing.normalised or routing.scoring == "softmax_of_chosen":
-            factor = routing.scaling_factor / (of_chosen + LEAST_SUM)
-        elif routing.scoring == "softmax":
-            factor = routing.scaling_factor / all_scores
-        else:
-            factor = jnp.full_like(of_chosen, routing.scaling_factor)
-
-        plgpu.commit_smem()
-
-        @self._for_each_choice
-        def weigh(i):
-            score = plgpu.load(scratch.scores.at[own, i], layout=_OF_TOKENS, optimized=False)
-            outs.weights[i, pl.ds(own * _TOKENS, _TOKENS)] = score * factor
+            chosen = plgpu.load(operands.chosen.at[i, tokens], layout=OF_TOKENS, optimized=False)
+            keep_choice(self.routing, self.num_tokens, i, chosen, self._of_choice(scratch, own), own)
 
     def _count(self, scratch: _Scratch, own: Any) -> None:
         """The table: how many tokens before a token go to an expert; and how many in all."""
         table, padded = scratch.logits_and_table[1].at[own], _padded(self.routing.num_experts)
         wide = plgpu.Layout.WG_STRIDED((padded * _WALK,), vec_size=4)
-        num_tokens = jnp.minimum(self.num_tokens - own * _TOKENS, _TOKENS)
+        num_tokens = jnp.minimum(self.num_tokens - own * TOKENS, TOKENS)
 
-        @pl.loop(0, _TOKENS // _WALK)
+        @pl.loop(0, TOKENS // _WALK)
         def clear(part):
             nothing = plgpu.layout_cast(jnp.zeros((padded * _WALK,), jnp.int32), wide)
             table[pl.ds(part * padded * _WALK, padded * _WALK)] = nothing
@@ -256,7 +200,7 @@ class _Body:
         @self._for_each_choice
         def mark(i):
             place = self._place_in_table(i, scratch, own)
-            scatter(table, place, 1, _OF_TOKENS)
+            scatter(table, place, 1, OF_TOKENS)
 
         plgpu.commit_smem()
 
@@ -279,8 +223,8 @@ class _Body:
 
     def _place_in_table(self, i: Any, scratch: _Scratch, own: Any) -> jax.Array:
         """Where a choice of each token stands in the table; below 0 for that of no expert."""
-        chosen = plgpu.load(scratch.chosen.at[own, i], layout=_OF_TOKENS, optimized=False)
-        token = plgpu.broadcasted_iota(jnp.int32, (_TOKENS,), 0, layout=_OF_TOKENS)
+        chosen = plgpu.load(scratch.chosen.at[own, i], layout=OF_TOKENS, optimized=False)
+        token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS)
         return jnp.where(chosen < 0, -1, token * _padded(self.routing.num_experts) + chosen)
 
     def _begin(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
@@ -295,16 +239,16 @@ class _Body:
         slots = (count + (GROUP - 1)) // GROUP * GROUP
         scratch.room[own] = slots + num_tiles * _TILES
         plgpu.commit_smem()
-        room = plgpu.load(scratch.room.at[own], layout=_OF_EXPERTS, optimized=False)
-        shape = (_TOKENS, padded)
+        room = plgpu.load(scratch.room.at[own], layout=OF_EXPERTS, optimized=False)
+        shape = (TOKENS, padded)
         room = lax.broadcast_in_dim(room, shape, [1])
         earlier = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_WGMMA)
         expert = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
 
-        @pl.loop(0, padded // _TOKENS)
+        @pl.loop(0, padded // TOKENS)
         def add_earlier(block):
-            sums = jnp.where(earlier < expert + block * _TOKENS, room, 0).sum(axis=1)
-            scratch.first[own, pl.ds(block * _TOKENS, _TOKENS)] = sums
+            sums = jnp.where(earlier < expert + block * TOKENS, room, 0).sum(axis=1)
+            scratch.first[own, pl.ds(block * TOKENS, TOKENS)] = sums
 
         plgpu.commit_smem()
         first = plgpu.load(scratch.first.at[own], layout=layout, optimized=False)
@@ -327,16 +271,16 @@ class _Body:
 
     def _place(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Each row's slot, and the row that a slot has."""
-        token = plgpu.broadcasted_iota(jnp.int32, (_TOKENS,), 0, layout=_OF_TOKENS) + own * _TOKENS
+        token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS) + own * TOKENS
 
         @self._for_each_choice
         def place(i):
-            chosen = plgpu.load(scratch.chosen.at[own, i], layout=_OF_TOKENS, optimized=False)
-            slot = gather(scratch.logits_and_table[1].at[own], self._place_in_table(i, scratch, own), _OF_TOKENS)
-            slot = jnp.where(chosen < 0, -1, slot + gather(scratch.begins.at[own], chosen, _OF_TOKENS))
-            outs.slots[i, pl.ds(own * _TOKENS, _TOKENS)] = slot
+            chosen = plgpu.load(scratch.chosen.at[own, i], layout=OF_TOKENS, optimized=False)
+            slot = gather(scratch.logits_and_table[1].at[own], self._place_in_table(i, scratch, own), OF_TOKENS)
+            slot = jnp.where(chosen < 0, -1, slot + gather(scratch.begins.at[own], chosen, OF_TOKENS))
+            outs.slots[i, pl.ds(own * TOKENS, TOKENS)] = slot
             row = token * self.routing.per_token + i if self.rows_of_choices else token
-            scatter(outs.sources, slot, row, _OF_TOKENS)
+            scatter(outs.sources, slot, row, OF_TOKENS)
 
     def _sync(self, barrier: Any) -> None:
         """What was written to shared memory before it is read after it."""
