@@ -40,6 +40,14 @@ def pairs(case: str, *, record: Path = RECORD, peers: Path | None = None) -> lis
     return found
 
 
+def mixture_pairs(record: Path = RECORD) -> list[tuple[Row, Row | None]]:
+    """Each row of layers of experts with PyTorch's of the same work, if there is one."""
+    work = ("model", "tokens", "draw")
+    theirs = {tuple(row[name] for name in work): row for row in read_rows(record / "moe_layer_torch.jsonl")}
+    ours = read_rows(record / "moe_layer.jsonl")
+    return [(row, theirs.get(tuple(row[name] for name in work))) for row in ours]
+
+
 def has_dense_equivalent(row: Row) -> bool:
     """Whether a row's work is whole prompts of one length in bf16, every key before a token seen."""
     more = ("window", "chunk", "rope", "two_passes", "batch_invariant", "kv_dtype", "q_dtype")

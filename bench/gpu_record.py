@@ -30,9 +30,15 @@ PARTS = (
     "prefill_features",
     "prefill_dense",
     "decode_step",
+    "decode_step_moe",
+    "moe_layer",
+    "moe_layer_torch",
     "accuracy",
 )
-OF_OTHERS = ("prefill_dense",)  # parts in which no kernel of ours runs: changes of the code leave them as they are
+OF_OTHERS = (
+    "prefill_dense",
+    "moe_layer_torch",
+)  # parts in which no kernel of ours runs: changes of the code leave them as they are
 _COMPILING_THREADS = 8
 _NOTHING_LEFT = 5  # pytest's exit code where no test was to be run
 
@@ -124,8 +130,8 @@ class Recorder:
 
 def summary(row: Row) -> str:
     """A row's figures on one line."""
-    names = ("time_us", "time_ms", "device_us", "device_ms", "GBps", "TFLOPs", "roofline_share", "busy_share")
-    more = ("compile_s", "temp_MB", "kernels", "error", "worst_error", "rounded_error", "lse_error")
+    names = ("time_us", "time_ms", "device_us", "device_ms", "GBps", "read_GBps", "TFLOPs", "roofline_share")
+    more = ("busy_share", "compile_s", "temp_MB", "kernels", "error", "worst_error", "rounded_error", "lse_error")
     return f"{row['impl']}  " + "  ".join(f"{name} {row[name]}" for name in (*names, *more) if name in row)
 
 
@@ -194,19 +200,42 @@ def compiled_side_by_side(
         ]
 
 
-def record_steps(recorder: Recorder, *, quick: bool) -> None:
-    """The decode steps, by the implementation that dispatch chooses."""
+def record_steps(recorder: Recorder, part: str, *, quick: bool) -> None:
+    """The decode steps of a model without experts or, as `decode_step_moe`, with them, by what dispatch chooses."""
     from bench import decode_step, named_workloads
+    from bench.step_workload import QWEN3_30B_A3B
+    from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 
     options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
-    model = decode_step.random_model()
-    recorder.measure(
-        "decode_step",
-        (
-            (workload.name, lambda w=workload: decode_step.measured(model, w, **options))
-            for workload in named_workloads.STEPS
-        ),
-    )
+    if part == "decode_step":
+        table, model = named_workloads.STEPS, decode_step.random_model()
+    else:
+        table = named_workloads.MIXTURE_STEPS
+        model = decode_step.random_model(QWEN3_30B_A3B, Qwen3MoeForCausalLM)
+    recorder.measure(part, ((w.name, lambda w=w: decode_step.measured(model, w, **options)) for w in table))
+
+
+def record_mixtures(recorder: Recorder, implementation: str, *, quick: bool) -> None:
+    """Layers of experts."""
+    from bench import mixture_workload, moe_layer, named_workloads
+
+    held, table = mixture_workload.HeldWeights(), named_workloads.MIXTURES
+    options: dict[str, Any] = {"repeats": 3, "seconds": 0.03} if quick else {}
+    measure = functools.partial(moe_layer.measured, implementation=implementation, held=held, **options)
+    recorder.measure("moe_layer", ((w.name, functools.partial(measure, w)) for w in table))
+
+
+def record_torch_mixtures(recorder: Recorder, implementation: str) -> None:
+    """PyTorch's layers of experts, compared with what an implementation of ours gives."""
+    from bench import mixture_workload, moe_layer_torch, named_workloads
+
+    held, calls = mixture_workload.HeldWeights(), [(w, implementation) for w in named_workloads.MIXTURES]
+    options: dict[str, Any] = {"repeats": 3, "seconds": 0.03}  # four arrangements of each
+
+    def job(workload: Any, name: str, executable: Any) -> Any:
+        return moe_layer_torch.measured(workload, held, executable=executable, **options)
+
+    recorder.measure("moe_layer_torch", compiled_side_by_side(calls, moe_layer_torch.compiled, job))
 
 
 def record_tests(recorder: Recorder, *, processes: int | None = None) -> None:
@@ -264,8 +293,12 @@ def main(arguments: list[str] | None = None) -> int:
     for part in options.only or PARTS:
         if part == "tests":
             record_tests(recorder)
-        elif part == "decode_step":
-            record_steps(recorder, quick=options.quick)
+        elif part in ("decode_step", "decode_step_moe"):
+            record_steps(recorder, part, quick=options.quick)
+        elif part == "moe_layer":
+            record_mixtures(recorder, implementations[0], quick=options.quick)
+        elif part == "moe_layer_torch":
+            record_torch_mixtures(recorder, implementations[0])
         elif part == "prefill_dense":
             record_dense(recorder)
         elif part == "accuracy":

@@ -1,7 +1,8 @@
-"""The rows of the record: named workloads of decode, of extend and of whole steps."""
+"""The rows of the record: named workloads of decode, of extend, of mixtures of experts and of whole steps."""
 
 import itertools
 
+from bench.mixture_workload import MixtureShapes, MixtureWorkload
 from bench.shared_prefix import SharedPrefixWorkload
 from bench.step_workload import StepWorkload
 from bench.workloads import AttentionWorkload, Batch
@@ -82,4 +83,21 @@ ACCURACY: tuple[AttentionWorkload, ...] = (
 
 STEPS: tuple[StepWorkload, ...] = tuple(
     StepWorkload(batch=batch, ctx=ctx) for batch, ctx in ((1, 1024), (8, 8192), (64, 2048), (256, 1024))
+)
+
+MIXTURE_STEPS: tuple[StepWorkload, ...] = tuple(
+    StepWorkload(batch=batch, ctx=1024, model="Qwen3-30B-A3B shapes, random bf16") for batch in (1, 8, 64, 256)
+)
+
+_QWEN3 = MixtureShapes(model="Qwen3-30B-A3B", num_experts=128, per_token=8, hidden_size=2048, units=768, layers=4)
+_MIXTRAL = MixtureShapes(model="Mixtral-8x7B", num_experts=8, per_token=2, hidden_size=4096, units=14336, layers=2)
+
+# Those of one model stand together: its weights are made once.
+MIXTURES: tuple[MixtureWorkload, ...] = (
+    *(MixtureWorkload(shapes=_QWEN3, tokens=tokens) for tokens in (1, 8, 64, 256, 2048, 8192)),
+    *(
+        MixtureWorkload(shapes=_QWEN3, tokens=tokens, draw=draw)
+        for tokens, draw in itertools.product((64, 256, 8192), ("same", "zipf"))
+    ),
+    *(MixtureWorkload(shapes=_MIXTRAL, tokens=tokens) for tokens in (1, 64, 8192)),
 )

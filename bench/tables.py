@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench import plots
 from bench.accuracy import SAMPLED_TOKENS
-from bench.comparison import dense_equivalents, pairs
+from bench.comparison import dense_equivalents, mixture_pairs, pairs
 from bench.gpu_record import PARTS
 from bench.record_files import RECORD, ROOT, Row, read_rows
 from jattn_kernels.features import feature_markdown
@@ -73,6 +73,19 @@ def section(record: Path = RECORD) -> str:
             "graph. The roofline is weights, keys and values over 4,386 GB/s.",
             ("batch", "context", "jattn", "PyTorch", "ratio", "of the roofline", "compile"),
             starmap(_step_cells, pairs("decode_step", record=record)),
+        ),
+        _table(
+            "The same of Qwen3-30B-A3B shapes, 128 experts of which a token goes to 8. The roofline reads the experts "
+            "that a uniform draw meets.",
+            ("batch", "context", "jattn", "of the roofline", "compile"),
+            map(_mixture_step_cells, read_rows(record / "decode_step_moe.jsonl")),
+        ),
+        _table(
+            "A layer's mixture of experts in bf16, routing and sum included. PyTorch: `torch._grouped_mm`, the fastest "
+            "of four ways to arrange weights and sum, one CUDA graph. `GB/s` of the experts met, once; the roofline is "
+            "their bytes over 4,386 GB/s or the products over 740 TFLOP/s.",
+            ("model", "tokens", "draw", "experts", "jattn", "PyTorch", "ratio", "GB/s", "TFLOP/s", "of the roofline"),
+            starmap(_mixture_cells, mixture_pairs(record)),
         ),
     ]
     parts = [part for part in parts if part]
@@ -191,6 +204,31 @@ def _step_cells(row: Row, peer: Row) -> Cells:
         f"{row['time_ms'] / peer['time_ms']:.2f}",
         f"{row['roofline_share']:.0%}",
         f"{row['compile_s']:.1f} s",
+    )
+
+
+def _mixture_step_cells(row: Row) -> Cells:
+    return (
+        str(row["batch"]),
+        f"{row['ctx']:,}",
+        f"{row['time_ms']:.2f} ms",
+        f"{row['roofline_share']:.0%}",
+        f"{row['compile_s']:.1f} s",
+    )
+
+
+def _mixture_cells(row: Row, peer: Row | None) -> Cells:
+    return (
+        row["model"],
+        f"{row['tokens']:,}",
+        row["draw"],
+        f"{row['experts_met']:.0f}",
+        f"{row['time_us']:,.1f} µs",
+        "" if peer is None else f"{peer['time_us']:,.1f} µs",
+        "" if peer is None else f"{row['time_us'] / peer['time_us']:.2f}",
+        f"{row['read_GBps']:,.0f}",
+        f"{row['TFLOPs']:,.0f}",
+        f"{row['roofline_share']:.0%}",
     )
 
 

@@ -141,6 +141,38 @@ def test_attention_record_runs_every_workload_once_for_the_first_implementation(
     assert len(read_rows(tmp_path / "decode.jsonl")) == len(done)
 
 
+@pytest.mark.parametrize(
+    ("part", "family", "batches"),
+    [("decode_step", "LlamaForCausalLM", [1, 8, 64, 256]), ("decode_step_moe", "Qwen3MoeForCausalLM", [1, 8, 64, 256])],
+)
+def test_steps_are_of_the_part_s_model(part, family, batches, tmp_path, monkeypatch):
+    from bench import decode_step
+    from bench.step_workload import LLAMA_3_8B
+    from jattn_models.llama import LlamaForCausalLM
+
+    monkeypatch.setattr(decode_step, "random_model", lambda shapes=LLAMA_3_8B, family=LlamaForCausalLM: family.__name__)
+    monkeypatch.setattr(decode_step, "measured", lambda model, w: measured(model=w.model, family=model, batch=w.batch))
+    gpu_record.record_steps(Recorder(tmp_path, {}), part, quick=False)
+    rows = read_rows(tmp_path / f"{part}.jsonl")
+    assert [(row["family"], row["batch"]) for row in rows] == [(family, batch) for batch in batches]
+    assert all(row["model"].startswith(family.split("Moe")[0].split("For")[0]) for row in rows)
+
+
+def test_mixtures_and_torch_s_are_of_the_same_table(tmp_path, monkeypatch):
+    from bench import moe_layer, moe_layer_torch, named_workloads
+
+    monkeypatch.setattr(moe_layer, "measured", lambda w, implementation, held: measured(of=w.name, by=implementation))
+    monkeypatch.setattr(moe_layer_torch, "compiled", lambda w, name: (w, name))
+    monkeypatch.setattr(
+        moe_layer_torch, "measured", lambda w, held, *, executable, **options: measured(of=executable[0].name)
+    )
+    gpu_record.record_mixtures(Recorder(tmp_path, {}), "mosaic", quick=False)
+    gpu_record.record_torch_mixtures(Recorder(tmp_path, {}), "mosaic")
+    names = [workload.name for workload in named_workloads.MIXTURES]
+    assert [(row["of"], row["by"]) for row in read_rows(tmp_path / "moe_layer.jsonl")] == [(n, "mosaic") for n in names]
+    assert [row["of"] for row in read_rows(tmp_path / "moe_layer_torch.jsonl")] == names
+
+
 def test_accuracy_is_recorded_without_kernels(tmp_path, monkeypatch):
     from bench import accuracy, named_workloads, record_key
 

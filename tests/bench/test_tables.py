@@ -16,6 +16,13 @@ DECODE = {"case": "decode", "kv": "bf16", **SHAPE, "page": 16, "GBps": 4000.0, "
 OF_FP8 = {"kv": "fp8_e4m3", "GBps": 3350.0, "roofline_share": 0.76}
 PREFILL = {"case": "prefill", **SHAPE, "page": 16}
 FP8 = {"kv_dtype": "fp8_e4m3", "q_dtype": "fp8_e4m3"}
+MIXTURE = {
+    "case": "moe_layer",
+    "model": "Qwen3-30B-A3B",
+    "experts_met": 51.8,
+    "read_GBps": 3260.0,
+    "TFLOPs": 4.03,
+}
 ROWS = {
     "decode": [
         {**DECODE, "batch": 64, "ctx": 8192, "impl": "jattn-mosaic", "time_us": 520.0},
@@ -87,6 +94,14 @@ ROWS = {
             "compile_s": 1.23,
         },
     ],
+    "decode_step_moe": [{"batch": 8, "ctx": 1024, "time_ms": 6.5, "roofline_share": 0.6, "compile_s": 9.87}],
+    "moe_layer": [
+        {**MIXTURE, "tokens": 8, "draw": "uniform", "impl": "jattn-mosaic", "time_us": 150.0, "roofline_share": 0.74},
+        {**MIXTURE, "tokens": 8, "draw": "same", "impl": "jattn-mosaic", "time_us": 30.0, "roofline_share": 0.57},
+    ],
+    "moe_layer_torch": [
+        {**MIXTURE, "tokens": 8, "draw": "uniform", "impl": "torch-2.11-grouped_mm", "time_us": 300.0},
+    ],
 }
 
 
@@ -125,6 +140,9 @@ def test_section_shows_times_and_ratios(record):
     assert "| 1 | 32,768 | 32,768 | 128 | window 4,096 | 4,000.0 µs | 500 |" in text
     assert "| 128 | fp8 e4m3 keys, fp8 e4m3 queries, rotated in the kernel | 3.0 µs | 1 |" in text
     assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
+    assert "| 8 | 1,024 | 6.50 ms | 60% | 9.9 s |" in text
+    assert "| Qwen3-30B-A3B | 8 | uniform | 52 | 150.0 µs | 300.0 µs | 0.50 | 3,260 | 4 | 74% |" in text
+    assert "| Qwen3-30B-A3B | 8 | same | 52 | 30.0 µs |  |  | 3,260 | 4 | 57% |" in text
     assert "NVIDIA H200, JAX 0.11.2" in text
     assert "bench/results/decode.svg" in text
     assert "bench/results/prefill.svg" in text
