@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jattn_kernels
 from bench.lowered import lowered_hash
-from jattn_kernels import AttentionSpec
+from jattn_kernels import AttentionSpec, Routing
 from jattn_kernels.call import Device
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
@@ -52,6 +52,7 @@ def _others() -> Iterator[tuple[str, Hashed]]:
     yield from _schedules()
     yield from _shared_prefixes()
     yield from _rotations()
+    yield from _mixtures()
     norms = [(16, 1024, "bfloat16"), (16, 4096, "bfloat16"), (3, 8192, "float16")]
     for tokens, columns, dtype in norms:
         x, scale = _array((tokens, columns), dtype), _array((2, columns), dtype)
@@ -133,6 +134,25 @@ def _rotations() -> Iterator[tuple[str, Hashed]]:
         slots, layer = _array((tokens,), "int32"), _array((), "int32")
         call = functools.partial(lowered_hash, rotate, qkv, angle, angle, pages, pages, slots, layer_index=layer)
         yield f"rotate_and_write/{layout}_{head_dim}_{tokens}", call
+
+
+def _mixtures() -> Iterator[tuple[str, Hashed]]:
+    """Qwen3-30B-A3B's sizes: one token, the most that a tile of memory's speed has, and two kinds of prompts."""
+    experts, hidden, units = 128, 2048, 768
+    routing = Routing(num_experts=experts, per_token=8, normalised=True)
+    stacks = {
+        "gate_up": _array((2, experts, hidden, 2 * units), "bfloat16"),
+        "down": _array((2, experts, units, hidden), "bfloat16"),
+        "layer_index": _array((), "int32"),
+    }
+    for tokens, implementation in ((1, "mosaic"), (64, "mosaic"), (256, "mosaic"), (2048, "mosaic"), (64, "xla")):
+        x, logits = _array((tokens, hidden), "bfloat16"), _array((tokens, experts), "float32")
+        choice = {"weights": _array((tokens, 8), "float32"), "chosen": _array((tokens, 8), "int32")}
+        given = functools.partial(jattn_kernels.mixture_of_experts, implementation=implementation)
+        routed = functools.partial(jattn_kernels.routed_experts, routing=routing, implementation=implementation)
+        name = f"{implementation}_{tokens}"
+        yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
+        yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> Any:

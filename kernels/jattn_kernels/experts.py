@@ -44,7 +44,8 @@ def mixture_of_experts(
 
     Args:
         weights: Of each token's experts, as `route` gives them.
-        chosen: Experts of each token. A number outside 0 .. E - 1 is none, and adds nothing.
+        chosen: Experts of each token. A number outside 0 .. E - 1 is none, and adds nothing. With `weighs_inputs` a
+            token's experts must differ.
         gate_up: Each expert's first projection: the gate's F columns, then those of the other half.
         down: Each expert's second projection.
         gate_up_bias, down_bias: Added to the projections.

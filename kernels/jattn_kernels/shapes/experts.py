@@ -37,7 +37,7 @@ def check_logits(x, logits, routing, choice_bias) -> None:
     Raises:
         ValueError: They do not.
     """
-    check_routing(logits, routing, choice_bias)
+    check_routing(logits, routing, choice_bias, bias_name="choice_bias")
     check_are_arrays(x=x)
     if logits.shape[:1] != x.shape[:1]:
         raise ValueError(

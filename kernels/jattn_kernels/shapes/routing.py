@@ -4,8 +4,11 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.arrays import brief, check_are_arrays, check_axes, check_float
 
 
-def check_routing(logits, routing, bias) -> None:
+def check_routing(logits, routing, bias, *, bias_name: str = "bias") -> None:
     """Checks that a router's logits and the bias of the choice fit its facts.
+
+    Args:
+        bias_name: What the face calls it.
 
     Raises:
         ValueError: One does not.
@@ -21,7 +24,9 @@ def check_routing(logits, routing, bias) -> None:
         )
     if bias is None:
         return
-    check_are_arrays(bias=bias)
-    check_float("bias", bias)
+    check_are_arrays(**{bias_name: bias})
+    check_float(bias_name, bias)
     if bias.shape != (routing.num_experts,):
-        raise ValueError(f"`bias` must have a number an expert, [{routing.num_experts}]. Got bias.shape={bias.shape}.")
+        raise ValueError(
+            f"`{bias_name}` must have a number an expert, [{routing.num_experts}]. Got {bias_name}.shape={bias.shape}."
+        )

@@ -15,6 +15,8 @@ _MOST_ROWS = 128  # of a product: more would be spent on experts that few rows g
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
     """No expert is read that no row goes to, and none copied."""
     x, weights, chosen = operands.x, operands.weights, operands.chosen
+    if call.num_tokens == 0:
+        return x
     if call.routing is not None:
         weights, chosen = routed(operands.logits, call.routing, operands.choice_bias)
     block_rows = min(_MOST_ROWS, call.num_tokens)

@@ -1,0 +1,146 @@
+"""The Hopper mixture of experts on the CPU: against the oracle under the interpreter, and lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn_kernels import Routing, mixture_of_experts, routed_experts
+from jattn_kernels.call import Device
+from jattn_kernels.mosaic.sm90.experts import entry, tile_sizes
+from tests.kernels.harness.expert_cases import ExpertCase, assert_mixture, build, clamped_swiglu, route_choices
+from tests.kernels.harness.interpreter import interpreted
+
+STATIC = ("activation", "weighs_inputs")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU of two SMs; the interpreter is it, and slow."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 2))
+    with interpreted():
+        yield
+
+
+def mixed(inputs):
+    """What the kernels give, compiled as one: by itself each operation around the kernels would be."""
+    # Anew, as tests patch what it calls.
+    run = jax.jit(functools.partial(mixture_of_experts, implementation="mosaic"), static_argnames=STATIC)
+    return run(*inputs.args, **inputs.kwargs)
+
+
+INTERPRETED = [
+    ExpertCase(name="one_token", tokens=1, layers=2),
+    ExpertCase(name="strays", tokens=9, choice="strays", dtype="float16"),
+    ExpertCase(name="biases_clamped", tokens=5, per_token=3, biases=True, clamped=True, hidden=64, units=128),
+    ExpertCase(name="weighs_inputs", tokens=9, weighs_inputs=True, choice="strays", units=192),
+    ExpertCase(name="twice", tokens=5, choice="twice", biases=True),
+    ExpertCase(name="two_tiles", tokens=70, per_token=1, choice="same"),
+    ExpertCase(name="order_by_xla", tokens=9, experts=6),
+]
+SLOW = [
+    *(ExpertCase(name=f"tokens_{tokens}", tokens=tokens) for tokens in (5, 9, 70)),
+    ExpertCase(name="experts_16", tokens=70, experts=16, per_token=3, choice="strays", biases=True),
+    ExpertCase(name="groups_by_xla", tokens=300, per_token=1, hidden=64),
+    ExpertCase(name="weighs_one_input", tokens=9, per_token=1, weighs_inputs=True, layers=2, biases=True),
+    ExpertCase(name="strays_of_70", tokens=70, choice="strays", weighs_inputs=True, clamped=True),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.name
+)
+def test_kernels_agree_with_the_oracle(hopper, case):
+    inputs = build(case)
+    assert_mixture(case, inputs, mixed(inputs))
+
+
+PROMPTS = [
+    ExpertCase(name="last_block_half_empty", tokens=70, per_token=1, hidden=320, units=192, choice="same"),
+    pytest.param(
+        ExpertCase(
+            name="all",
+            tokens=140,
+            per_token=1,
+            hidden=320,
+            units=192,
+            biases=True,
+            clamped=True,
+            layers=2,
+            choice="same",
+        ),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
+def test_tiles_of_prompts_and_a_result_in_pieces(hopper, monkeypatch, case):
+    monkeypatch.setattr(tile_sizes, "_ROWS_OF_PROMPTS", 1)
+    monkeypatch.setattr(entry, "_MOST_BYTES", 1)
+    inputs = build(case)
+    assert_mixture(case, inputs, mixed(inputs))
+
+
+@pytest.mark.parametrize("tokens", [9, pytest.param(70, marks=pytest.mark.slow)])
+def test_tokens_result_does_not_depend_on_its_neighbours(hopper, tokens):
+    x, weights, chosen, *experts = build(ExpertCase(name="bits", tokens=tokens)).args
+    run = functools.partial(mixture_of_experts, implementation="mosaic")
+    among = jax.jit(run)(x, weights, chosen, *experts)
+    own = slice(tokens - 1, tokens)
+    np.testing.assert_array_equal(among[own], jax.jit(run)(x[own], weights[own], chosen[own], *experts))
+
+
+def test_routed_mixture_is_the_mixture_of_what_is_routed(hopper):
+    case = ExpertCase(name="routed", tokens=9, biases=True, layers=2)
+    inputs = build(case)
+    routing = Routing(num_experts=case.experts, per_token=case.per_token, normalised=True)
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((case.tokens, case.experts)), jnp.float32)
+    inputs = route_choices(inputs, logits, routing)
+    x, _, _, *experts = inputs.args
+    run = functools.partial(routed_experts, routing=routing, implementation="mosaic")
+    out = jax.jit(lambda *args, **arrays: run(args[0], args[1], gate_up=args[2], down=args[3], **arrays))(
+        x, logits, *experts, **{name: value for name, value in inputs.kwargs.items() if name != "weighs_inputs"}
+    )
+    assert_mixture(case, inputs, out)
+
+
+LOWERED = [
+    (tokens, experts, *facts)
+    for tokens in (1, 8, 16, 64, 256, 2048)  # each size of a tile among them
+    for experts in (8, 128, 256)
+    for facts in (("bfloat16", False), ("float16", True))
+]
+QUICKLY = [(1, 128, "bfloat16", False), (64, 8, "float16", True), (2048, 128, "bfloat16", False)]
+
+
+@pytest.mark.parametrize("routed", [False, True], ids=["given", "routed"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "dtype", "extra"),
+    [*QUICKLY, *(pytest.param(*facts, marks=pytest.mark.slow) for facts in LOWERED if facts not in QUICKLY)],
+)
+def test_kernels_lower_for_cuda(monkeypatch, tokens, experts, dtype, extra, routed):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    hidden, units, per_token = 512, 192, 4
+
+    def array(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    arrays = {"gate_up": array(2, experts, hidden, 2 * units), "down": array(2, experts, units, hidden)}
+    if extra:
+        arrays |= {"gate_up_bias": array(2, experts, 2 * units), "down_bias": array(2, experts, hidden)}
+    arrays |= {"x": array(tokens, hidden), "layer_index": array(dtype="int32")}
+    static = {"activation": clamped_swiglu if extra else None, "implementation": "mosaic"}
+    if routed:
+        routing = Routing(num_experts=experts, per_token=per_token, scoring="sigmoid", normalised=True)
+        run = functools.partial(routed_experts, routing=routing, **static)
+        arrays["logits"] = array(tokens, experts)
+        arrays |= {"choice_bias": array(experts)} if extra else {}
+    else:
+        run = functools.partial(mixture_of_experts, **static)
+        arrays["weights"] = array(tokens, per_token, dtype="float32")
+        arrays["chosen"] = array(tokens, per_token, dtype="int32")
+    text = jax.jit(run).trace(**arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
