@@ -28,7 +28,7 @@ class RecordKey:
     """What the rows of a record are of.
 
     Attributes:
-        kernels_sha: In every row: of all cases' hashes.
+        kernels_sha: In every row: of all cases' hashes, but for those that joined after the first row.
         sources_sha: Of the files.
         jax: The version that lowered them.
         cases: By name of a case the hash of what it was lowered to.
@@ -82,13 +82,13 @@ def lower(root: Path) -> dict[str, str]:
 
 
 def current_key(record: Path, root: Path, lower: Lower = lower) -> RecordKey:
-    """The key of the code as it is; the record's own `kernels_sha` if that was lowered to the same."""
+    """The key of the code as it is; the record's own `kernels_sha` if its cases are lowered to the same."""
     recorded, sources, jax = RecordKey.read(record), sources_sha(root), importlib.metadata.version("jax")
     if recorded is not None and (recorded.sources_sha, recorded.jax) == (sources, jax):
         return recorded
     cases = lower(root)
-    if recorded is not None and (recorded.jax, recorded.cases) == (jax, cases):
-        return dataclasses.replace(recorded, sources_sha=sources)
+    if recorded is not None and recorded.jax == jax and not recorded.changed(cases):
+        return dataclasses.replace(recorded, sources_sha=sources, cases=cases)
     kernels = hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
     return RecordKey(kernels_sha=kernels, sources_sha=sources, jax=jax, cases=cases)
 

@@ -68,6 +68,14 @@ def test_rows_of_an_edit_that_lowers_alike_keep_their_key(root, tmp_path):
     assert current_key(tmp_path, root, lambda _: {"decode": "2"}).kernels_sha != "abc"
 
 
+def test_new_cases_join_a_record_whose_own_ones_lower_alike(root, tmp_path):
+    key_of(root, decode="1").write(tmp_path)
+    edit(root, "attention.py")
+    joined = current_key(tmp_path, root, lambda _: {"decode": "1", "mixture": "1"})
+    assert (joined.kernels_sha, joined.cases) == ("abc", {"decode": "1", "mixture": "1"})
+    assert current_key(tmp_path, root, lambda _: {"decode": "2", "mixture": "1"}).kernels_sha != "abc"
+
+
 def test_another_jax_makes_another_key(root, tmp_path):
     dataclasses.replace(key_of(root, decode="1"), jax="0").write(tmp_path)
     assert current_key(tmp_path, root, lambda _: {"decode": "1"}).kernels_sha != "abc"
