@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jattn_kernels import AttentionSpec, make_schedule
-from jattn_kernels.mosaic.sm90.decode.schedule import split_at_multiples, split_evenly
+from jattn_kernels.lowering.split_schedule import split_at_multiples, split_evenly
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 

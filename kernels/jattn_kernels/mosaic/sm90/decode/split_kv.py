@@ -21,7 +21,7 @@ from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
 from jattn_kernels.mosaic.sm90.decode.kernel import decode
 from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
-from jattn_kernels.mosaic.sm90.decode.schedule import DecodeSchedule, split_at_multiples, split_evenly
+from jattn_kernels.lowering.split_schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_decode_tiles, value_columns
 from jattn_kernels.operands import AttentionOperands
 from jattn_kernels.spec import AttentionSpec

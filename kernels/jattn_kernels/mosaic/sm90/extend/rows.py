@@ -8,10 +8,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-from jattn_kernels.call import AttentionOptions
-from jattn_kernels.lowering.key_bounds import KeyBounds, key_bounds
+from jattn_kernels.lowering.key_bounds import KeyBounds
+from jattn_kernels.lowering.token_bounds import owners
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.spec import AttentionSpec
 
 CONSUMER_WARPGROUPS = 2  # that compute: a query block's tiles
 _BITS = 32  # of a mask's word
@@ -43,35 +42,6 @@ class KeyRanges(NamedTuple):
     first: Int[Array, " W"]
     end: Int[Array, " W"]
     tiles: Int[Array, "W tiles 4"]
-
-
-def token_bounds(
-    seq_lens: Int[Array, " B"],
-    cu_q_lens: Int[Array, " B_plus_1"],
-    options: AttentionOptions,
-    spec: AttentionSpec,
-    num_tokens: int,
-    leading_rows: Int[Array, " B"] | None = None,
-) -> KeyBounds:
-    """The bounds of each token's keys; padded tokens see none.
-
-    Args:
-        leading_rows: Keys that come before a sequence's own ones and are counted with them.
-    """
-    num_seqs = seq_lens.shape[0]
-    q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = owners(cu_q_lens, num_tokens)
-    sequence = jnp.minimum(owner, num_seqs - 1)
-    position = options.q_positions
-    if position is None:
-        position = q_start[sequence] + token - cu_q_lens[sequence]
-    kv_len = jnp.where(owner < num_seqs, seq_lens[sequence], 0)
-    bounds = key_bounds(position, kv_start[sequence], kv_len, spec, masked=options.custom_mask is not None)
-    if leading_rows is None:
-        return bounds
-    before = leading_rows[sequence]
-    return KeyBounds(jnp.minimum(bounds.first, kv_len) + before, bounds.end + before, bounds.position + before)
 
 
 def key_ranges(
@@ -146,12 +116,6 @@ def mask_words_by_token(
     seen = custom_mask.at[jnp.maximum(entry, 0)].get(mode="fill", fill_value=False) & owned
     bit = jnp.arange(_BITS, dtype=jnp.int32)[None, None]
     return jnp.sum(seen.astype(jnp.int32) << bit, axis=2, dtype=jnp.int32)
-
-
-def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:
-    """The sequence of each token; as many as there are for padded ones."""
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    return jnp.sum(cu_q_lens[1:, None] <= token[None], axis=0, dtype=jnp.int32)
 
 
 def aligned(cu_kv_lens: Int[Array, " B_plus_1"], num_rows: int) -> tuple[Int[Array, " B_plus_1"], Int[Array, " rows"]]:

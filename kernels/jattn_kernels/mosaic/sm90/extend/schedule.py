@@ -10,9 +10,10 @@ from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionOptions
 from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow
+from jattn_kernels.lowering.token_bounds import token_bounds
 from jattn_kernels.mosaic.sm90.common.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
-from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS, RowBounds, key_ranges, of_rows, token_bounds
+from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS, RowBounds, key_ranges, of_rows
 from jattn_kernels.spec import AttentionSpec
 
 _ENOUGH_ROWS = 56  # of 64 in use, rather than more heads in a tile

@@ -1,0 +1,43 @@
+"""What each token of ragged sequences sees of its sequence's keys."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jattn_kernels.call import AttentionOptions
+from jattn_kernels.lowering.key_bounds import KeyBounds, key_bounds
+from jattn_kernels.spec import AttentionSpec
+
+
+def token_bounds(
+    seq_lens: Int[Array, " B"],
+    cu_q_lens: Int[Array, " B_plus_1"],
+    options: AttentionOptions,
+    spec: AttentionSpec,
+    num_tokens: int,
+    leading_rows: Int[Array, " B"] | None = None,
+) -> KeyBounds:
+    """The bounds of each token's keys; padded tokens see none.
+
+    Args:
+        leading_rows: Keys that come before a sequence's own ones and are counted with them.
+    """
+    num_seqs = seq_lens.shape[0]
+    q_start, kv_start = options.starts(seq_lens, jnp.diff(cu_q_lens))
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = owners(cu_q_lens, num_tokens)
+    sequence = jnp.minimum(owner, num_seqs - 1)
+    position = options.q_positions
+    if position is None:
+        position = q_start[sequence] + token - cu_q_lens[sequence]
+    kv_len = jnp.where(owner < num_seqs, seq_lens[sequence], 0)
+    bounds = key_bounds(position, kv_start[sequence], kv_len, spec, masked=options.custom_mask is not None)
+    if leading_rows is None:
+        return bounds
+    before = leading_rows[sequence]
+    return KeyBounds(jnp.minimum(bounds.first, kv_len) + before, bounds.end + before, bounds.position + before)
+
+
+def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:
+    """The sequence of each token; as many as there are for padded ones."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    return jnp.sum(cu_q_lens[1:, None] <= token[None], axis=0, dtype=jnp.int32)

@@ -1,0 +1,1 @@
+"""Attention in Triton: decode, extend, paged, ragged and latent, by one kernel."""

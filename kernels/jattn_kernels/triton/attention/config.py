@@ -1,0 +1,172 @@
+"""What the attention kernel is compiled for: one value, hashable, that the kernel reads as constants."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from jattn_kernels.spec import AttentionSpec
+
+LEAST_BLOCK = 16  # rows and columns that a product of Triton has
+
+_DTYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+_FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Strides:
+    """Where a row of keys or values lies, in numbers: first + layer * .layer + page * .page + token * .token + ...
+
+    Attributes:
+        page: 0 of ragged keys.
+    """
+
+    first: int
+    layer: int
+    page: int
+    token: int
+    head: int
+
+
+def page_strides(shape: tuple[int, ...], spec: AttentionSpec, *, stacked: bool, kv_index: int) -> Strides:
+    """Those of pages.
+
+    Args:
+        stacked: Whether the first axis is of layers.
+        kv_index: In a combined pool, 0 of keys and 1 of values.
+    """
+    pool = {None: "p", "pages_first": "pc", "kv_first": "cp"}[spec.combined_pool]
+    by_axis = _by_axis("l" * stacked + pool + ("thw" if spec.page_layout == "NHD" else "htw"), shape)
+    return Strides(kv_index * by_axis.get("c", 0), by_axis.get("l", 0), by_axis["p"], by_axis["t"], by_axis["h"])
+
+
+def latent_strides(shape: tuple[int, ...], *, stacked: bool) -> Strides:
+    """Those of latent pages, which have one head."""
+    by_axis = _by_axis("l" * stacked + "ptw", shape)
+    return Strides(0, by_axis.get("l", 0), by_axis["p"], by_axis["t"], 0)
+
+
+def ragged_strides(shape: tuple[int, ...], *, stacked: bool) -> Strides:
+    """Those of keys that are not paged."""
+    by_axis = _by_axis("l" * stacked + "thw", shape)
+    return Strides(0, by_axis.get("l", 0), 0, by_axis["t"], by_axis["h"])
+
+
+def _by_axis(axes: str, shape: tuple[int, ...]) -> dict[str, int]:
+    return {axis: math.prod(shape[i + 1 :]) for i, axis in enumerate(axes)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The two parts in which rows are read, and the blocks that hold them; the second has 0 columns where one does."""
+
+    first: int
+    second: int
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Columns of registers, powers of two."""
+        first, second = (max(triton.next_power_of_2(max(width, 1)), LEAST_BLOCK) for width in (self.first, self.second))
+        return first, second
+
+
+def parts_of(width: int) -> Parts:
+    """A power of two and the rest, where that takes fewer registers than one block."""
+    whole = 1 << (width.bit_length() - 1)
+    parts = Parts(whole, width - whole)
+    one = Parts(width, 0)
+    return parts if width > LEAST_BLOCK and sum(parts.blocks) < one.blocks[0] else one
+
+
+def key_parts(spec: AttentionSpec, *, latent: bool) -> Parts:
+    """Of keys: a latent and its rotated rest, the halves of a rotary embedding, or as `parts_of` has them."""
+    if latent:
+        return Parts(spec.value_dim, spec.head_dim - spec.value_dim)
+    if spec.rope_theta is not None:
+        return Parts(spec.head_dim // 2, spec.head_dim // 2)
+    return parts_of(spec.head_dim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendConfig:
+    """Constants of the attention kernel.
+
+    Attributes:
+        num_q_heads, num_kv_heads: Heads.
+        row_blocks: Blocks of rows that a work tile has at most.
+        q0_row, q1_row, q1_first: Numbers of a query's row in both arrays of queries, and where the second part begins.
+        k, v: Where their rows lie.
+        page_size: 0 of ragged keys.
+        table_columns: Numbers of the page table's row.
+        key, value: Their parts.
+        block_m, block_n, stages: Rows, keys a tile, and tiles that are loaded ahead.
+        v_is_k: Whether values are the first part of the keys.
+        compute_dtype, kv_dtype: Names of the products' dtype and of that of stored keys.
+        scale, soft_cap: Of logits; a cap of 0 is off.
+        has_first, ...: Whether the argument is given.
+        factor_row: Numbers of a sequence's row of factors; 0 where all have one.
+        causal: Whether slopes count the keys after a query as negative.
+        rotates, shrink: Whether keys are rotated, and what they are divided by then.
+        whole_tiles: Whether tiles that all rows see have a loop of their own.
+        split_rows: Rows of a KV head in a split's partial result.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    row_blocks: int
+    q0_row: int
+    q1_row: int
+    q1_first: int
+    k: Strides
+    v: Strides
+    page_size: int
+    table_columns: int
+    key: Parts
+    value: Parts
+    block_m: int
+    block_n: int
+    stages: int
+    v_is_k: bool
+    compute_dtype: str
+    kv_dtype: str
+    scale: float
+    soft_cap: float
+    has_first: bool
+    has_mask: bool
+    has_factor: bool
+    factor_row: int
+    has_v_factor: bool
+    has_slopes: bool
+    causal: bool
+    has_sinks: bool
+    rotates: bool
+    shrink: float
+    whole_tiles: bool
+    split_rows: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value."""
+        return self.value.first + self.value.second
+
+    @property
+    def dtype(self) -> tl.dtype:
+        """Of products."""
+        return _DTYPES[self.compute_dtype]
+
+    @property
+    def fp8(self) -> str:
+        """How stored bytes are to be read; "" if they are numbers."""
+        return _FP8.get(self.kv_dtype, "")
+
+    @property
+    def precision(self) -> str:
+        """Of products: float32 is not rounded to 19 bits."""
+        return "ieee" if self.compute_dtype == jnp.float32 else "tf32"
