@@ -10,10 +10,11 @@ from jattn_kernels.call import AttentionCall, Call, Operation
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.mosaic import MOSAIC
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.triton import TRITON
 from jattn_kernels.xla import XLA
 
 # In order of preference.
-_registered: list[Implementation] = [MOSAIC, XLA]
+_registered: list[Implementation] = [MOSAIC, TRITON, XLA]
 
 
 def implementations() -> tuple[Implementation, ...]:

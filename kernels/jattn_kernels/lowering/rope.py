@@ -10,11 +10,18 @@ from jaxtyping import Array, Float, Int
 
 def angles(position: Int[Array, "*rows"], width: int, *, theta: float, scale: float) -> Float[Array, "*rows half"]:
     """The angle of each pair of a row of `width` numbers: (position / scale) * theta^(-2 i / width)."""
-    rotates = theta ** (-2.0 * np.arange(width // 2) / width) / scale / math.tau
-    # Angles are counted in 2^-32 rotates and wrap as integers do: exact far beyond where float32 positions blur them.
-    steps = np.round(rotates % 1.0 * 2**32).astype(np.uint64).astype(np.uint32).view(np.int32)
+    steps = turns_per_position(width, theta=theta, scale=scale)
     steps = jnp.broadcast_to(jnp.asarray(steps), (*position.shape, width // 2))
     return (position[..., None] * steps).astype(jnp.float32) * np.float32(math.tau / 2**32)
+
+
+def turns_per_position(width: int, *, theta: float, scale: float) -> np.ndarray:
+    """Of each pair the angle of one position, in 2^-32 turns: int32, whose products wrap as angles do.
+
+    Exact far beyond where float32 positions blur them.
+    """
+    turns = theta ** (-2.0 * np.arange(width // 2) / width) / scale / math.tau
+    return np.round(turns % 1.0 * 2**32).astype(np.uint64).astype(np.uint32).view(np.int32)
 
 
 def shrink_of(kv_dtype: Any) -> float:

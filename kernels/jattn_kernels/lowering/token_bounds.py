@@ -41,3 +41,12 @@ def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " 
     """The sequence of each token; as many as there are for padded ones."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     return jnp.sum(cu_q_lens[1:, None] <= token[None], axis=0, dtype=jnp.int32)
+
+
+def mask_rows(seq_lens: Int[Array, " B"], cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:
+    """Where each token's row of a custom mask begins; masks are [q_len, seq_len] row-major, one after the other."""
+    sizes = seq_lens * jnp.diff(cu_q_lens)
+    start = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    sequence = jnp.minimum(owners(cu_q_lens, num_tokens), seq_lens.shape[0] - 1)
+    row = jnp.arange(num_tokens, dtype=jnp.int32) - cu_q_lens[sequence]
+    return start[sequence] + row * seq_lens[sequence]

@@ -13,7 +13,7 @@ powers of two: the halves that a rotary embedding pairs, a latent and its rotate
 import triton
 import triton.language as tl
 
-from jattn_kernels.triton.attention.keys import Keys, key_rows, load_part, rotate_halves
+from jattn_kernels.triton.attention.keys import key_rows, load_part, rotate_halves
 from jattn_kernels.triton.attention.logits import logits_of, seen_keys
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -196,4 +196,4 @@ def _attend_keys(
     if C.value.second > 0:
         v1 = load_part(v_head, v_row, is_key, C.value.first, C.value.second, C.value.blocks[1], C.fp8, MASKED).to(C.dtype)
         acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=C.precision)
-    return new_m_i, l_i, acc0, acc1
+    return new_m, l_i, acc0, acc1

@@ -1,0 +1,29 @@
+"""What dispatch runs: each operation's entry, and its work lists."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Int
+
+from jattn_kernels.call import AttentionCall, Call
+from jattn_kernels.operands import Operands
+from jattn_kernels.triton.attention import entry as attention
+
+OPERATIONS: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"), attention.run_attention
+)
+_WITH_SCHEDULES = ("paged_decode", "paged_extend", "mla_decode", "mla_extend")
+
+
+def run(call: Call, operands: Operands) -> Any:
+    """Serves a call that is not refused."""
+    return OPERATIONS[call.operation](call, operands)
+
+
+def make_schedule(
+    call: AttentionCall, seq_lens: Int[Array, " B"], cu_q_lens: Int[Array, " B_plus_1"] | None, max_seq_len: int | None
+) -> Any:
+    """The work list of attention over pages; None of other operations, or if it needs a `max_seq_len`."""
+    if call.operation not in _WITH_SCHEDULES:
+        return None
+    return attention.make_schedule(call, seq_lens, cu_q_lens, max_seq_len)

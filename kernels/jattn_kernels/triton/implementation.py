@@ -1,0 +1,96 @@
+"""Which calls the Triton kernels serve, and on which GPUs.
+
+jax-triton and Triton are imported when a call is theirs: nothing here needs them.
+"""
+
+import functools
+import importlib.metadata
+from typing import Any
+
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, NormCall
+from jattn_kernels.implementation import Implementation
+from jattn_kernels.triton.gpus import SHARED_MEMORY
+from jattn_kernels.triton.launch import is_interpreting
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+_MOST_HEAD_DIM = 256
+_MOST_LATENT = 512
+_ATTENTION = ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend")
+_MODES = {
+    "jax_enable_x64": "`triton` does not run under `jax_enable_x64`: its kernels count in int32.",
+    "check_vma": "`triton` does not run in a `shard_map` that tracks what varies: give it check_vma=False.",
+}
+
+
+def refuses(call: Call) -> str | None:
+    """Why `triton` cannot serve a call, or None."""
+    if not is_interpreting() and (sentence := _refuses_device(call)):
+        return sentence
+    for mode, sentence in _MODES.items():
+        if mode in call.modes:
+            return sentence
+    match call:
+        case NormCall() | ExpertsCall():
+            return f"`triton` does not do {call.operation}."
+    return _refuses_attention(call)
+
+
+def _refuses_device(call: Call) -> str | None:
+    device = call.device
+    if device.compute_capability not in SHARED_MEMORY:
+        found = device.platform
+        if device.compute_capability is not None:
+            found = "compute capability {}.{}".format(*device.compute_capability)
+        served = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
+        return f"`triton` has kernels for compute capability {served}; this is {found}."
+    return missing()
+
+
+@functools.cache
+def missing() -> str | None:
+    """What has to be installed before Triton's kernels can run, in a sentence; None if nothing."""
+    for package in ("triton", "jax-triton"):
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"`triton` needs {package}, which is not installed: `pip install 'jattn[cuda13]'` brings it."
+    return None
+
+
+def _refuses_attention(call: AttentionCall) -> str | None:
+    spec, operation = call.spec, call.operation
+    if operation not in _ATTENTION:
+        return f"`triton` does not do {operation}."
+    fp8 = call.kv_dtype in _FP8_DTYPES
+    if call.q_dtype not in (*_DTYPES, *_FP8_DTYPES) or not (fp8 or call.q_dtype == call.kv_dtype):
+        return f"`triton` does not take {call.q_dtype} queries and {call.kv_dtype} keys."
+    if operation.startswith("mla"):
+        if spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim > _MOST_HEAD_DIM:
+            return f"`triton` takes latents of at most {_MOST_LATENT} numbers, not {spec.value_dim}."
+        return None
+    for width in (spec.head_dim, spec.value_dim):
+        if width % 8 or width > _MOST_HEAD_DIM:
+            return f"`triton` takes head_dim 8, 16, ... {_MOST_HEAD_DIM}, not {width}."
+    return None
+
+
+def _run(call: Call, operands: Any) -> Any:
+    from jattn_kernels.triton.entry import run
+
+    return run(call, operands)
+
+
+def _make_schedule(call: AttentionCall, *lengths: Any) -> Any:
+    from jattn_kernels.triton.entry import make_schedule
+
+    return make_schedule(call, *lengths)
+
+
+TRITON = Implementation(
+    name="triton",
+    refuses=refuses,
+    run=_run,
+    make_schedule=_make_schedule,
+    per_sequence_work=frozenset({"paged_decode", "paged_extend", "mla_decode", "mla_extend"}),
+)
