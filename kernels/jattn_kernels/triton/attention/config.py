@@ -12,7 +12,6 @@ from jattn_kernels.spec import AttentionSpec
 LEAST_BLOCK = 16  # rows and columns that a product of Triton has
 
 _DTYPES = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
-_FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +99,7 @@ class AttendConfig:
         k, v: Where their rows lie.
         page_size: 0 of ragged keys.
         table_columns: Numbers of the page table's row.
-        key, value: Their parts.
+        keys, values: Their parts.
         block_m, block_n, stages: Rows, keys a tile, and tiles that are loaded ahead.
         v_is_k: Whether values are the first part of the keys.
         compute_dtype, kv_dtype: Names of the products' dtype and of that of stored keys.
@@ -123,8 +122,8 @@ class AttendConfig:
     v: Strides
     page_size: int
     table_columns: int
-    key: Parts
-    value: Parts
+    keys: Parts
+    values: Parts
     block_m: int
     block_n: int
     stages: int
@@ -154,7 +153,7 @@ class AttendConfig:
     @property
     def value_dim(self) -> int:
         """Width of a value."""
-        return self.value.first + self.value.second
+        return self.values.first + self.values.second
 
     @property
     def dtype(self) -> tl.dtype:
@@ -162,9 +161,18 @@ class AttendConfig:
         return _DTYPES[self.compute_dtype]
 
     @property
-    def fp8(self) -> str:
-        """How stored bytes are to be read; "" if they are numbers."""
-        return _FP8.get(self.kv_dtype, "")
+    def kv_bytes(self) -> bool:
+        """Whether stored keys are bytes that the kernel makes numbers of."""
+        return self.kv_dtype.startswith("float8")
+
+    @property
+    def columns(self) -> tuple[tuple[int, int, int], ...]:
+        """First column, columns, and columns in registers, of both parts of keys and of both of values."""
+        return tuple(
+            part
+            for parts in (self.keys, self.values)
+            for part in ((0, parts.first, parts.blocks[0]), (parts.first, parts.second, parts.blocks[1]))
+        )
 
     @property
     def precision(self) -> str:

@@ -46,6 +46,9 @@ def attend(
     split_lse_ptr,  # float32 [S, K, rows]
     C: tl.constexpr,  # AttendConfig
 ):
+    ROWS: tl.constexpr = C.block_m
+    V0: tl.constexpr = C.values.blocks[0]
+    V1: tl.constexpr = C.values.blocks[1]
     # The last work tile first: of a causal sequence it has the most keys. Heads of one tile are neighbours.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = program % C.num_kv_heads
@@ -63,14 +66,14 @@ def attend(
     head = kv_head * C.group + row % C.group
 
     at = token.to(tl.int64) * C.num_q_heads + head
-    column0 = tl.arange(0, C.key.blocks[0])
-    inner0 = column0 < C.key.first
+    column0 = tl.arange(0, C.keys.blocks[0])
+    inner0 = column0 < C.keys.first
     q0 = tl.load(q0_ptr + at[:, None] * C.q0_row + column0[None], mask=is_row[:, None] & inner0[None], other=0.0)
     q0 = q0.to(C.dtype)
     q1 = q0
-    if C.key.second > 0:
-        column1 = tl.arange(0, C.key.blocks[1])
-        inner1 = column1 < C.key.second
+    if C.keys.second > 0:
+        column1 = tl.arange(0, C.keys.blocks[1])
+        inner1 = column1 < C.keys.second
         q1 = tl.load(
             q1_ptr + at[:, None] * C.q1_row + C.q1_first + column1[None],
             mask=is_row[:, None] & inner1[None],
@@ -86,7 +89,7 @@ def attend(
     mask_row = first
     if C.has_mask:
         mask_row = tl.load(mask_row_ptr + token, mask=is_row, other=0)
-    slope = tl.zeros([C.block_m], tl.float32)
+    slope = tl.zeros([ROWS], tl.float32)
     if C.has_slopes:
         slope = tl.load(slope_ptr + head, mask=is_row, other=0.0)
     factor = C.scale
@@ -98,10 +101,10 @@ def attend(
     v_head = v_ptr + C.v.first + layer * C.v.layer + kv_head * C.v.head
     table = table_ptr + sequence * C.table_columns
 
-    m_i = tl.full([C.block_m], float("-inf"), tl.float32)
-    l_i = tl.zeros([C.block_m], tl.float32)
-    acc0 = tl.zeros([C.block_m, C.value.blocks[0]], tl.float32)
-    acc1 = tl.zeros([C.block_m, C.value.blocks[1]], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc0 = tl.zeros([ROWS, V0], tl.float32)
+    acc1 = tl.zeros([ROWS, V1], tl.float32)
 
     begin = tl.load(work + 3)
     whole_begin = tl.load(work + 4)
@@ -130,28 +133,29 @@ def attend(
     if C.has_v_factor:
         share *= tl.load(v_factor_ptr + kv_head)
     split = tl.load(split_ptr + tile)
-    column0 = tl.arange(0, C.value.blocks[0])
-    inner0 = is_row[:, None] & (column0 < C.value.first)[None]
     if split < 0:
         if C.has_sinks:
             sink = tl.load(sink_ptr + head, mask=is_row, other=0.0)
             share *= tl.where(is_empty, 0.0, 1.0 / (1.0 + tl.exp2((sink - lse) * LOG2_E)))
         tl.store(lse_ptr + at, lse, mask=is_row)
-        out = out_ptr + at[:, None] * C.value_dim
-        tl.store(out + column0[None], (acc0 * share[:, None]).to(out_ptr.dtype.element_ty), mask=inner0)
-        if C.value.second > 0:
-            column1 = tl.arange(0, C.value.blocks[1])
-            inner1 = is_row[:, None] & (column1 < C.value.second)[None]
-            tl.store(out + C.value.first + column1[None], (acc1 * share[:, None]).to(out_ptr.dtype.element_ty), mask=inner1)
+        _store(out_ptr, at, acc0 * share[:, None], acc1 * share[:, None], is_row, C)
     else:
-        at = (split * C.num_kv_heads + kv_head).to(tl.int64) * C.split_rows + row
-        tl.store(split_lse_ptr + at, lse, mask=is_row)
-        out = split_out_ptr + at[:, None] * C.value_dim
-        tl.store(out + column0[None], acc0 * share[:, None], mask=inner0)
-        if C.value.second > 0:
-            column1 = tl.arange(0, C.value.blocks[1])
-            inner1 = is_row[:, None] & (column1 < C.value.second)[None]
-            tl.store(out + C.value.first + column1[None], acc1 * share[:, None], mask=inner1)
+        part = (split * C.num_kv_heads + kv_head).to(tl.int64) * C.split_rows + row
+        tl.store(split_lse_ptr + part, lse, mask=is_row)
+        _store(split_out_ptr, part, acc0 * share[:, None], acc1 * share[:, None], is_row, C)
+
+
+@triton.jit
+def _store(out_ptr, at, out0, out1, is_row, C: tl.constexpr):
+    """Both parts of rows of values."""
+    out = out_ptr + at[:, None] * C.value_dim
+    column0 = tl.arange(0, C.values.blocks[0])
+    inner0 = is_row[:, None] & (column0 < C.values.first)[None]
+    tl.store(out + column0[None], out0.to(out_ptr.dtype.element_ty), mask=inner0)
+    if C.values.second > 0:
+        column1 = tl.arange(0, C.values.blocks[1])
+        inner1 = is_row[:, None] & (column1 < C.values.second)[None]
+        tl.store(out + C.values.first + column1[None], out1.to(out_ptr.dtype.element_ty), mask=inner1)
 
 
 @triton.jit
@@ -162,16 +166,16 @@ def _attend_keys(
     """The running result with a tile of keys taken in."""
     key = start + tl.arange(0, C.block_n)
     is_key = key < last
-    k_row = key_rows(key, is_key, table, C.k, C.page_size)
-    k0 = load_part(k_head, k_row, is_key, 0, C.key.first, C.key.blocks[0], C.fp8, MASKED)
+    k_row = key_rows(key, is_key, table, False, C)
+    k0 = load_part(k_head, k_row, is_key, 0, MASKED, C)
     k1 = k0
-    if C.key.second > 0:
-        k1 = load_part(k_head, k_row, is_key, C.key.first, C.key.second, C.key.blocks[1], C.fp8, MASKED)
+    if C.keys.second > 0:
+        k1 = load_part(k_head, k_row, is_key, 1, MASKED, C)
     if C.rotates:
         k0, k1 = rotate_halves(k0, k1, key, turn_ptr, C)
     k0 = k0.to(C.dtype)
     products = tl.dot(q0, k0.trans(), input_precision=C.precision)
-    if C.key.second > 0:
+    if C.keys.second > 0:
         products = tl.dot(q1, k1.to(C.dtype).trans(), products, input_precision=C.precision)
     logits = logits_of(products, factor, key, position, slope, C)
     if MASKED:
@@ -190,10 +194,10 @@ def _attend_keys(
         v0 = k0
         v_row = k_row
     else:
-        v_row = key_rows(key, is_key, table, C.v, C.page_size)
-        v0 = load_part(v_head, v_row, is_key, 0, C.value.first, C.value.blocks[0], C.fp8, MASKED).to(C.dtype)
+        v_row = key_rows(key, is_key, table, True, C)
+        v0 = load_part(v_head, v_row, is_key, 2, MASKED, C).to(C.dtype)
     acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=C.precision)
-    if C.value.second > 0:
-        v1 = load_part(v_head, v_row, is_key, C.value.first, C.value.second, C.value.blocks[1], C.fp8, MASKED).to(C.dtype)
+    if C.values.second > 0:
+        v1 = load_part(v_head, v_row, is_key, 3, MASKED, C).to(C.dtype)
         acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=C.precision)
     return new_m, l_i, acc0, acc1

@@ -14,17 +14,19 @@ def logits_of(products, factor, key, position, slope, C: tl.constexpr):
         position: Of each row's query, its own number among the keys.
         slope: ALiBi's, of each row.
     """
-    if not C.soft_cap and not C.has_slopes:
-        return products * (factor * LOG2_E)
-    logits = products * factor
-    if C.soft_cap:
-        logits = C.soft_cap * _tanh(logits / C.soft_cap)
-    if C.has_slopes:
-        distance = (key[None] - position[:, None]).to(tl.float32)
-        if not C.causal:
-            distance = -tl.abs(distance)
-        logits += slope[:, None] * distance
-    return logits * LOG2_E
+    if C.has_slopes or C.soft_cap > 0:
+        logits = products * factor
+        if C.soft_cap > 0:
+            logits = C.soft_cap * _tanh(logits / C.soft_cap)
+        if C.has_slopes:
+            distance = (key[None] - position[:, None]).to(tl.float32)
+            if not C.causal:
+                distance = -tl.abs(distance)
+            logits += slope[:, None] * distance
+        logits = logits * LOG2_E
+    else:
+        logits = products * (factor * LOG2_E)
+    return logits
 
 
 @triton.jit

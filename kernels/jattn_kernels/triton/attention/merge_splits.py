@@ -43,6 +43,7 @@ def merge_splits(
     lse_ptr,  # float32 [B, tokens, N]
     C: tl.constexpr,  # MergeConfig
 ):
+    COLUMNS: tl.constexpr = C.block
     program = tl.program_id(0)
     row = program % C.rows
     head = program // C.rows % C.num_kv_heads
@@ -55,7 +56,7 @@ def merge_splits(
     inner = column < C.value_dim
     m_i = float("-inf")
     l_i = 0.0
-    acc = tl.zeros([C.block], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
     for first in range(tl.load(merge + 1), end, C.at_a_time):
         split = first + tl.arange(0, C.at_a_time)
         at = (split * C.num_kv_heads + head).to(tl.int64) * C.rows + row

@@ -11,6 +11,10 @@ from jattn_kernels.triton.gpus import SHARED_MEMORY, num_sms
 
 _DECODE_ROWS = 64  # rows of a decode tile at most
 _WAVES = 4  # programs that decode wants for each place on an SM: sequences differ, and the last ones must not be few
+_ROOMY = 128 * 1024  # bytes of shared memory; desktop GPUs have less
+_ROWS_OF_FOUR_WARPS = 32 * 128  # numbers of the accumulator
+_OTHER_BYTES = 8 * 1024
+_MOST_AHEAD = 3  # tiles of keys that are on their way
 _INVARIANT_KEYS = 512  # of a split, where it must not depend on the batch
 
 
@@ -21,7 +25,7 @@ class AttendTiles:
     Attributes:
         block_m: Rows, which are tokens times the query heads of a group.
         block_n: Keys a tile.
-        stages: Tiles that are loaded ahead.
+        stages: Of the pipeline: tiles that are loaded ahead, one more that is computed with, and one for page numbers.
         warps: Of a program.
         block_tokens: Tokens of a work tile of extend.
         row_blocks: Blocks of rows of a work tile.
@@ -50,27 +54,33 @@ def choose_tiles(call: AttentionCall) -> AttendTiles:
     latent, decode = call.operation.startswith("mla"), call.operation.endswith("decode")
     spec, device = call.spec, call.device
     columns = _columns(spec, latent=latent)
-    wide = call.kv_dtype == "float32"
+    wide, shared = call.kv_dtype == "float32", _shared_memory(device)
+    tight, hopper = shared < _ROOMY, device.compute_capability == (9, 0)
     assert call.num_tokens is not None
     if decode:
         rows = call.num_tokens * spec.group_size
-        block_m = min(max(triton.next_power_of_2(rows), LEAST_BLOCK), _DECODE_ROWS)
-        row_blocks = -(-rows // block_m)
-        block_n, warps = (32 if wide or columns > 256 else 64), 4 if block_m * columns <= 64 * 256 else 8
-        block_tokens = call.num_tokens
+        most = _DECODE_ROWS // 2 if latent and not hopper else _DECODE_ROWS
+        block_m = min(max(triton.next_power_of_2(rows), LEAST_BLOCK), most)
+        block_tokens, row_blocks = call.num_tokens, -(-rows // block_m)
+        block_n = 32 if wide or tight or columns > 256 or spec.rope_theta is not None else 64
     else:
-        block_m = 64 if latent or wide or columns > 256 else 128
-        block_n, warps = (32 if wide or columns > 256 else 64), 8 if block_m == 128 or latent else 4
+        block_m = 32 if latent and not hopper else 64 if latent or wide or columns > 256 else 128
         block_tokens = max(block_m // spec.group_size, 1)
         row_blocks = -(-block_tokens * spec.group_size // block_m)
-    bytes_of_stage = block_n * columns * (4 if wide else 2)
-    stages = max(min(_shared_memory(device) * 3 // 4 // bytes_of_stage, 3 if decode else 2), 1)
-    blocks_per_sm = max(min(_shared_memory(device) // (bytes_of_stage * stages), 3), 1)
+        block_n = 64 if hopper and not wide and columns <= 256 else 32
+    if latent and tight:
+        block_n = 16
+    warps = 4 if block_m * parts_of(spec.value_dim).blocks[0] <= _ROWS_OF_FOUR_WARPS else 8
+    bytes_of_tile = block_n * columns * (4 if wide else 2)
+    queries = block_m * columns * (4 if wide else 2) if latent else block_m * columns
+    room = (shared if tight or not decode else shared // 2) - queries - _OTHER_BYTES
+    ahead = max(min(room // bytes_of_tile, _MOST_AHEAD if decode else 2), 1)
+    blocks_per_sm = max(min(shared // (bytes_of_tile * ahead + queries), 3), 1)
     workers = max(num_sms(device) * blocks_per_sm * _WAVES // (spec.num_kv_heads * row_blocks), 1)
     return AttendTiles(
         block_m=block_m,
         block_n=block_n,
-        stages=stages,
+        stages=ahead + (1 if call.page_size is None else 2),
         warps=warps,
         block_tokens=block_tokens,
         row_blocks=row_blocks,

@@ -1,0 +1,107 @@
+"""The calls that the Triton kernels are compiled for: main configurations, and every case of the kernels' tests."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jattn_kernels
+from jattn_kernels import AttentionSpec
+from tests.kernels.harness.case_table import CASES, Case, build
+from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
+
+Call = Callable[[], Any]
+_FP8 = "float8_e4m3fn"
+
+
+def triton_cases() -> dict[str, Call]:
+    """By name, what launches a case's kernels."""
+    return MAIN | {f"{case.operation}/{case.name}": functools.partial(_table_case, case) for case in CASES + KERNEL_SIZED}
+
+
+def _table_case(case: Case) -> Any:
+    args, kwargs = build(case)
+    return getattr(jattn_kernels, case.operation)(*args, **kwargs, implementation="triton")
+
+
+def _array(shape: tuple[int, ...], dtype: str = "int32") -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def _attention(
+    operation: str,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    d: int = 128,
+    dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
+    page_size: int = 16,
+    tokens: int = 1,
+    **spec: Any,
+) -> Any:
+    """A call of 8 sequences, or 2,048 tokens of extend, over a pool of 64 pages."""
+    facts = AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=d, **spec)
+    leading = (8, tokens) if operation.endswith("decode") else (2048,)
+    pages = _array((64, page_size, heads[1], d), kv_dtype or dtype)
+    args = [_array((*leading, heads[0], d), dtype), pages, pages, _array((8, 8)), _array((8,))]
+    if operation.endswith("extend"):
+        args.append(_array((9,)))
+    return getattr(jattn_kernels, operation)(*args, spec=facts, implementation="triton")
+
+
+def _ragged(*, heads: tuple[int, int] = (32, 8), d: int = 128, v_d: int | None = None, dtype: str = "bfloat16") -> Any:
+    spec = AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=d, v_head_dim=v_d)
+    q, k, v = _array((2048, heads[0], d), dtype), _array((2048, heads[1], d), dtype), None
+    v = _array((2048, heads[1], v_d or d), dtype)
+    return jattn_kernels.ragged_extend(q, k, v, _array((9,)), _array((9,)), spec=spec, implementation="triton")
+
+
+def _latent(operation: str, *, heads: int, tokens: int = 1, kv_dtype: str = "bfloat16", page_size: int = 64) -> Any:
+    spec = AttentionSpec(num_q_heads=heads, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=192**-0.5)
+    leading = (8, tokens) if operation.endswith("decode") else (2048,)
+    q, q_pe = _array((*leading, heads, 512), "bfloat16"), _array((*leading, heads, 64), "bfloat16")
+    args = [q, q_pe, _array((64, page_size, 576), kv_dtype), _array((8, 8)), _array((8,))]
+    if operation.endswith("extend"):
+        args.append(_array((9,)))
+    return getattr(jattn_kernels, operation)(*args, spec=spec, implementation="triton")
+
+
+_decode = functools.partial(functools.partial, _attention, "paged_decode")
+_extend = functools.partial(functools.partial, _attention, "paged_extend")
+
+MAIN: dict[str, Call] = {
+    "decode": _decode(),
+    "decode_page_1": _decode(page_size=1),
+    "decode_group_8": _decode(heads=(64, 8)),
+    "decode_4_tokens": _decode(tokens=4),
+    "decode_16_tokens": _decode(tokens=16),
+    "decode_float16": _decode(dtype="float16"),
+    "decode_float32": _decode(dtype="float32"),
+    "decode_fp8": _decode(kv_dtype=_FP8),
+    "decode_64": _decode(d=64),
+    "decode_80": _decode(d=80, heads=(32, 32)),
+    "decode_256": _decode(d=256, heads=(16, 8)),
+    "decode_window": _decode(window_left=1023),
+    "decode_rope": _decode(rope_theta=1e4),
+    "extend": _extend(),
+    "extend_page_1": _extend(page_size=1),
+    "extend_float32": _extend(dtype="float32"),
+    "extend_fp8": _extend(kv_dtype=_FP8),
+    "extend_64": _extend(d=64),
+    "extend_80": _extend(d=80, heads=(32, 32)),
+    "extend_96": _extend(d=96, heads=(32, 32)),
+    "extend_256": _extend(d=256, heads=(16, 8)),
+    "extend_window": _extend(window_left=1023),
+    "extend_soft_cap": _extend(logits_soft_cap=50.0),
+    "extend_rope": _extend(rope_theta=1e4),
+    "ragged": functools.partial(_ragged),
+    "ragged_192_128": functools.partial(_ragged, heads=(16, 16), d=192, v_d=128),
+    "mla_decode_16": functools.partial(_latent, "mla_decode", heads=16),
+    "mla_decode_128": functools.partial(_latent, "mla_decode", heads=128),
+    "mla_decode_128_2_tokens": functools.partial(_latent, "mla_decode", heads=128, tokens=2),
+    "mla_decode_fp8": functools.partial(_latent, "mla_decode", heads=16, kv_dtype=_FP8),
+    "mla_extend_16": functools.partial(_latent, "mla_extend", heads=16),
+    "mla_extend_128": functools.partial(_latent, "mla_extend", heads=128),
+}
