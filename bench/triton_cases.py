@@ -18,7 +18,9 @@ _FP8 = "float8_e4m3fn"
 
 def triton_cases() -> dict[str, Call]:
     """By name, what launches a case's kernels."""
-    return MAIN | {f"{case.operation}/{case.name}": functools.partial(_table_case, case) for case in CASES + KERNEL_SIZED}
+    return MAIN | {
+        f"{case.operation}/{case.name}": functools.partial(_table_case, case) for case in CASES + KERNEL_SIZED
+    }
 
 
 def _table_case(case: Case) -> Any:

@@ -81,7 +81,7 @@ def launches(call: Callable[..., Any], *args: Any, capability: Capability, **kwa
         found.append(Launched(kernel, signature | {"C": "constexpr"}, constants, num_warps))
         return [jnp.zeros(out.shape, out.dtype) for out in out_type]
 
-    with _on(capability), mock.patch.object(launch, "_triton_call", lambda: record):
+    with _on(capability), mock.patch.object(launch, "_triton_call", return_value=record):
         jax.eval_shape(functools.partial(call, **kwargs), *args)
     return found
 
@@ -97,7 +97,7 @@ def _on(capability: Capability) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in modules:
             if "default_device" in vars(module):
-                stack.enter_context(mock.patch.object(module, "default_device", lambda: device))
+                stack.enter_context(mock.patch.object(module, "default_device", return_value=device))
         yield
 
 
@@ -112,7 +112,7 @@ def compiled(launched: Launched, capability: Capability) -> Compiled:
     }
     source = ASTSource(launched.kernel, launched.signature, launched.constants, attributes)
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-    binary = triton.compile(source, target=target, options={"num_warps": launched.warps})
+    binary = triton.compile(source, target=target, options={"num_warps": launched.warps, "enable_fp_fusion": True})
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--capability", action="append", help="such as 8.6; may be repeated")
     parser.add_argument("--out", type=Path, help="file to write")
     options = parser.parse_args()
-    names = [name for name in (MAIN if options.main else triton_cases())]
+    names = MAIN if options.main else triton_cases()
     names = [name for name in names if not options.only or any(part in name for part in options.only)]
     wanted = [c for c in SHARED_MEMORY if not options.capability or "{}.{}".format(*c) in options.capability]
     found = []

@@ -8,7 +8,11 @@ from jattn_kernels.call import AttentionCall, Device, Operation
 from jattn_kernels.dispatch import implementations
 from jattn_kernels.spec import AttentionSpec
 
-DEVICES: Mapping[str, Device] = {"Hopper": Device("gpu", (9, 0)), "CPU": Device("cpu")}
+DEVICES: Mapping[str, Device] = {
+    "Hopper": Device("gpu", (9, 0)),
+    "other NVIDIA": Device("gpu", (8, 0)),
+    "CPU": Device("cpu"),
+}
 
 _SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 _MLA_SPEC = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=192**-0.5)

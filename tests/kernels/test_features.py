@@ -42,9 +42,9 @@ def test_markdown_names_the_devices_on_which_each_implementation_serves(monkeypa
     kept = {name: FEATURES[name] for name in ("decode", "float32", "batch-invariant results")}
     monkeypatch.setattr(features, "FEATURES", kept)
     assert feature_markdown().splitlines() == [
-        "| feature | mosaic | xla |",
-        "| :-- | :-- | :-- |",
-        "| decode | Hopper | Hopper, CPU |",
-        "| float32 | no | Hopper, CPU |",
-        "| batch-invariant results | Hopper | no |",
+        "| feature | mosaic | triton | xla |",
+        "| :-- | :-- | :-- | :-- |",
+        "| decode | Hopper | Hopper, other NVIDIA | Hopper, other NVIDIA, CPU |",
+        "| float32 | no | Hopper, other NVIDIA | Hopper, other NVIDIA, CPU |",
+        "| batch-invariant results | Hopper | Hopper, other NVIDIA | no |",
     ]

@@ -11,8 +11,8 @@ import pytest
 from jattn_kernels import AttentionSpec
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import AttentionOptions, Device
-from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from tests.kernels.harness.case_table import Case, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.mosaic_calls import mosaic_call

@@ -10,8 +10,8 @@ import pytest
 from jattn_kernels import AttentionSpec
 from jattn_kernels.attention import make_schedule, paged_decode
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90 import paged_decode as decode_entry
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90 import paged_decode as decode_entry
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, choose_extend_tiles
 from tests.kernels.harness.case_table import CASES, assert_close, build

@@ -12,8 +12,8 @@ import numpy as np
 
 from jattn_kernels.call import default_device
 
-# (kernel, operands, arrays to write into, grid, config): writes what the kernel does, arrays being NumPy's.
-Interpreter = Callable[[Any, Sequence[Any], Sequence[np.ndarray], int, Any], None]
+# (kernel, operands, arrays to write into, grid=, config=): writes what the kernel does, arrays being NumPy's.
+Interpreter = Callable[..., None]
 _interpreter: contextvars.ContextVar[Interpreter | None] = contextvars.ContextVar("interpreter", default=None)
 
 
@@ -53,7 +53,9 @@ def launch(
     """
     interpreter = _interpreter.get()
     if interpreter is not None:
-        return _interpret(functools.partial(interpreter, kernel, grid=grid, config=config), operands, in_place, out_type)
+        return _interpret(
+            functools.partial(interpreter, kernel, grid=grid, config=config), operands, in_place, out_type
+        )
     refs = [jax.new_ref(array) for array in in_place]
     outs = _triton_call()(
         *operands,
@@ -63,6 +65,7 @@ def launch(
         grid=grid,
         num_warps=warps,
         compute_capability=_compute_capability(),
+        backend_options={"enable_fp_fusion": True},  # as Triton's default was up to 3.9
         C=config,
     )
     return (*(jax.freeze(ref) for ref in refs), *outs)
@@ -79,7 +82,7 @@ def _triton_call() -> Any:
     import triton.backends.nvidia.driver as driver
 
     if not hasattr(driver, "TMA_TF32"):
-        vars(driver)["TMA_TF32"] = 0  # read for tensor descriptors of float32 alone, which no kernel here has
+        driver.TMA_TF32 = 0  # read for tensor descriptors of float32 alone, which no kernel here has
     import jax_triton
 
     return jax_triton.triton_call

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall
+from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.decode import split_kv
-from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, heads_per_tile, tokens_per_query_block
 from jattn_kernels.operands import AttentionOperands

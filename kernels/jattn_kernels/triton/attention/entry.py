@@ -13,6 +13,7 @@ from jattn_kernels.lowering.rope import rotate, shrink_of, turns_per_position
 from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.lowering.token_bounds import mask_rows
 from jattn_kernels.operands import AttentionOperands
+from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.triton.attention.config import (
     AttendConfig,
     Strides,
@@ -41,61 +42,75 @@ def make_schedule(
 
 def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
     """Output and lse of any attention operation."""
-    spec, options, decode = call.spec, operands.options, call.operation.endswith("decode")
+    spec, options = call.spec, operands.options
     sizes = choose_tiles(call)
-    seq_lens, cu_q_lens = operands.seq_lens, operands.cu_q_lens
+    num_seqs, num_tokens = call.num_seqs, call.num_tokens
+    assert num_seqs is not None
+    assert num_tokens is not None
+    seq_lens, cu_q_lens, table = operands.seq_lens, operands.cu_q_lens, operands.page_table
     if seq_lens is None:
         seq_lens = jnp.diff(operands.cu_kv_lens)
     work = options.schedule
     if work is None or depends_on_places(spec, options) or options.custom_mask is not None:
-        table = operands.page_table
         max_keys = None if table is None or call.page_size is None else table.shape[1] * call.page_size
         work = _work(call, options, sizes, seq_lens, cu_q_lens, max_keys)
     q0, q1 = _queries(call, operands, work)
-    num_tokens = math.prod(q0.shape[:-2])
     config = _config(call, operands, sizes, q0, q1)
-    offsets = cu_q_lens
-    if offsets is None:
-        offsets = jnp.arange(seq_lens.shape[0] + 1, dtype=jnp.int32) * call.num_tokens
-    mask = mask_row = None
+    mask_row = None
     if options.custom_mask is not None:
-        mask = options.custom_mask.astype(jnp.int8)
-        mask_row = mask_rows(seq_lens, offsets, num_tokens)
-    has_factor = config.has_factor
-    factor = logit_factors(options, spec) * config.shrink if has_factor else None
-    half = jnp.asarray(turns_per_position(spec.head_dim, theta=spec.rope_theta, scale=spec.rope_scale)) if (
-        spec.rope_theta is not None
-    ) else None
-    v = operands.k if operands.v is None else operands.v
-    outs = launch(
+        if cu_q_lens is None:
+            cu_q_lens = jnp.arange(num_seqs + 1, dtype=jnp.int32) * num_tokens
+        mask_row = mask_rows(seq_lens, cu_q_lens, math.prod(q0.shape[:-2]))
+    out, lse, *parts = launch(
         attend,
         q0,
         q1,
         _as_bytes(operands.k),
-        _as_bytes(v),
-        operands.cu_kv_lens if operands.page_table is None else operands.page_table,
+        _as_bytes(operands.k if operands.v is None else operands.v),
+        operands.cu_kv_lens if table is None else table,
         jnp.asarray(0 if options.layer_index is None else options.layer_index, jnp.int32).reshape(1),
         work.tiles,
         work.split,
         work.bounds.first,
         work.bounds.end,
-        None if options.alibi_slopes is None else work.bounds.position,
-        mask,
+        work.bounds.position if config.has_slopes else None,
+        None if options.custom_mask is None else options.custom_mask.astype(jnp.int8),
         mask_row,
-        factor,
+        logit_factors(options, spec) * config.shrink if config.has_factor else None,
         head_scales(options.v_scale, spec.num_kv_heads, options.layer_index) if config.has_v_factor else None,
-        None if options.alibi_slopes is None else options.alibi_slopes.astype(jnp.float32),
-        None if options.sinks is None else options.sinks.astype(jnp.float32),
-        half,
+        _float32(options.alibi_slopes),
+        _float32(options.sinks),
+        _turns(spec),
         config=config,
         grid=work.tiles.shape[0] * sizes.row_blocks * spec.num_kv_heads,
         out_type=_out_types(config, q0.shape[:-2], q0.dtype, work),
         warps=sizes.warps,
     )
-    out, lse, *parts = outs
-    if decode and work.merges is not None:
-        out, lse = _merged(config, work, out, lse, parts, options)
+    if work.merges is None:
+        return out, lse
+    merge = MergeConfig.of(config)
+    out, lse = launch(
+        merge_splits,
+        *parts,
+        work.merges,
+        _float32(options.sinks),
+        config=merge,
+        grid=work.merges.shape[0] * merge.num_kv_heads * merge.rows,
+        in_place=(out, lse),
+        warps=1,
+    )
     return out, lse
+
+
+def _float32(array: jax.Array | None) -> jax.Array | None:
+    return None if array is None else array.astype(jnp.float32)
+
+
+def _turns(spec: AttentionSpec) -> jax.Array | None:
+    """A position's angle of each pair of rotated keys."""
+    if spec.rope_theta is None:
+        return None
+    return jnp.asarray(turns_per_position(spec.head_dim, theta=spec.rope_theta, scale=spec.rope_scale))
 
 
 def _work(
@@ -180,9 +195,8 @@ def _strides(call: AttentionCall, operands: AttentionOperands) -> tuple[Strides,
         assert operands.v is not None
         return ragged_strides(operands.k.shape, stacked=stacked), ragged_strides(operands.v.shape, stacked=stacked)
     v = operands.k if operands.v is None else operands.v
-    return tuple(
-        page_strides(pages.shape, spec, stacked=stacked, kv_index=i) for i, pages in enumerate((operands.k, v))
-    )  # pyright: ignore[reportReturnType]
+    k_strides = page_strides(operands.k.shape, spec, stacked=stacked, kv_index=0)
+    return k_strides, page_strides(v.shape, spec, stacked=stacked, kv_index=1)
 
 
 def _as_bytes(array: jax.Array) -> jax.Array:
@@ -191,38 +205,12 @@ def _as_bytes(array: jax.Array) -> jax.Array:
 
 
 def _out_types(config: AttendConfig, tokens: tuple[int, ...], dtype: Any, work: Work) -> list[jax.ShapeDtypeStruct]:
-    by_head = (*tokens, config.num_q_heads)
-    parts = (0 if work.merges is None else work.tiles.shape[0], config.num_kv_heads, config.split_rows)
-    if work.merges is None:
-        parts = (1, 1, 1)
+    by_head, parts = (*tokens, config.num_q_heads), (1, 1, 1)
+    if work.merges is not None:
+        parts = work.tiles.shape[0], config.num_kv_heads, config.split_rows
     return [
         jax.ShapeDtypeStruct((*by_head, config.value_dim), dtype),
         jax.ShapeDtypeStruct(by_head, jnp.float32),
         jax.ShapeDtypeStruct((*parts, config.value_dim), jnp.float32),
         jax.ShapeDtypeStruct(parts, jnp.float32),
     ]
-
-
-def _merged(
-    config: AttendConfig, work: Work, out: jax.Array, lse: jax.Array, parts: list[jax.Array], options: AttentionOptions
-) -> Result:
-    assert work.merges is not None
-    merge = MergeConfig(
-        num_q_heads=config.num_q_heads,
-        num_kv_heads=config.num_kv_heads,
-        value_dim=config.value_dim,
-        rows=config.split_rows,
-        block=max(16, 1 << (config.value_dim - 1).bit_length()),
-        has_sinks=config.has_sinks,
-    )
-    out, lse = launch(
-        merge_splits,
-        *parts,
-        work.merges,
-        None if options.sinks is None else options.sinks.astype(jnp.float32),
-        config=merge,
-        grid=work.merges.shape[0] * config.num_kv_heads * config.split_rows,
-        in_place=(out, lse),
-        warps=1,
-    )
-    return out, lse

@@ -10,6 +10,8 @@ it reads, and each token's bounds say which of those it sees. A row of keys is r
 powers of two: the halves that a rotary embedding pairs, a latent and its rotated rest, 64 and 16 numbers of 80.
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+@no_type_check
 def attend(
     q0_ptr,  # [T, N, .]: queries, the first part's columns
     q1_ptr,  # of the second part
@@ -113,8 +116,8 @@ def attend(
     if C.whole_tiles:
         for start in tl.range(whole_begin, whole_end, C.block_n, num_stages=C.stages):
             m_i, l_i, acc0, acc1 = _attend_keys(
-                start, last, q0, q1, m_i, l_i, acc0, acc1, k_head, v_head, table, first, end, position, mask_ptr, mask_row,
-                slope, factor, turn_ptr, C, False,
+                start, last, q0, q1, m_i, l_i, acc0, acc1, k_head, v_head, table, first, end, position, mask_ptr,
+                mask_row, slope, factor, turn_ptr, C, False,
             )  # fmt: skip
     # What some row does not see lies on both sides of that.
     before = (whole_begin - begin) // C.block_n
@@ -146,6 +149,7 @@ def attend(
 
 
 @triton.jit
+@no_type_check
 def _store(out_ptr, at, out0, out1, is_row, C: tl.constexpr):
     """Both parts of rows of values."""
     out = out_ptr + at[:, None] * C.value_dim
@@ -159,6 +163,7 @@ def _store(out_ptr, at, out0, out1, is_row, C: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _attend_keys(
     start, last, q0, q1, m_i, l_i, acc0, acc1, k_head, v_head, table, first, end, position, mask_ptr, mask_row, slope,
     factor, turn_ptr, C: tl.constexpr, MASKED: tl.constexpr,

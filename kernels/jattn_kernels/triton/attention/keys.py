@@ -1,5 +1,7 @@
 """Rows of keys and values in Triton: where a key's row lies, and a part of it in registers."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,7 @@ ANGLE = tl.constexpr(6.283185307179586 / 2**32)
 
 
 @triton.jit
+@no_type_check
 def key_rows(key, is_key, table, OF_VALUES: tl.constexpr, C: tl.constexpr):
     """Where the rows of some keys or of their values begin, in numbers from the layer's and the head's first.
 
@@ -24,6 +27,7 @@ def key_rows(key, is_key, table, OF_VALUES: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def load_part(head, row, is_key, PART: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
     """A part of rows, [keys, columns], as `AttendConfig.columns` numbers them; zeros past it, and in rows of no key."""
     FIRST: tl.constexpr = C.columns[PART][0]
@@ -44,6 +48,7 @@ def load_part(head, row, is_key, PART: tl.constexpr, MASKED: tl.constexpr, C: tl
 
 
 @triton.jit
+@no_type_check
 def from_fp8(byte, C: tl.constexpr):
     """float16 of the bytes of 8-bit floats, by integer arithmetic: every one is exact, and no GPU lacks it.
 
@@ -59,6 +64,7 @@ def from_fp8(byte, C: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def rotate_halves(k0, k1, key, turn_ptr, C: tl.constexpr):
     """Both halves of keys rotated by their numbers in the table, in float32: a query's distance is all that matters."""
     pair = tl.arange(0, C.keys.blocks[0])

@@ -1,5 +1,7 @@
 """From products of queries and keys to logits in base 2, and which keys a row sees, in Triton."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -7,6 +9,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+@no_type_check
 def logits_of(products, factor, key, position, slope, C: tl.constexpr):
     """Products scaled, capped and biased, in that order, times log2(e).
 
@@ -30,6 +33,7 @@ def logits_of(products, factor, key, position, slope, C: tl.constexpr):
 
 
 @triton.jit
+@no_type_check
 def _tanh(x):
     """Of a size beyond 40 nothing but the sign is left, and exp2 must not overflow."""
     size = tl.minimum(tl.abs(x), 40.0)
@@ -38,6 +42,7 @@ def _tanh(x):
 
 
 @triton.jit
+@no_type_check
 def seen_keys(key, first, end, mask_ptr, mask_row, C: tl.constexpr):
     """Whether each row sees each key, keys named by their numbers in the table."""
     seen = key[None] < end[:, None]

@@ -4,13 +4,15 @@ program (split sequence, KV head, row)      takes in some splits at a time
 """
 
 import dataclasses
+from typing import no_type_check
 
 import triton
 import triton.language as tl
 
+from jattn_kernels.triton.attention.config import AttendConfig
+
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = tl.constexpr(1.4426950408889634)
-AT_A_TIME = 16  # splits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class MergeConfig:
         rows: Of a KV head: a sequence's tokens times the query heads of a group.
         block: Columns in registers.
         has_sinks: Whether they are given.
+        at_a_time: Splits that are loaded together.
     """
 
     num_q_heads: int
@@ -30,10 +33,23 @@ class MergeConfig:
     rows: int
     block: int
     has_sinks: bool
-    at_a_time: int = AT_A_TIME
+    at_a_time: int = 16
+
+    @classmethod
+    def of(cls, config: AttendConfig) -> "MergeConfig":
+        """That of what a call of the attention kernel has split."""
+        return cls(
+            num_q_heads=config.num_q_heads,
+            num_kv_heads=config.num_kv_heads,
+            value_dim=config.value_dim,
+            rows=config.split_rows,
+            block=triton.next_power_of_2(config.value_dim),
+            has_sinks=config.has_sinks,
+        )
 
 
 @triton.jit
+@no_type_check
 def merge_splits(
     outs_ptr,  # float32 [S, K, rows, V]: partial results
     lses_ptr,  # float32 [S, K, rows]

@@ -1,4 +1,4 @@
-"""The work lists of attention: which tokens a tile of rows has, and which keys it reads; computed in XLA, once a step."""
+"""The work lists of attention, made in XLA once a step: which tokens a tile of rows has, and which keys it reads."""
 
 import dataclasses
 import functools

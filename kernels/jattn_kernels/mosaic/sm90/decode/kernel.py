@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.convert import Converted
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.decode.consumer import Consumer
 from jattn_kernels.mosaic.sm90.decode.producer import copy_all, read_work_tiles
-from jattn_kernels.lowering.split_schedule import DecodeSchedule
 
 _PRODUCER_REGISTERS = 40  # of a thread
 _CONSUMER_REGISTERS = {2: 232, 3: 152}  # where so many consumer warpgroups share an SM

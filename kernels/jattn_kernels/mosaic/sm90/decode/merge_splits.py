@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
-from jattn_kernels.lowering.split_schedule import DecodeSchedule
 
 _THREADS = 128
 _AT_A_TIME = (16, 4)  # splits

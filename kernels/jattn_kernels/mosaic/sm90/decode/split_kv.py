@@ -12,6 +12,7 @@ from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_n
 from jattn_kernels.lowering.mask_words import mask_words_by_key
 from jattn_kernels.lowering.rope import rotate, shrink_of
 from jattn_kernels.lowering.scales import head_scales, logit_factors
+from jattn_kernels.lowering.split_schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.convert import rotation_of
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
@@ -21,7 +22,6 @@ from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
 from jattn_kernels.mosaic.sm90.decode.kernel import decode
 from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
-from jattn_kernels.lowering.split_schedule import DecodeSchedule, split_at_multiples, split_evenly
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_decode_tiles, value_columns
 from jattn_kernels.operands import AttentionOperands
 from jattn_kernels.spec import AttentionSpec

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, AttentionOptions
 from jattn_kernels.lowering.scales import head_scales, logit_factors
+from jattn_kernels.lowering.token_bounds import token_bounds
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.key_rotation import RotationTables
 from jattn_kernels.mosaic.sm90.common.operands import stacked
@@ -21,7 +22,6 @@ from jattn_kernels.mosaic.sm90.extend.rows import (
     aligned,
     mask_words_by_token,
     of_rows,
-    token_bounds,
 )
 from jattn_kernels.mosaic.sm90.extend.schedule import (
     ExtendSchedule,

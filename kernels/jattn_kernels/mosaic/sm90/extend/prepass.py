@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.lowering.rope import rotate, shrink_of
+from jattn_kernels.lowering.token_bounds import owners
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, PageCopies, rows_of_best_copy
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.mosaic.sm90.extend.prepass_kernel import convert_pages
-from jattn_kernels.lowering.token_bounds import owners
 from jattn_kernels.spec import AttentionSpec
 
 KeysAndValues = tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]]  # as `stacked` gives them

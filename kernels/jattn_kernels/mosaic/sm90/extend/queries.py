@@ -9,8 +9,8 @@ from jattn_kernels.call import AttentionOptions
 from jattn_kernels.lowering.fp8_parts import in_parts, in_range
 from jattn_kernels.lowering.rope import rotate, shrink_of
 from jattn_kernels.lowering.scales import logit_factors
-from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.lowering.token_bounds import owners
+from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
 from jattn_kernels.spec import AttentionSpec
 
 
