@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jattn_kernels import rms_norm
+from jattn_kernels.triton import rms_norm as kernel
+from jattn_kernels.triton.launch import launch
 from tests.kernels.harness.norm_rows import EPS, assert_norm, rows
 
 
@@ -43,11 +45,21 @@ def test_triton_norm_by_a_scale_of_its_own():
 
 
 @pytest.mark.parametrize("columns", [64, 3072])
-def test_triton_norm_of_a_row_is_the_same_in_any_batch(columns):
+def test_triton_norm_of_a_row_is_the_same_in_any_batch(monkeypatch, columns):
+    """On a GPU its sum's order is that of the program's rows, columns and warps."""
+    launches = []
+
+    def watched(*args, config, warps, **facts):
+        launches.append((config.rows, config.block, warps))
+        return launch(*args, config=config, warps=warps, **facts)
+
+    monkeypatch.setattr(kernel, "launch", watched)
     x, scale = rows(33, columns), rows(columns, key=1)
     together = norm(x, scale)
     for row in (7, 32):
         np.testing.assert_array_equal(together[row], norm(x[row], scale))
+    assert len(launches) == 3
+    assert len(set(launches)) == 1
 
 
 @pytest.mark.parametrize(
