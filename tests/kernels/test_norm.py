@@ -10,24 +10,7 @@ import pytest
 from jattn_kernels import rms_norm
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
-
-EPS = 1e-5
-
-
-def exact(x, scale, offset=0.0):
-    x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + EPS) * (scale + offset)
-
-
-def rows(*shape, dtype="float32", key=0):
-    return (jax.random.normal(jax.random.key(key), shape) * 3).astype(dtype)
-
-
-def assert_norm(out, x, scale, offset=0.0):
-    expected = exact(x, scale, offset)
-    assert out.dtype == x.dtype
-    tolerance = float(jnp.finfo(x.dtype).eps)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=1e-6)
+from tests.kernels.harness.norm_rows import EPS, assert_norm, rows
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [("float32", 0.0), ("bfloat16", 1.0)])
@@ -74,9 +57,8 @@ def test_kernel_lowers_for_cuda(hopper, columns):
 
 
 @pytest.mark.parametrize(("columns", "dtype"), [(1000, "bfloat16"), (16384, "bfloat16"), (1024, "float32")])
-def test_what_the_kernel_does_not_take_is_refused_or_done_by_xla(hopper, columns, dtype):
+def test_what_the_kernel_does_not_take_is_refused(hopper, columns, dtype):
     x, scale = rows(2, columns, dtype=dtype), rows(columns, dtype=dtype, key=1)
-    assert_norm(rms_norm(x, scale, eps=EPS), x, scale)
     with pytest.raises(NotImplementedError, match="1,024 to 8,192"):
         rms_norm(x, scale, eps=EPS, implementation="mosaic")
 

@@ -4,7 +4,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from jattn_kernels import AttentionSpec, rotate, rotate_and_write
@@ -13,52 +12,7 @@ from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
 from jattn_kernels.operands import RotaryOperands
 from tests.kernels.harness.interpreter import interpreted
-
-LAYERS, PAGES, PAGE_SIZE = 2, 4, 8
-SLOTS = (3, 31, -1, 32, 9)  # the third and fourth are nowhere
-SHAPES = [(8, 4, 64, "NHD"), (8, 4, 128, "HND"), (6, 2, 128, "NHD"), (4, 2, 256, "NHD")]
-
-
-def arguments(num_q_heads, num_kv_heads, head_dim, layout, *, dtype="bfloat16", half=None):
-    rng = np.random.default_rng(0)
-    page = (PAGE_SIZE, num_kv_heads) if layout == "NHD" else (num_kv_heads, PAGE_SIZE)
-    angles = rng.uniform(-4, 4, (len(SLOTS), head_dim // 2 if half is None else half))
-    qkv, k_pages, v_pages = (
-        jnp.asarray(rng.standard_normal(shape), dtype)
-        for shape in (
-            (len(SLOTS), num_q_heads + 2 * num_kv_heads, head_dim),
-            (LAYERS, PAGES, *page, head_dim),
-            (LAYERS, PAGES, *page, head_dim),
-        )
-    )
-    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    return qkv, cos, sin, k_pages, v_pages, jnp.asarray(SLOTS, jnp.int32)
-
-
-def as_float32(*arrays):
-    return [np.asarray(a.astype(jnp.float32)) for a in arrays]
-
-
-def expected(num_kv_heads, layout, layer, qkv, cos, sin, k_pages, v_pages, slots):
-    """One head and one pair at a time."""
-    dtype = qkv.dtype
-    qkv, cos, sin, k_pages, v_pages = as_float32(qkv, cos, sin, k_pages, v_pages)
-    half, num_q_heads = cos.shape[1], qkv.shape[1] - 2 * num_kv_heads
-    turned = qkv.copy()
-    for t, head, i in np.ndindex(qkv.shape[0], num_q_heads + num_kv_heads, half):
-        a, b = qkv[t, head, i], qkv[t, head, i + half]
-        turned[t, head, i] = a * cos[t, i] - b * sin[t, i]
-        turned[t, head, i + half] = b * cos[t, i] + a * sin[t, i]
-    turned = np.asarray(jnp.asarray(turned).astype(dtype).astype(jnp.float32))
-    k_pages, v_pages = k_pages.copy(), v_pages.copy()
-    for t, slot in enumerate(np.asarray(slots).tolist()):
-        if 0 <= slot < PAGES * PAGE_SIZE:
-            for head in range(num_kv_heads):
-                page, offset = divmod(slot, PAGE_SIZE)
-                place = (layer, page, offset, head) if layout == "NHD" else (layer, page, head, offset)
-                k_pages[place] = turned[t, num_q_heads + head]
-                v_pages[place] = turned[t, num_q_heads + num_kv_heads + head]
-    return turned[:, :num_q_heads], k_pages, v_pages
+from tests.kernels.harness.rotary_cases import SHAPES, arguments, assert_agrees, expected
 
 
 def mosaic_call(arrays, layer_index, spec):
@@ -66,12 +20,6 @@ def mosaic_call(arrays, layer_index, spec):
     operands = RotaryOperands(**dict(zip(names, arrays, strict=True)), layer_index=layer_index)
     dtypes = dict.fromkeys(("q_dtype", "kv_dtype"), operands.qkv.dtype.name)
     return AttentionCall(operation="rotate_and_write", spec=spec, page_size=None, **dtypes), operands
-
-
-def assert_agrees(results, wanted, dtype):
-    # A product and a sum in float32 may be one rounding or two: a unit in the last place of the result's dtype.
-    for result, right in zip(as_float32(*results), wanted, strict=True):
-        np.testing.assert_allclose(result, right, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
 
 
 @pytest.mark.parametrize("half", [None, 16])
@@ -83,7 +31,7 @@ def test_rotate_and_write_turns_pairs_and_writes_slots(num_q_heads, num_kv_heads
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=layer, implementation="xla"
         )
     )(jnp.int32(1))
-    assert_agrees(results, expected(num_kv_heads, layout, 1, *given), given[0].dtype)
+    assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -95,7 +43,7 @@ def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, 
         results = rotate_and_write(
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic"
         )
-        assert_agrees(results, expected(num_kv_heads, layout, 1, *given), dtype)
+        assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
 
 
 @pytest.mark.parametrize("blocks", [1, 12])
@@ -106,7 +54,7 @@ def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeyp
     spec = AttentionSpec(num_q_heads=6, num_kv_heads=2, head_dim=128)
     with interpreted():
         results = mosaic_rotate_and_write(*mosaic_call(given, 1, spec))
-        assert_agrees(results, expected(2, "NHD", 1, *given), "bfloat16")
+        assert_agrees(results, expected(2, "NHD", 1, *given))
 
 
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
@@ -125,7 +73,7 @@ def test_mosaic_rotate_and_write_lowers_for_cuda_in_place(num_q_heads, num_kv_he
 def test_gpu_rotate_and_write_agrees(num_q_heads, num_kv_heads, head_dim, layout, dtype):
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout, dtype=dtype)
     results = rotate_and_write(*given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic")
-    assert_agrees(results, expected(num_kv_heads, layout, 1, *given), dtype)
+    assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,16 @@ from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call
 from jattn_kernels.operands import Operands
+from jattn_kernels.triton import rms_norm, rotate_and_write
 from jattn_kernels.triton.attention import entry as attention
 
-OPERATIONS: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"), attention.run_attention
-)
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(
+        ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"), attention.run_attention
+    ),
+    "rotate_and_write": rotate_and_write.rotate_and_write,
+    "rms_norm": rms_norm.rms_norm,
+}
 _WITH_SCHEDULES = ("paged_decode", "paged_extend", "mla_decode", "mla_extend")
 
 

@@ -18,6 +18,8 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _MOST_HEAD_DIM = 256
 _MOST_LATENT = 512
+_MOST_ROTATED = 1024  # numbers of a head that is rotated and written
+_MOST_COLUMNS = 32768  # of a norm: a program holds a row in registers
 _ATTENTION = ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend")
 _MODES = {
     "jax_enable_x64": "`triton` does not run under `jax_enable_x64`: its kernels count in int32.",
@@ -33,8 +35,12 @@ def refuses(call: Call) -> str | None:
         if mode in call.modes:
             return sentence
     match call:
-        case NormCall() | ExpertsCall():
+        case NormCall():
+            return _refuses_norm(call)
+        case ExpertsCall():
             return f"`triton` does not do {call.operation}."
+    if call.operation == "rotate_and_write":
+        return _refuses_rotation(call)
     return _refuses_attention(call)
 
 
@@ -75,6 +81,28 @@ def _refuses_attention(call: AttentionCall) -> str | None:
     for width in (spec.head_dim, spec.value_dim):
         if width % 8 or width > _MOST_HEAD_DIM:
             return f"`triton` takes head_dim 8, 16, ... {_MOST_HEAD_DIM}, not {width}."
+    return None
+
+
+def _refuses_norm(call: NormCall) -> str | None:
+    if {call.dtype, call.scale_dtype} - {*_DTYPES}:
+        return f"`triton` does not take rows of {call.dtype} with a scale in {call.scale_dtype}."
+    if call.num_rows == 0 or not 1 <= call.columns <= _MOST_COLUMNS:
+        return f"`triton` takes some rows of 1 to {_MOST_COLUMNS:,} numbers, not {call.num_rows} of {call.columns}."
+    return None
+
+
+def _refuses_rotation(call: AttentionCall) -> str | None:
+    if call.q_dtype not in _DTYPES:
+        return f"`triton` does not take {call.q_dtype} heads in {call.operation}."
+    if call.num_tokens == 0 or call.spec.head_dim > _MOST_ROTATED:
+        return (
+            f"`triton` takes some tokens of head_dim 1 to {_MOST_ROTATED} in {call.operation}, "
+            f"not {call.num_tokens} of {call.spec.head_dim}."
+        )
+    for name in ("k_scale", "v_scale", "combined_pool"):
+        if name in call.features or getattr(call.spec, name, None):
+            return f"`triton` does not do `{name}` in {call.operation}."
     return None
 
 

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -42,6 +43,17 @@ def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
 
 _original_patch = interpreter._patch_lang_tensor  # pyright: ignore[reportAttributeAccessIssue]
 interpreter._patch_lang_tensor = _patch_lang_tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """The interpreter cuts bits off where a GPU rounds to the nearest bfloat16."""
+    if (source, target) != (tl.float32, tl.bfloat16):
+        return _original_convert(data, source, target, rounding)
+    return data.astype(jnp.bfloat16).view(np.uint16)
+
+
+_original_convert = interpreter._convert_float
+interpreter._convert_float = _convert_float
 
 
 def _create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
