@@ -37,7 +37,7 @@ class RotaryConfig:
         num_q_heads, num_kv_heads, head_dim: Sizes.
         half: Pairs of a head that are turned.
         at_once: Heads of a program, a power of two.
-        num_pages, page_size: Of a layer.
+        num_slots, page_size: Of a layer; slots as far as an int32 tells them apart.
         row: Where a row lies in either array of pages.
         fp8: How numbers become bytes in the pages; "" if they stay numbers.
     """
@@ -47,7 +47,7 @@ class RotaryConfig:
     head_dim: int
     half: int
     at_once: int
-    num_pages: int
+    num_slots: int
     page_size: int
     row: Strides
     fp8: str
@@ -106,7 +106,7 @@ def rotate_and_write(
         head_dim=head_dim,
         half=operands.cos.shape[-1],
         at_once=min(at_once, triton.next_power_of_2(max(spec.num_q_heads, spec.num_kv_heads))),
-        num_pages=k_pages.shape[1 if stacked else 0],
+        num_slots=min(k_pages.shape[1 if stacked else 0] * call.page_size, 2**31 - 1),
         page_size=call.page_size,
         row=page_strides(k_pages.shape, spec, stacked=stacked, kv_index=0),
         fp8=_FP8.get(call.kv_dtype, ""),
@@ -160,7 +160,7 @@ def rotate_and_write_heads(
         row = tl.load(layer_ptr).to(tl.int64) * C.row.layer + page.to(tl.int64) * C.row.page + offset * C.row.token
         head = (block - C.q_blocks) % C.kv_blocks * C.at_once + tl.arange(0, C.at_once)
         is_head = head < C.num_kv_heads
-        is_written = is_head & (slot >= 0) & (page < C.num_pages)
+        is_written = (head < C.num_kv_heads) & (slot >= 0) & (slot < C.num_slots)
         source = of_token + (C.num_q_heads + head) * C.head_dim
         if block < C.q_blocks + C.kv_blocks:
             _move(source, k_ptr + row + head * C.row.head, is_head, is_written, cos, sin, True, C)

@@ -5,6 +5,11 @@ Kernels are interpreted if TRITON_INTERPRET=1 is set when their modules are impo
 
 import os
 
+import jax
+import pytest
+
+if jax.default_backend() == "gpu":
+    pytest.skip("on a GPU the kernels are compiled, for the tests of GPUs", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
@@ -13,7 +18,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jattn_kernels.triton import launch
 
@@ -54,6 +58,18 @@ def _convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) ->
 
 _original_convert = interpreter._convert_float
 interpreter._convert_float = _convert_float
+
+
+def _create_splat(builder: Any, result: Any, number: Any) -> Any:
+    """The interpreter makes integers of a truth that is spread over a block, and refuses them in masks."""
+    block = _original_splat(builder, result, number)
+    if number.data.dtype == np.bool_:
+        block.data = block.data.astype(np.bool_)
+    return block
+
+
+_original_splat = interpreter.InterpreterBuilder.create_splat
+interpreter.InterpreterBuilder.create_splat = _create_splat
 
 
 def _create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
