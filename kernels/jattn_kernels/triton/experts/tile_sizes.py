@@ -1,0 +1,91 @@
+"""Tile sizes of the grouped products, by the rows that an expert has to expect and by what a GPU holds."""
+
+import dataclasses
+
+from jattn_kernels.call import ExpertsCall
+from jattn_kernels.triton.gpus import SHARED_MEMORY, num_sms
+
+_BLOCK_ROWS = ((8, 16), (24, 32), (255, 64))  # up to so many rows an expert, tiles of so many
+_MOST_BLOCK_ROWS = 128
+_STREAMED_ROWS = 32  # up to here memory is what is waited for
+_STREAMED_BYTES = 16 * 1024  # of weights a stage
+_LEAST_SPLIT = 512  # inputs of a split
+_MOST_SPLITS = 8
+_MOST_STAGES = 4
+_TOGETHER = 1024  # rows whose blocks of columns are computed side by side, so that their weights are read once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductTiles:
+    """Sizes of a work tile of one of an expert's products.
+
+    Attributes:
+        block_rows: Rows at most; of both products the same.
+        block_columns: Columns of the weights, the gate's and the other half's both counted.
+        block_depth: Inputs of a stage.
+        stages: Stages of shared memory.
+        warps: Of a program.
+        splits: Into how many parts the inputs are cut, each with programs of its own.
+        together: Work tiles whose blocks of columns are neighbours.
+    """
+
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    stages: int
+    warps: int
+    splits: int
+    together: int
+
+
+def rows_of_tile(call: ExpertsCall) -> int:
+    """Rows of a work tile: enough for most experts' rows, so that few experts are read twice."""
+    rows = call.num_tokens * call.per_token
+    expected = rows / _met_experts(call)
+    return next((block for most, block in _BLOCK_ROWS if expected <= most), _MOST_BLOCK_ROWS)
+
+
+def product_tiles(call: ExpertsCall, *, depth: int, columns: int) -> ProductTiles:
+    """The sizes of a product; of a device that is no NVIDIA GPU, those of compute capability 8.0.
+
+    They depend on the number of tokens, not on where those go: a token's result is the same to the bit whatever its
+    neighbours are, in all calls of as many tokens.
+
+    Args:
+        depth: Inputs.
+        columns: Of the weights.
+    """
+    block_rows, wide = rows_of_tile(call), call.kernel_dtype == "float32"
+    itemsize = 4 if wide else 2
+    splits = 1
+    if block_rows > _STREAMED_ROWS:
+        large = _shared_memory(call) > 128 * 1024 and block_rows == _MOST_BLOCK_ROWS
+        block_columns = 64 if wide else 256 if large else 128
+        block_rows_warps = 8 if block_rows == _MOST_BLOCK_ROWS else 4
+        block_depth, warps = (32 if wide else 64), block_rows_warps
+    else:
+        tiles, wanted = _met_experts(call), num_sms(call.device)
+        block_columns = 64 if wide or tiles * -(-columns // 128) < wanted else 128
+        block_depth, warps = _STREAMED_BYTES // itemsize // block_columns, 4
+        programs = tiles * -(-columns // block_columns)
+        while splits < _MOST_SPLITS and programs * splits < wanted and depth >= 2 * splits * _LEAST_SPLIT:
+            splits *= 2
+    stage_bytes = (block_rows + block_columns) * block_depth * itemsize
+    return ProductTiles(
+        block_rows=block_rows,
+        block_columns=block_columns,
+        block_depth=block_depth,
+        stages=max(min(_shared_memory(call) // stage_bytes, _MOST_STAGES), 1),
+        warps=warps,
+        splits=splits,
+        together=max(_TOGETHER // block_rows, 1) if block_rows > _STREAMED_ROWS else 1,
+    )
+
+
+def _met_experts(call: ExpertsCall) -> int:
+    """Experts that some row goes to, at most."""
+    return min(call.num_experts, call.num_tokens * call.per_token)
+
+
+def _shared_memory(call: ExpertsCall) -> int:
+    return SHARED_MEMORY[call.device.compute_capability or (8, 0)]
