@@ -9,7 +9,7 @@ neighbours for some columns, then for the next ones, so that weights come from m
 """
 
 import dataclasses
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,30 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.lowering.expert_groups import ExpertGroups
 from jattn_kernels.triton.experts.activation import Step, evaluate
 from jattn_kernels.triton.experts.tile_sizes import ProductTiles
 from jattn_kernels.triton.launch import launch
+
+
+class ProductOperands(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+        x: Rows.
+        sources: Which row of x stands in a slot; None where they stand in their slots already.
+        kernel: Weights of all layers.
+        bias: Of all layers, or None.
+        layer: Which of them.
+        work, num_tiles: As in ExpertGroups.
+    """
+
+    x: Float[Array, "X K"]
+    sources: Int[Array, " S"] | None
+    kernel: Float[Array, "L E K C"]
+    bias: Float[Array, "L E C"] | None
+    layer: Int[Array, "1"]
+    work: Int[Array, "tiles 3"]
+    num_tiles: Int[Array, "1"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,14 +103,10 @@ class ProductConfig:
 
 
 def grouped_product(
-    x: Float[Array, "X K"],
-    kernel: Float[Array, "L E K C"],
-    bias: Float[Array, "L E C"] | None,
-    layer: Int[Array, "1"],
-    groups: ExpertGroups,
+    operands: ProductOperands,
     sizes: ProductTiles,
     *,
-    gathers: bool,
+    num_slots: int,
     steps: tuple[Step, ...] = (),
     columns: slice | None = None,
     in_parts: bool = False,
@@ -98,18 +114,17 @@ def grouped_product(
     """Each slot's row times its expert's weights; whatever memory held, in slots that no row has.
 
     Args:
-        x: Rows; in their slots, or if it `gathers` where the groups' sources say.
         steps: The activation, if the result is that of both halves of the columns.
         columns: Which ones to compute, without an activation; None is all.
         in_parts: Whether the result is float32, one for each split, of which the sum is meant; else there is one split.
     """
-    *_, num_experts, depth, width = kernel.shape
+    _, num_experts, depth, width = operands.kernel.shape
     columns = columns or slice(0, width // 2 if steps else width)
     config = ProductConfig(
         num_experts=num_experts,
         depth=depth,
         width=width,
-        num_slots=groups.sources.shape[0],
+        num_slots=num_slots,
         first_column=columns.start,
         columns=columns.stop - columns.start,
         block_rows=sizes.block_rows,
@@ -119,24 +134,18 @@ def grouped_product(
         together=sizes.together,
         splits=sizes.splits,
         steps=steps,
-        gathers=gathers,
-        has_bias=bias is not None,
-        float32=x.dtype == jnp.float32,
+        gathers=operands.sources is not None,
+        has_bias=operands.bias is not None,
+        float32=operands.x.dtype == jnp.float32,
     )
-    assert in_parts or config.splits == 1
+    assert in_parts or sizes.splits == 1
     shape = (*((config.splits,) if in_parts else ()), config.num_slots, config.columns)
     (out,) = launch(
         multiply_rows,
-        x,
-        groups.sources if gathers else None,
-        kernel,
-        bias,
-        layer,
-        groups.work,
-        groups.num_tiles,
+        *operands,
         config=config,
-        grid=groups.work.shape[0] * config.column_blocks * config.splits,
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32 if in_parts else x.dtype)],
+        grid=operands.work.shape[0] * config.column_blocks * config.splits,
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32 if in_parts else operands.x.dtype)],
         warps=sizes.warps,
     )
     return out

@@ -11,7 +11,8 @@ _STREAMED_ROWS = 32  # up to here memory is what is waited for
 _STREAMED_BYTES = 16 * 1024  # of weights a stage
 _LEAST_SPLIT = 512  # inputs of a split
 _MOST_SPLITS = 8
-_MOST_STAGES = 4
+_STAGES, _STAGES_OF_SMALL = 4, 3
+_SMALL = 128 * 1024  # shared memory of GPUs on which two programs an SM are worth more than a stage
 _TOGETHER = 1024  # rows whose blocks of columns are computed side by side, so that their weights are read once
 
 
@@ -57,29 +58,40 @@ def product_tiles(call: ExpertsCall, *, depth: int, columns: int) -> ProductTile
     """
     block_rows, wide = rows_of_tile(call), call.kernel_dtype == "float32"
     itemsize = 4 if wide else 2
-    splits = 1
-    if block_rows > _STREAMED_ROWS:
-        large = _shared_memory(call) > 128 * 1024 and block_rows == _MOST_BLOCK_ROWS
-        block_columns = 64 if wide else 256 if large else 128
-        block_rows_warps = 8 if block_rows == _MOST_BLOCK_ROWS else 4
-        block_depth, warps = (32 if wide else 64), block_rows_warps
-    else:
+    if block_rows <= _STREAMED_ROWS:
         tiles, wanted = _met_experts(call), num_sms(call.device)
         block_columns = 64 if wide or tiles * -(-columns // 128) < wanted else 128
-        block_depth, warps = _STREAMED_BYTES // itemsize // block_columns, 4
-        programs = tiles * -(-columns // block_columns)
-        while splits < _MOST_SPLITS and programs * splits < wanted and depth >= 2 * splits * _LEAST_SPLIT:
-            splits *= 2
+        block_depth, warps, together = _STREAMED_BYTES // itemsize // block_columns, 4, 1
+        splits = _splits(tiles * -(-columns // block_columns), wanted, depth)
+    else:
+        large = block_rows == _MOST_BLOCK_ROWS
+        block_columns = 64 if wide else 256 if large and _has_wide_products(call) else 128
+        block_depth, warps, together = 32 if wide else 64, 8 if large else 4, _TOGETHER // block_rows
+        splits = 1
     stage_bytes = (block_rows + block_columns) * block_depth * itemsize
+    most_stages = _STAGES if block_rows <= _STREAMED_ROWS or _shared_memory(call) > _SMALL else _STAGES_OF_SMALL
     return ProductTiles(
         block_rows=block_rows,
         block_columns=block_columns,
         block_depth=block_depth,
-        stages=max(min(_shared_memory(call) // stage_bytes, _MOST_STAGES), 1),
+        stages=min(_shared_memory(call) // stage_bytes, most_stages),
         warps=warps,
         splits=splits,
-        together=max(_TOGETHER // block_rows, 1) if block_rows > _STREAMED_ROWS else 1,
+        together=together,
     )
+
+
+def _splits(programs: int, wanted: int, depth: int) -> int:
+    """Parts of the inputs, where columns alone give too few programs to keep the memory busy."""
+    splits = 1
+    while splits < _MOST_SPLITS and programs * splits < wanted and depth >= 2 * splits * _LEAST_SPLIT:
+        splits *= 2
+    return splits
+
+
+def _has_wide_products(call: ExpertsCall) -> bool:
+    """Whether tensor cores read both operands from shared memory, so that registers hold 128 x 256 sums."""
+    return call.device.compute_capability in ((9, 0), (10, 0))
 
 
 def _met_experts(call: ExpertsCall) -> int:
