@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,11 @@ class _Unknown(Exception):
 def steps_of(activation: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[Step, ...] | None:
     """The program of a function of two float32 arrays, elementwise; None if it has what the kernel has not."""
     half = jax.ShapeDtypeStruct((8, 16), jnp.float32)
-    closed = jax.make_jaxpr(activation)(half, half)
-    if [(out.shape, out.dtype) for out in closed.out_avals] != [(half.shape, half.dtype)]:
+    if jax.eval_shape(activation, half, half) != half:
         return None
     steps: list[Step] = []
     try:
-        (result,) = _inlined(closed, [0, 1], steps)
+        (result,) = _inlined(jax.make_jaxpr(activation)(half, half), [0, 1], steps)
     except _Unknown:
         return None
     return (*steps, Step("copy", result))
@@ -70,7 +69,7 @@ def _inlined(closed: ClosedJaxpr, given: list[int], steps: list[Step]) -> list[i
     numbers |= {var: _constant(value) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)}
     for equation in jaxpr.eqns:
         name, operands = equation.primitive.name, [number(atom) for atom in equation.invars]
-        if any(var.aval.dtype != jnp.float32 for var in equation.outvars):
+        if any(getattr(var.aval, "dtype", None) != jnp.float32 for var in equation.outvars):
             raise _Unknown
         if name in _INLINED:
             results = _inlined(equation.params[_INLINED[name]], operands, steps)
@@ -90,38 +89,42 @@ def _inlined(closed: ClosedJaxpr, given: list[int], steps: list[Step]) -> list[i
 
 
 @triton.jit
+@no_type_check
 def evaluate(gate, up, C: tl.constexpr):
     """The result of the program `C.steps`: its last value."""
     values = (gate, up)
     for i in tl.static_range(len(C.steps)):
-        values = values + (_do(values[C.steps[i].first], values[C.steps[i].second], C, i),)
+        values += (_do(values[C.steps[i].first], values[C.steps[i].second], i, C),)
     return values[len(C.steps) + 1]
 
 
 @triton.jit
-def _do(first, second, C: tl.constexpr, I: tl.constexpr):
-    if C.steps[I].name == "constant":
-        return tl.full(first.shape, C.steps[I].constant, tl.float32)
-    elif C.steps[I].name == "copy":
-        return first
-    elif C.steps[I].name == "neg":
-        return -first
-    elif C.steps[I].name == "exp":
-        return tl.exp(first)
-    elif C.steps[I].name == "logistic":
-        return tl.sigmoid(first)
-    elif C.steps[I].name == "erf":
-        return tl.erf(first)
-    elif C.steps[I].name == "mul":
-        return first * second
-    elif C.steps[I].name == "add":
-        return first + second
-    elif C.steps[I].name == "sub":
-        return first - second
-    elif C.steps[I].name == "div":
-        return first / second
-    elif C.steps[I].name == "max":
-        return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+@no_type_check
+def _do(first, second, STEP: tl.constexpr, C: tl.constexpr):
+    NAME: tl.constexpr = C.steps[STEP].name
+    result = first
+    if NAME == "constant":
+        result = tl.full(first.shape, C.steps[STEP].constant, tl.float32)
+    elif NAME == "neg":
+        result = -first
+    elif NAME == "exp":
+        result = tl.exp(first)
+    elif NAME == "logistic":
+        result = tl.sigmoid(first)
+    elif NAME == "erf":
+        result = tl.erf(first)
+    elif NAME == "add":
+        result = first + second
+    elif NAME == "sub":
+        result = first - second
+    elif NAME == "mul":
+        result = first * second
+    elif NAME == "div":
+        result = first / second
+    elif NAME == "max":
+        result = tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+    elif NAME == "min":
+        result = tl.minimum(first, second, propagate_nan=tl.PropagateNan.ALL)
     else:
-        tl.static_assert(C.steps[I].name == "min")
-        return tl.minimum(first, second, propagate_nan=tl.PropagateNan.ALL)
+        tl.static_assert(NAME == "copy")
+    return result

@@ -9,7 +9,7 @@ neighbours for some columns, then for the next ones, so that weights come from m
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -152,6 +152,7 @@ def grouped_product(
 
 
 @triton.jit
+@no_type_check
 def multiply_rows(
     x_ptr,  # [X, K]
     source_ptr,  # int32 [S]: which row of x stands in a slot
@@ -208,12 +209,12 @@ def multiply_rows(
             up = tl.dot(x, _load(w_rows + C.columns + w_at, is_weight, C), up, input_precision=C.precision)
         w_rows += C.block_depth * C.width
 
-    if C.has_bias:
-        if split == 0:
-            b_at = bias_ptr + matrix * C.width + w_column
-            acc += tl.load(b_at, mask=is_column, other=0.0).to(tl.float32)[None]
-            if C.is_gated:
-                up += tl.load(b_at + C.columns, mask=is_column, other=0.0).to(tl.float32)[None]
+    if C.has_bias:  # of the first split alone
+        is_biased = is_column & (split == 0)
+        b_at = bias_ptr + matrix * C.width + w_column
+        acc += tl.load(b_at, mask=is_biased, other=0.0).to(tl.float32)[None]
+        if C.is_gated:
+            up += tl.load(b_at + C.columns, mask=is_biased, other=0.0).to(tl.float32)[None]
     if C.is_gated:
         acc = evaluate(acc, up, C)
     out = out_ptr + (split.to(tl.int64) * C.num_slots + slot[:, None]) * C.columns + column[None]
@@ -221,6 +222,7 @@ def multiply_rows(
 
 
 @triton.jit
+@no_type_check
 def _load(at, is_weight, C: tl.constexpr):
     """Some weights; without a mask where all are."""
     if C.whole_depth and C.columns % C.block_columns == 0:
