@@ -81,11 +81,11 @@ def test_tiles_of_prompts_and_a_result_in_pieces(monkeypatch, block_rows, capabi
     assert_mixture(case, inputs, mixed(inputs))
 
 
-@pytest.mark.parametrize("weighs_inputs", [False, True])
+@pytest.mark.parametrize("weighs_inputs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_products_of_few_programs_are_split(monkeypatch, weighs_inputs):
     monkeypatch.setattr(tile_sizes, "_LEAST_SPLIT", 40)
     case = ExpertCase(
-        name="split", tokens=9, choice="strays", hidden=320, units=400, biases=True, weighs_inputs=weighs_inputs
+        name="split", tokens=3, choice="strays", hidden=320, units=400, biases=True, weighs_inputs=weighs_inputs
     )
     parts = []
 
@@ -96,7 +96,7 @@ def test_products_of_few_programs_are_split(monkeypatch, weighs_inputs):
     monkeypatch.setattr(entry, "grouped_product", product)
     inputs = build(case)
     assert_mixture(case, inputs, mixed(inputs))
-    assert [part.shape[0] for part in parts] == [2, 4]  # of 104 programs and 40, on 108 SMs
+    assert [part.shape[0] for part in parts] == [2, 4]  # of 78 programs and 30, on 108 SMs
 
 
 def gelu_tanh(gate: Any, up: Any) -> Any:
@@ -161,7 +161,7 @@ def test_tokens_result_does_not_depend_on_its_neighbours(sizes):
     inputs = build(case)
     x, weights, chosen, *experts = inputs.args
     among = mixed(inputs)
-    for token in (0, 17, 39):
+    for token in (17, 39):
         alone = np.full_like(chosen, -1)
         alone[20] = chosen[token]
         moved = x.at[20].set(x[token]), weights.at[20].set(weights[token]), jnp.asarray(alone)
@@ -176,7 +176,9 @@ def test_routed_mixture_is_the_mixture_of_what_is_routed():
     bias = jnp.arange(8.0) / 10
     inputs = route_choices(inputs, logits, routing, bias)
     x, _, _, *experts = inputs.args
-    out = routed_experts(x, logits, routing, *experts, choice_bias=bias, **inputs.kwargs, implementation="triton")
+    facts = {"weighs_inputs": inputs.kwargs.pop("weighs_inputs"), "implementation": "triton"}
+    run = jax.jit(functools.partial(routed_experts, routing=routing, **facts))
+    out = run(x, logits, gate_up=experts[0], down=experts[1], choice_bias=bias, **inputs.kwargs)
     assert_mixture(case, inputs, out)
 
 

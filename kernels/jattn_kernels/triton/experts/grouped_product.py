@@ -210,7 +210,7 @@ def multiply_rows(
         w_rows += C.block_depth * C.width
 
     if C.has_bias:  # of the first split alone
-        is_biased = is_column & (split == 0)
+        is_biased = column < tl.where(split == 0, C.columns, 0)
         b_at = bias_ptr + matrix * C.width + w_column
         acc += tl.load(b_at, mask=is_biased, other=0.0).to(tl.float32)[None]
         if C.is_gated:
