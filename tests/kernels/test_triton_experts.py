@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -64,17 +65,22 @@ def test_kernels_agree_with_the_oracle(case):
     assert_mixture(case, inputs, mixed(inputs))
 
 
-PROMPT = ExpertCase(name="prompt", tokens=70, per_token=1, choice="same", biases=True, layers=2, hidden=320, units=72)
+PROMPT = ExpertCase(name="prompt", tokens=70, choice="same", biases=True, layers=2, hidden=320, units=72)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("capability", [(8, 6), (9, 0)])
-@pytest.mark.parametrize("block_rows", [64, 128])
+QUICK = ((64, (8, 6), "bfloat16"), (128, (9, 0), "bfloat16"))
+PROMPT_TILES = [
+    pytest.param(*facts, marks=() if facts in QUICK else pytest.mark.slow)
+    for facts in itertools.product((64, 128), ((8, 6), (9, 0)), ("bfloat16", "float32"))
+]
+
+
+@pytest.mark.parametrize(("block_rows", "capability", "dtype"), PROMPT_TILES)
 def test_tiles_of_prompts_and_a_result_in_pieces(monkeypatch, block_rows, capability, dtype):
-    """Two experts' tiles are neighbours, or none are."""
+    """Of two experts' tiles, one or two each, three are neighbours."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", capability))
     monkeypatch.setattr(tile_sizes, "_BLOCK_ROWS", ((tile_sizes._MOST_BLOCK_ROWS, block_rows),))
-    monkeypatch.setattr(tile_sizes, "_TOGETHER", block_rows)
+    monkeypatch.setattr(tile_sizes, "_TOGETHER", 3 * block_rows)
     monkeypatch.setattr(expert_groups, "_MOST_BYTES", 1)
     case = dataclasses.replace(PROMPT, dtype=dtype)
     inputs = build(case)
