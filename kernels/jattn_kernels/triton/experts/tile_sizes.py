@@ -8,7 +8,7 @@ from jattn_kernels.triton.gpus import SHARED_MEMORY, num_sms
 _BLOCK_ROWS = ((8, 16), (24, 32), (255, 64))  # up to so many rows an expert, tiles of so many
 _MOST_BLOCK_ROWS = 128
 _STREAMED_ROWS = 32  # up to here memory is what is waited for
-_STREAMED_BYTES = 16 * 1024  # of weights a stage
+_STREAMED_BYTES = 16 * 1024  # of weights a stage; products of float32 are unrolled, and of fewer inputs
 _LEAST_SPLIT = 512  # inputs of a split
 _MOST_SPLITS = 8
 _STAGES, _STAGES_OF_SMALL = 4, 3
@@ -61,7 +61,7 @@ def product_tiles(call: ExpertsCall, *, depth: int, columns: int) -> ProductTile
     if block_rows <= _STREAMED_ROWS:
         tiles, wanted = _met_experts(call), num_sms(call.device)
         block_columns = 64 if wide or tiles * -(-columns // 128) < wanted else 128
-        block_depth, warps, together = _STREAMED_BYTES // itemsize // block_columns, 4, 1
+        block_depth, warps, together = 32 if wide else _STREAMED_BYTES // itemsize // block_columns, 4, 1
         splits = _splits(tiles * -(-columns // block_columns), wanted, depth)
     else:
         large = block_rows == _MOST_BLOCK_ROWS
