@@ -92,6 +92,19 @@ def _rotary(
     )
 
 
+def _mixture(tokens: int, *, experts: int = 128, hidden: int = 2048, units: int = 768, per_token: int = 8) -> Any:
+    """By default Qwen3-30B-A3B's."""
+    return jattn_kernels.mixture_of_experts(
+        _array((tokens, hidden), "bfloat16"),
+        _array((tokens, per_token), "float32"),
+        _array((tokens, per_token)),
+        _array((2, experts, hidden, 2 * units), "bfloat16"),
+        _array((2, experts, units, hidden), "bfloat16"),
+        layer_index=_array(()),
+        implementation="triton",
+    )
+
+
 _decode = functools.partial(functools.partial, _attention, "paged_decode")
 _extend = functools.partial(functools.partial, _attention, "paged_extend")
 
@@ -128,6 +141,13 @@ MAIN: dict[str, Call] = {
     "mla_decode_fp8": functools.partial(_latent, "mla_decode", heads=16, kv_dtype=_FP8),
     "mla_extend_16": functools.partial(_latent, "mla_extend", heads=16),
     "mla_extend_128": functools.partial(_latent, "mla_extend", heads=128),
+    **{f"mixture_qwen3_{tokens}": functools.partial(_mixture, tokens) for tokens in (1, 64, 2048)},
+    **{
+        f"mixture_mixtral_{tokens}": functools.partial(
+            _mixture, tokens, experts=8, hidden=4096, units=14336, per_token=2
+        )
+        for tokens in (1, 64, 2048)
+    },
     "norm_4096": functools.partial(_norm, 256, 4096),
     "norm_8192": functools.partial(_norm, 64, 8192),
     "norm_of_heads_128": functools.partial(_norm, 2048, 128),
