@@ -55,8 +55,7 @@ def _attention(
 
 def _ragged(*, heads: tuple[int, int] = (32, 8), d: int = 128, v_d: int | None = None, dtype: str = "bfloat16") -> Any:
     spec = AttentionSpec(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=d, v_head_dim=v_d)
-    q, k, v = _array((2048, heads[0], d), dtype), _array((2048, heads[1], d), dtype), None
-    v = _array((2048, heads[1], v_d or d), dtype)
+    q, k, v = (_array((2048, *facts), dtype) for facts in ((heads[0], d), (heads[1], d), (heads[1], v_d or d)))
     return jattn_kernels.ragged_extend(q, k, v, _array((9,)), _array((9,)), spec=spec, implementation="triton")
 
 
@@ -68,6 +67,42 @@ def _latent(operation: str, *, heads: int, tokens: int = 1, kv_dtype: str = "bfl
     if operation.endswith("extend"):
         args.append(_array((9,)))
     return getattr(jattn_kernels, operation)(*args, spec=spec, implementation="triton")
+
+
+def _norm(rows: int, columns: int, dtype: str = "bfloat16") -> Any:
+    x, scales = _array((rows, columns), dtype), _array((4, columns), dtype)
+    return jattn_kernels.rms_norm(x, scales, eps=1e-6, layer_index=_array(()), implementation="triton")
+
+
+def _rotary(
+    tokens: int, *, heads: tuple[int, int] = (32, 8), d: int = 128, page_size: int = 16, kv_dtype: str = "bfloat16"
+) -> Any:
+    qkv, angles = _array((tokens, heads[0] + 2 * heads[1], d), "bfloat16"), _array((tokens, d // 2), "float32")
+    pages = _array((2, 64, page_size, heads[1], d), kv_dtype)
+    return jattn_kernels.rotate_and_write(
+        qkv,
+        angles,
+        angles,
+        pages,
+        pages,
+        _array((tokens,)),
+        num_kv_heads=heads[1],
+        layer_index=_array(()),
+        implementation="triton",
+    )
+
+
+def _mixture(tokens: int, *, experts: int = 128, hidden: int = 2048, units: int = 768, per_token: int = 8) -> Any:
+    """By default Qwen3-30B-A3B's."""
+    return jattn_kernels.mixture_of_experts(
+        _array((tokens, hidden), "bfloat16"),
+        _array((tokens, per_token), "float32"),
+        _array((tokens, per_token)),
+        _array((2, experts, hidden, 2 * units), "bfloat16"),
+        _array((2, experts, units, hidden), "bfloat16"),
+        layer_index=_array(()),
+        implementation="triton",
+    )
 
 
 _decode = functools.partial(functools.partial, _attention, "paged_decode")
@@ -106,4 +141,19 @@ MAIN: dict[str, Call] = {
     "mla_decode_fp8": functools.partial(_latent, "mla_decode", heads=16, kv_dtype=_FP8),
     "mla_extend_16": functools.partial(_latent, "mla_extend", heads=16),
     "mla_extend_128": functools.partial(_latent, "mla_extend", heads=128),
+    **{f"mixture_qwen3_{tokens}": functools.partial(_mixture, tokens) for tokens in (1, 64, 2048)},
+    **{
+        f"mixture_mixtral_{tokens}": functools.partial(
+            _mixture, tokens, experts=8, hidden=4096, units=14336, per_token=2
+        )
+        for tokens in (1, 64, 2048)
+    },
+    "norm_4096": functools.partial(_norm, 256, 4096),
+    "norm_8192": functools.partial(_norm, 64, 8192),
+    "norm_of_heads_128": functools.partial(_norm, 2048, 128),
+    "norm_5120_float32": functools.partial(_norm, 64, 5120, "float32"),
+    "rotate_and_write_1": functools.partial(_rotary, 1),
+    "rotate_and_write_8192": functools.partial(_rotary, 8192),
+    "rotate_and_write_page_1": functools.partial(_rotary, 64, page_size=1),
+    "rotate_and_write_fp8": functools.partial(_rotary, 64, kv_dtype=_FP8),
 }

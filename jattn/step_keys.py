@@ -25,7 +25,7 @@ _STARTED = time.time()
 _BY_VERSION = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")  # packages that nobody edits in place
 _ALWAYS = ("jattn", "jattn_kernels")
 _STDLIB = sys.stdlib_module_names
-_LIBRARIES = ("jax_cuda*", "nvidia*")  # what a GPU's steps call, and what compiles them
+_LIBRARIES = ("jax_cuda*", "nvidia*", "jax_triton*", "triton*")  # what a GPU's steps call, and what compiles them
 _ONLY_TOLD = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_explain", "jax_dump")  # settings
 
 

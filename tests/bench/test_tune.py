@@ -6,8 +6,9 @@ import pytest
 
 from bench import tune
 from bench.workloads import AttentionWorkload
-from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles
+from jattn_kernels.call import AttentionCall
+from jattn_kernels.mosaic.sm90.decode.autotuned import TILES, VARIABLE, Arrangement
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles, shape_of
 
 WORKLOAD = AttentionWorkload(batch=32, ctx=4096)
 RULE, OTHER = Arrangement(3, 2, 1), Arrangement(4, 1, 2)
@@ -16,7 +17,7 @@ RULE, OTHER = Arrangement(3, 2, 1), Arrangement(4, 1, 2)
 def times(faster, seen=None):
     """A clock: 100 us, and what is told for one arrangement; it asks what the kernel would be compiled for."""
 
-    def time_us(workload):
+    def time_us(workload, implementation="mosaic"):
         sizes = choose_decode_tiles(workload.spec, 2, workload.verify)
         arrangement = Arrangement(sizes.stages, sizes.blocks_per_sm, sizes.warpgroups)
         if seen is not None:
@@ -52,7 +53,7 @@ def test_the_rules_own_choice_must_compile():
 
 
 def test_main_writes_what_dispatch_then_takes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
+    monkeypatch.setitem(tune.CHOICES, "mosaic", ((WORKLOAD,), tune.decode_choice))
     monkeypatch.setattr(tune, "_time_us", times({OTHER: 90.0}))
     out = tmp_path / "tiles.jsonl"
     tune.main(["--out", str(out)])
@@ -68,7 +69,7 @@ def test_main_writes_what_dispatch_then_takes(tmp_path, monkeypatch, capsys):
 
 
 def test_main_adds_to_what_was_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
+    monkeypatch.setitem(tune.CHOICES, "mosaic", ((WORKLOAD,), tune.decode_choice))
     out = tmp_path / "tiles.jsonl"
     for best in (OTHER, Arrangement(2, 1, 2)):
         monkeypatch.setattr(tune, "_time_us", times({best: 90.0}))
@@ -86,7 +87,7 @@ def test_main_refuses_a_folder_that_is_not_there(tmp_path, capsys):
 
 
 def test_main_says_that_the_rule_stands(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tune, "TUNED", (WORKLOAD,))
+    monkeypatch.setitem(tune.CHOICES, "mosaic", ((WORKLOAD,), tune.decode_choice))
     monkeypatch.setattr(tune, "_time_us", times({}))
     tune.main(["--out", str(tmp_path / "tiles.jsonl")])
     assert "nothing to keep" in capsys.readouterr().out
@@ -107,8 +108,40 @@ def test_a_file_that_is_none_of_these_is_refused(tmp_path, monkeypatch, text):
     ("arrangement", "match"), [((4, 4, 1), "do not fit"), ((3, 1, 2), "do not fit"), ((0, 1, 1), "at least 1")]
 )
 def test_sizes_that_do_not_fit_are_refused(tmp_path, monkeypatch, arrangement, match):
-    shape = tune.shape_of(WORKLOAD.spec, 2, 8)
-    (tmp_path / "tiles.jsonl").write_text(tune.line(shape, Arrangement(*arrangement)))
+    shape = shape_of(WORKLOAD.spec, 2, 8)
+    (tmp_path / "tiles.jsonl").write_text(TILES.line(shape, Arrangement(*arrangement)))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "tiles.jsonl"))
     with pytest.raises(ValueError, match=match):
         choose_decode_tiles(WORKLOAD.spec, 2, 1)
+
+
+def test_triton_takes_what_is_kept(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("triton", reason="the group `dev` has it")
+    from jattn_kernels.triton.attention import tile_sizes
+
+    workload = tune.TUNED_BY_TRITON[0]
+    choice = tune.triton_choice(workload)
+    other = next(one for one in choice.others if one != choice.rule)
+
+    def time_us(_, implementation):
+        assert implementation == "triton"
+        told = tile_sizes.TILES.tuned(choice.shape)
+        return 90.0 if told == other else 100.0
+
+    monkeypatch.setattr(tune, "_time_us", time_us)
+    out = tmp_path / "tiles.jsonl"
+    tune.main(["--implementation", "triton", "--out", str(out), "--only", workload.name])
+    assert "Set JATTN_TRITON_TILES" in capsys.readouterr().out
+    monkeypatch.setenv("JATTN_TRITON_TILES", str(out))
+    assert tile_sizes.TILES.tuned(choice.shape) == other
+    out.write_text(tile_sizes.TILES.line(choice.shape, other._replace(block_n=7)))
+    tile_sizes.TILES.read.cache_clear()
+    with pytest.raises(ValueError, match="do not fit this GPU"):
+        tile_sizes.choose_tiles(call_of(workload))
+
+
+def call_of(workload):
+    spec = workload.spec
+    return AttentionCall(
+        operation="paged_decode", spec=spec, q_dtype="bfloat16", kv_dtype="bfloat16", page_size=16, num_tokens=1
+    )

@@ -9,7 +9,8 @@ import pytest
 
 from jattn_kernels import Routing, mixture_of_experts, routed_experts
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90.experts import entry, tile_sizes
+from jattn_kernels.lowering import expert_groups
+from jattn_kernels.mosaic.sm90.experts import tile_sizes
 from tests.kernels.harness.expert_cases import ExpertCase, assert_mixture, build, clamped_swiglu, route_choices
 from tests.kernels.harness.interpreter import interpreted
 
@@ -79,7 +80,7 @@ PROMPTS = [
 @pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
 def test_tiles_of_prompts_and_a_result_in_pieces(hopper, monkeypatch, case):
     monkeypatch.setattr(tile_sizes, "_ROWS_OF_PROMPTS", 1)
-    monkeypatch.setattr(entry, "_MOST_BYTES", 1)
+    monkeypatch.setattr(expert_groups, "_MOST_BYTES", 1)
     inputs = build(case)
     assert_mixture(case, inputs, mixed(inputs))
 

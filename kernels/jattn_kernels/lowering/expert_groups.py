@@ -4,6 +4,7 @@ A row is one of a token's choices. The rows of an expert stand one after the oth
 multiple of 8 on, so that what is stored in groups of 8 rows never meets another expert's.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,8 @@ from jaxtyping import Array, Float, Float32, Int32
 
 GROUP = 8  # rows that a tile of wgmma's operands has
 _BLOCK = 128  # tokens that are counted by one product
+_MOST_BYTES = 96 * 2**20  # of what experts return, before it is summed
+_PIECE_COLUMNS = 256
 
 
 class ExpertGroups(NamedTuple):
@@ -80,6 +83,30 @@ def _work(counts: Int32[Array, " E"], starts: Int32[Array, " E"], block_rows: in
     done = (number - jnp.where(expert == 0, 0, ends[expert - 1])) * block_rows
     rows = jnp.clip(counts[expert] - done, 0, block_rows)
     return jnp.stack([expert, starts[expert] + done, rows], axis=1).astype(jnp.int32), ends[-1:].astype(jnp.int32)
+
+
+def sum_in_pieces[Given](
+    product: Callable[[Given, slice], Float[Array, "S columns"]],
+    given: Given,
+    slots: Int32[Array, "k T"],
+    weights: Float32[Array, "k T"] | None,
+    *,
+    out_type: jax.ShapeDtypeStruct,
+) -> Float[Array, "T D"]:
+    """`weighted_sum` of what a product returns of what it is given, computed for some columns at a time.
+
+    Args:
+        out_type: Of the product's result, were all columns computed at once.
+    """
+    num_slots, width = out_type.shape
+    most = max(_MOST_BYTES // (num_slots * out_type.dtype.itemsize) // _PIECE_COLUMNS, 1) * _PIECE_COLUMNS
+    parts = []
+    for begin in range(0, width, most):
+        if parts:  # its memory is the last part's, which is summed by then
+            given, parts[-1] = jax.lax.optimization_barrier((given, parts[-1]))
+        returned = product(given, slice(begin, min(begin + most, width)))
+        parts.append(weighted_sum(returned, slots, weights))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def weighted_sum(

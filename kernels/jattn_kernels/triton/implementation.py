@@ -43,10 +43,16 @@ def refuses(call: Call) -> str | None:
         case NormCall():
             return _refuses_norm(call)
         case ExpertsCall():
-            return f"`triton` does not do {call.operation}."
+            return _refuses_experts(call)
     if call.operation == "rotate_and_write":
         return _refuses_rotation(call)
     return _refuses_attention(call)
+
+
+def _refuses_experts(call: ExpertsCall) -> str | None:
+    if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
+        return f"`triton` does not take {call.dtype} tokens and {call.kernel_dtype} experts."
+    return None
 
 
 def _refuses_device(call: Call) -> str | None:

@@ -4,6 +4,7 @@ Kernels are interpreted if TRITON_INTERPRET=1 is set when their modules are impo
 """
 
 import os
+import threading
 
 import jax
 import pytest
@@ -29,13 +30,18 @@ from triton.runtime import interpreter
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Calls that are traced inside may ask for `triton`, and are interpreted."""
-    with launch.interpreted(_run):
+    with launch.interpreted(run):
         yield
 
 
-def _run(kernel: Any, operands: Sequence[Any], written: Sequence[np.ndarray], grid: int, config: Any) -> None:
+def run(kernel: Any, operands: Sequence[Any], written: Sequence[np.ndarray], grid: int, config: Any) -> None:
+    """What `launch.interpreted` takes; the interpreter is not made for several threads."""
     arrays = (*operands, *written)
-    kernel[(grid,)](*(None if array is None else _Memory(array) for array in arrays), C=config)
+    with _one_at_a_time:
+        kernel[(grid,)](*(None if array is None else _Memory(array) for array in arrays), C=config)
+
+
+_one_at_a_time = threading.Lock()
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:

@@ -3,11 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.call import ExpertsCall
-from jattn_kernels.lowering.expert_groups import ExpertGroups, group_by_expert, most_slots, weighed_rows, weighted_sum
+from jattn_kernels.lowering.expert_groups import ExpertGroups, group_by_expert, most_slots, sum_in_pieces, weighed_rows
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import route
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
@@ -15,9 +14,6 @@ from jattn_kernels.mosaic.sm90.experts.grouped_product import ProductOperands, g
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.routing_spec import Routing
-
-_MOST_BYTES = 96 * 2**20  # of what experts return, before it is summed
-_PIECE_COLUMNS = 256
 
 
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
@@ -49,13 +45,12 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
         work=groups.work,
         num_tiles=groups.num_tiles,
     )
-    parts = []
-    for columns in _pieces(num_slots, call):
-        if parts:  # its memory is the last part's, which is summed by then
-            second, parts[-1] = jax.lax.optimization_barrier((second, parts[-1]))
-        returned = grouped_product(second, sizes, num_slots=num_slots, columns=columns)
-        parts.append(weighted_sum(returned, groups.slots, None if call.weighs_inputs else weights))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def product(operands: ProductOperands, columns: slice) -> Float[Array, "S columns"]:
+        return grouped_product(operands, sizes, num_slots=num_slots, columns=columns)
+
+    out_type = jax.ShapeDtypeStruct((num_slots, call.hidden_size), operands.x.dtype)
+    return sum_in_pieces(product, second, groups.slots, None if call.weighs_inputs else weights, out_type=out_type)
 
 
 def _in_order(
@@ -78,10 +73,3 @@ def _in_order(
     if in_one_block:
         return weights, route.group_chosen(routing, chosen, **facts)
     return weights, group_by_expert(chosen.T, num_experts, **facts)
-
-
-def _pieces(num_slots: int, call: ExpertsCall) -> list[slice]:
-    """The columns that are computed together."""
-    width = call.hidden_size
-    most = max(_MOST_BYTES // (num_slots * 2) // _PIECE_COLUMNS, 1) * _PIECE_COLUMNS
-    return [slice(begin, min(begin + most, width)) for begin in range(0, width, most)]
