@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ MLA_EXAMPLE = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head
 EXAMPLE_PAGE_SIZE = 16
 EXAMPLE_TOKENS = 64
 EXAMPLE_COLUMNS = 4096  # of a norm
-EXAMPLE_EXPERTS = {"per_token": 8, "num_experts": 128, "hidden_size": 2048, "units": 768}
+EXAMPLE_EXPERTS: dict[str, Any] = {"per_token": 8, "num_experts": 128, "hidden_size": 2048, "units": 768}
 DTYPES = ("bfloat16", "float16", "float32")
 
 
