@@ -5,20 +5,22 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
 from jattn.devices import started_devices
 from jattn.no_device import NoDeviceError
-from jattn_kernels.call import AttentionCall, Device, Operation, default_device
+from jattn_kernels.call import AttentionCall, Call, Device, ExpertsCall, NormCall, Operation, default_device
 from jattn_kernels.dispatch import choose
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.triton.implementation import unmet
 
 PLUGINS = {"jax-cuda13-plugin": 13, "jax-cuda12-plugin": 12}
 PACKAGES = ("jattn", "jax", "jaxlib", "flax", *PLUGINS, "triton", "jax-triton")
@@ -26,6 +28,9 @@ OLDEST_DRIVER = {13: 580, 12: 525}  # that NVIDIA's CUDA of this major version r
 EXAMPLE = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 MLA_EXAMPLE = AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=192**-0.5)
 EXAMPLE_PAGE_SIZE = 16
+EXAMPLE_TOKENS = 64
+EXAMPLE_COLUMNS = 4096  # of a norm
+EXAMPLE_EXPERTS: dict[str, Any] = {"per_token": 8, "num_experts": 128, "hidden_size": 2048, "units": 768}
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -58,7 +63,7 @@ class Facts:
 class Served:
     """Which implementation serves a kind of call, and why; the name is None if none does."""
 
-    operation: Operation
+    operation: str
     dtype: str
     implementation: str | None
     reason: str
@@ -77,6 +82,9 @@ def clashes(facts: Facts) -> list[str]:
             f"jax-triton {versions['jax-triton']} does not work with JAX {versions['jax']}: install `jax<0.12`, as "
             "jattn asks for."
         )
+    # On a machine without them nothing is amiss: the table tells what serves instead.
+    if facts.has_nvidia_gpu and {"triton", "jax-triton"} <= versions.keys() and (sentence := unmet(versions)):
+        found.append(sentence)
     plugins = {name: cuda for name, cuda in PLUGINS.items() if name in versions}
     driver = _numbers(facts.driver)[:1]
     if facts.has_nvidia_gpu and not plugins:
@@ -107,24 +115,46 @@ def clashes(facts: Facts) -> list[str]:
 def served(device: Device) -> list[Served]:
     """What dispatch chooses for a common layer, for each kind of call and dtype."""
     found = []
-    for operation in get_args(Operation):
-        for dtype in DTYPES:
-            call = AttentionCall(
-                operation=operation,
-                spec=MLA_EXAMPLE if operation.startswith("mla") else EXAMPLE,
-                q_dtype=dtype,
-                kv_dtype=dtype,
-                page_size=None if operation == "ragged_extend" else EXAMPLE_PAGE_SIZE,
-                features=frozenset({"layer_index"}),
-                device=device,
-            )
+    for dtype in DTYPES:
+        for call in _examples(dtype, device):
             try:
                 choice = choose(call)
             except NotImplementedError as refusal:
-                found.append(Served(operation, dtype, None, str(refusal)))
+                found.append(Served(call.operation, dtype, None, str(refusal)))
             else:
-                found.append(Served(operation, dtype, choice.implementation.name, choice.reason))
+                found.append(Served(call.operation, dtype, choice.implementation.name, choice.reason))
     return found
+
+
+def _examples(dtype: str, device: Device) -> Iterator[Call]:
+    """A call of each kind."""
+    for operation in get_args(Operation):
+        yield AttentionCall(
+            operation=operation,
+            spec=MLA_EXAMPLE if operation.startswith("mla") else EXAMPLE,
+            q_dtype=dtype,
+            kv_dtype=dtype,
+            page_size=None if operation == "ragged_extend" else EXAMPLE_PAGE_SIZE,
+            features=frozenset({"layer_index"}),
+            device=device,
+        )
+    yield NormCall(
+        num_rows=EXAMPLE_TOKENS,
+        columns=EXAMPLE_COLUMNS,
+        dtype=dtype,
+        scale_dtype=dtype,
+        eps=1e-6,
+        offset=0.0,
+        device=device,
+    )
+    yield ExpertsCall(
+        num_tokens=EXAMPLE_TOKENS,
+        **EXAMPLE_EXPERTS,
+        dtype=dtype,
+        kernel_dtype=dtype,
+        activation=jnp.multiply,
+        device=device,
+    )
 
 
 def by_reason(rows: list[Served]) -> list[tuple[str, str, str]]:
@@ -171,16 +201,35 @@ def show(facts: Facts, console: Console) -> bool:
     lines += [(name, facts.versions.get(name, "not installed")) for name in PACKAGES]
     _print_rows(console, "", ("", ""), lines)
     if facts.device:
-        caption = (
-            f"Attention with {EXAMPLE.num_q_heads} query and {EXAMPLE.num_kv_heads} KV heads of width "
-            f"{EXAMPLE.head_dim}, or latent rows of {MLA_EXAMPLE.head_dim}, pages of {EXAMPLE_PAGE_SIZE} tokens"
-        )
-        _print_rows(console, caption, ("calls", "served by", "why"), by_reason(served(facts.device)))
+        show_served(facts.device, console)
     for sentence in found:
         console.print(f"clash: {sentence}", style="bold red", markup=False, highlight=False, soft_wrap=True)
     if not found:
         console.print("No clash is known for this machine.", style="green", highlight=False)
     return not found
+
+
+def show_served(device: Device, console: Console) -> None:
+    """Prints what serves calls on a kind of device and why, as `show` prints."""
+    experts = EXAMPLE_EXPERTS
+    caption = (
+        f"Attention with {EXAMPLE.num_q_heads} query and {EXAMPLE.num_kv_heads} KV heads of width "
+        f"{EXAMPLE.head_dim}, or latent rows of {MLA_EXAMPLE.head_dim}, pages of {EXAMPLE_PAGE_SIZE} tokens; norms of "
+        f"{EXAMPLE_COLUMNS:,} columns; mixtures of {experts['num_experts']} experts of {experts['units']} units"
+    )
+    _print_rows(console, caption, ("calls", "served by", "why"), by_reason(served(device)))
+
+
+def gpu_of(capability: str) -> Device:
+    """An NVIDIA GPU of a compute capability.
+
+    Raises:
+        ValueError: It is none.
+    """
+    match = re.fullmatch(r"([1-9][0-9]?)\.([0-9])", capability)
+    if match is None:
+        raise ValueError(f"`capability` must be an NVIDIA GPU's compute capability, such as 8.9. Got {capability!r}.")
+    return Device("gpu", (int(match.group(1)), int(match.group(2))))
 
 
 def _print_rows(console: Console, caption: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

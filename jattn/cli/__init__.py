@@ -40,8 +40,18 @@ def main(
 
 
 @app.command(cls=Command)
-def doctor() -> None:
-    """Show the devices, what serves each kind of attention call and why, versions, and known clashes.
+def doctor(
+    capability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X.Y",
+            help="Show instead what serves each kind of call on an NVIDIA GPU of this compute capability, which this "
+            "machine need not have.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show the devices, what serves each kind of call and why, versions, and known clashes.
 
     The exit code is 1 if something is known not to work together.
     """
@@ -50,8 +60,15 @@ def doctor() -> None:
 
         from rich.console import Console
 
-        from jattn.doctor import gather, show
+        from jattn.devices import started_devices
+        from jattn.doctor import gather, gpu_of, show, show_served
 
+        if capability is not None:
+            device = gpu_of(capability)
+            started_devices()  # what it says is of this machine, and not asked for
+            with writing():
+                show_served(device, Console())
+            return
         facts = gather()
         with writing():
             if not show(facts, Console()):

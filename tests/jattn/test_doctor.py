@@ -4,15 +4,16 @@ import io
 import logging
 import time
 import types
+from typing import get_args
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from jattn import cli, devices, doctor
-from jattn.doctor import Facts, clashes, parse_driver, served, show
+from jattn.doctor import Facts, clashes, gpu_of, parse_driver, served, show
 from jattn.no_device import NoDeviceError
-from jattn_kernels.call import Device
+from jattn_kernels.call import Device, Operation
 
 CUDA13 = {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2"}
 CUDA12 = {"jax": "0.11.2", "jax-cuda12-plugin": "0.11.2"}
@@ -29,6 +30,9 @@ def facts(versions, driver=None, device=CPU, **more):
         facts({"jax": "0.11.2"}),
         facts({"jax": "0.11.2", "jax-triton": "0.4.1"}),
         facts({"jax": "0.12.0", "jax-triton": "0.4.2"}),
+        facts({"jax": "0.11.2", "jax-triton": "0.3.0", "triton": "3.3.0"}),
+        facts(CUDA13 | {"jax-triton": "0.4.1", "triton": "3.6.0"}, "580.65.06", HOPPER),
+        facts(CUDA13 | {"triton": "3.3.0"}, "580.65.06", HOPPER),
         facts(CUDA13, "580.65.06", HOPPER),
         facts(CUDA12, "525.60.13", HOPPER),
         facts(CUDA13),
@@ -56,6 +60,14 @@ def test_clashes_finds_nothing_where_all_is_well(fine):
             "580 or newer: install a newer driver, or the extra `jattn[cuda12]` instead.",
         ),
         (facts(CUDA13, "520.10", HOPPER), "580 or newer: install a newer driver. Got 520.10."),
+        (
+            facts(CUDA13 | {"jax-triton": "0.3.1", "triton": "3.6.0"}, "580.1", HOPPER),
+            "`triton` needs jax-triton 0.4.1 or newer, not 0.3.1: install",
+        ),
+        (
+            facts(CUDA12 | {"jax-triton": "0.4.1", "triton": "3.5.1"}, "580.1", HOPPER),
+            "`triton` needs triton 3.6 or newer, not 3.5.1: install",
+        ),
         (facts(CUDA12, "524.9", HOPPER), "jax-cuda12-plugin needs an NVIDIA driver of version 525 or newer"),
         (facts(CUDA13, "580.1", jax_platforms="cpu"), "`JAX_PLATFORMS` is 'cpu'; its default device is cpu."),
         (facts(CUDA13, "580.1"), "although jax-cuda13-plugin is installed: `JAX_PLATFORMS` is not set"),
@@ -70,17 +82,30 @@ def test_clashes_names_a_clash_in_one_sentence(wrong, sentence):
 
 def test_served_names_an_implementation_and_a_reason_for_every_call():
     rows = served(CPU)
-    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 18
+    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 24
     assert {row.implementation for row in rows} == {"xla"}
     assert all("`xla`" in row.reason for row in rows)
 
 
-def test_served_follows_the_device():
-    chosen = {(row.operation, row.dtype): row for row in served(HOPPER)}
-    assert chosen["paged_decode", "bfloat16"].implementation == "mosaic"
-    plain = chosen["paged_decode", "float32"]
-    assert plain.implementation == "xla"
-    assert "float32" in plain.reason
+@pytest.mark.parametrize(
+    ("device", "operation", "dtype", "implementation", "said"),
+    [
+        (HOPPER, "paged_decode", "bfloat16", "mosaic", "`mosaic` is the first choice"),
+        (HOPPER, "rms_norm", "bfloat16", "mosaic", "`mosaic` is the first choice"),
+        (HOPPER, "mixture_of_experts", "float16", "mosaic", "`mosaic` is the first choice"),
+        (HOPPER, "paged_decode", "float32", "triton", "`mosaic` does not take float32"),
+        (HOPPER, "mla_extend", "bfloat16", "triton", "`mosaic` does not do mla_extend"),
+        (HOPPER, "mixture_of_experts", "float32", "triton", "`mosaic` does not take float32 tokens"),
+        (Device("gpu", (8, 9)), "mixture_of_experts", "bfloat16", "triton", "this is compute capability 8.9"),
+        (Device("gpu", (8, 0)), "rotate_and_write", "bfloat16", "triton", "this is compute capability 8.0"),
+        (Device("gpu", (12, 0)), "rms_norm", "float32", "triton", "this is compute capability 12.0"),
+        (Device("gpu", (7, 5)), "paged_extend", "bfloat16", "xla", "this is compute capability 7.5"),
+    ],
+)
+def test_served_follows_the_device(device, operation, dtype, implementation, said):
+    chosen = {(row.operation, row.dtype): row for row in served(device)}[operation, dtype]
+    assert chosen.implementation == implementation
+    assert said in chosen.reason
 
 
 def test_served_bears_a_call_that_nothing_serves(monkeypatch):
@@ -102,7 +127,7 @@ def test_show_is_plain_lines_in_a_pipe():
     assert well
     assert text.count("is the first choice") == 1
     assert {"devices\tcpu 0: cpu", "NVIDIA driver\tnone", "jax\t0.11.2", "jax-triton\tnot installed"} <= set(lines)
-    calls = "paged_decode, paged_extend, ragged_extend, mla_decode, mla_extend, rotate_and_write"
+    calls = ", ".join([*get_args(Operation), "rms_norm", "mixture_of_experts"])
     assert any(line.startswith(f"{calls} of bfloat16, float16, float32\txla\t") for line in lines)
     assert lines[-1] == "No clash is known for this machine."
 
@@ -217,3 +242,27 @@ def test_doctor_command_exits_by_the_clashes(monkeypatch, versions, code):
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == code
     assert ("clash: jax-triton" in result.stdout) == bool(code)
+
+
+@pytest.mark.parametrize(("capability", "implementation"), [("8.9", "triton"), ("7.5", "xla")])
+def test_doctor_command_tells_what_serves_another_gpu(monkeypatch, capability, implementation):
+    monkeypatch.setattr(doctor, "gather", raising(AssertionError("It asks this machine.")))
+    result = CliRunner().invoke(cli.app, ["doctor", "--capability", capability])
+    assert result.exit_code == 0
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("paged_decode")]
+    _, served_by, reason = line.split("\t")
+    assert served_by == implementation
+    assert f"this is compute capability {capability}." in reason
+    assert "NVIDIA driver" not in result.stdout
+
+
+@pytest.mark.parametrize("capability", ["89", "", "8", "sm_89", "8.9.0", "8.9\n", "-8.9", "0.0", "8,9", "٨.٩"])
+def test_doctor_command_refuses_what_is_no_compute_capability(capability):
+    result = CliRunner().invoke(cli.app, ["doctor", f"--capability={capability}"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `capability` must be an NVIDIA GPU's compute capability, such as 8.9. Got ")
+    assert not result.stdout
+
+
+def test_gpu_of_takes_the_newest():
+    assert gpu_of("12.0") == Device("gpu", (12, 0))

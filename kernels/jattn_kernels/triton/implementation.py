@@ -3,8 +3,11 @@
 jax-triton and Triton are imported when a call is theirs: nothing here needs them.
 """
 
+import contextlib
 import functools
 import importlib.metadata
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +18,8 @@ from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
 
 _DTYPES = ("float32", "bfloat16", "float16")
+# jax-triton has `out_type` from here on.
+_OLDEST = {"triton": (3, 6), "jax-triton": (0, 4, 1)}
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _MOST_HEAD_DIM = 256
 _MOST_LATENT = 512
@@ -65,11 +70,22 @@ def _refuses_device(call: Call) -> str | None:
 @functools.cache
 def missing() -> str | None:
     """What has to be installed before Triton's kernels can run, in a sentence; None if nothing."""
-    for package in ("triton", "jax-triton"):
-        try:
-            importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return f"`triton` needs {package}, which is not installed: `pip install 'jattn[cuda13]'` brings it."
+    found: dict[str, str] = {}
+    for package in _OLDEST:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return unmet(found)
+
+
+def unmet(versions: Mapping[str, str]) -> str | None:
+    """`missing`, of a machine that has these versions of packages."""
+    for package, oldest in _OLDEST.items():
+        needed = ".".join(map(str, oldest))
+        found = versions.get(package)
+        if found is not None and tuple(map(int, re.findall(r"\d+", found)[: len(oldest)])) >= oldest:
+            continue
+        what = f"{package} {needed} or newer, not {found}" if found else f"{package}, which is not installed"
+        return f"`triton` needs {what}: install `jax-triton>=0.4.1`, as the extras `cuda12` and `cuda13` do."
     return None
 
 

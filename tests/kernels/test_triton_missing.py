@@ -1,0 +1,87 @@
+"""What Triton's kernels need of a machine's packages, and the sentence where they are missing or too old."""
+
+import dataclasses
+import importlib.metadata
+
+import pytest
+
+from jattn_kernels import AttentionSpec
+from jattn_kernels.call import AttentionCall, Device
+from jattn_kernels.dispatch import choose
+from jattn_kernels.triton import implementation
+from jattn_kernels.triton.implementation import missing
+
+CALL = AttentionCall(
+    operation="paged_decode",
+    spec=AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=128),
+    q_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    page_size=16,
+    device=Device("gpu", (8, 0)),
+)
+ADVICE = ": install `jax-triton>=0.4.1`, as the extras `cuda12` and `cuda13` do."
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Makes a machine that has these versions of packages and no others."""
+
+    def having(versions):
+        def version(name):
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        missing.cache_clear()
+
+    yield having
+    missing.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {"triton": "3.9.0", "jax-triton": "0.4.1"},
+        {"triton": "3.6", "jax-triton": "0.5"},
+        {"triton": "3.6.0+git1234", "jax-triton": "0.4.10"},
+        {"triton": "3.10.0", "jax-triton": "1.0.0"},
+        {"triton": "4", "jax-triton": "1"},
+    ],
+    ids=str,
+)
+def test_missing_says_nothing_where_all_is_there(install, versions):
+    install(versions)
+    assert missing() is None
+
+
+@pytest.mark.parametrize(
+    ("versions", "sentence"),
+    [
+        ({}, "`triton` needs triton, which is not installed"),
+        ({"triton": "3.9.0"}, "`triton` needs jax-triton, which is not installed"),
+        ({"jax-triton": "0.4.1"}, "`triton` needs triton, which is not installed"),
+        ({"triton": "3.5.1", "jax-triton": "0.4.1"}, "`triton` needs triton 3.6 or newer, not 3.5.1"),
+        ({"triton": "3", "jax-triton": "0.4.1"}, "`triton` needs triton 3.6 or newer, not 3"),
+        ({"triton": "3.9.0", "jax-triton": "0.4.0"}, "`triton` needs jax-triton 0.4.1 or newer, not 0.4.0"),
+        ({"triton": "3.9.0", "jax-triton": "0.3.10"}, "`triton` needs jax-triton 0.4.1 or newer, not 0.3.10"),
+    ],
+    ids=str,
+)
+def test_missing_says_what_to_install(install, versions, sentence):
+    install(versions)
+    assert missing() == sentence + ADVICE
+
+
+def test_a_gpu_without_triton_is_served_by_xla_and_told_why(install, monkeypatch):
+    install({})
+    monkeypatch.setattr(implementation.jax, "default_backend", lambda: "gpu")
+    choice = choose(CALL)
+    assert choice.implementation.name == "xla"
+    assert f"`triton` needs triton, which is not installed{ADVICE}" in choice.reason
+
+
+def test_a_machine_without_a_gpu_is_not_asked_for_its_packages(install):
+    install({})
+    assert choose(CALL).implementation.name == "triton"
+    assert choose(dataclasses.replace(CALL, device=Device("cpu"))).implementation.name == "xla"
