@@ -18,7 +18,7 @@ from rich.table import Table
 from jattn.devices import started_devices
 from jattn.no_device import NoDeviceError
 from jattn_kernels.call import AttentionCall, Call, Device, ExpertsCall, NormCall, Operation, default_device
-from jattn_kernels.dispatch import choose
+from jattn_kernels.dispatch import choose, implementations
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.triton.implementation import unmet
 
@@ -122,8 +122,15 @@ def served(device: Device) -> list[Served]:
             except NotImplementedError as refusal:
                 found.append(Served(call.operation, dtype, None, str(refusal)))
             else:
-                found.append(Served(call.operation, dtype, choice.implementation.name, choice.reason))
+                name = choice.implementation.name
+                found.append(Served(call.operation, dtype, name, choice.reason + _if_asked(call, name)))
     return found
+
+
+def _if_asked(call: Call, chosen: str) -> str:
+    """A sentence on those that serve a call only if `implementation` names them."""
+    others = [f"`{entry.name}`" for entry in implementations() if entry.name != chosen and entry.refuses(call) is None]
+    return f" If asked for: {', '.join(others)}." if others else ""
 
 
 def _examples(dtype: str, device: Device) -> Iterator[Call]:
