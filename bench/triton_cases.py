@@ -1,4 +1,4 @@
-"""The calls that the Triton kernels are compiled for: main configurations, and every case of the kernels' tests."""
+"""The calls that the Triton kernels are compiled for: main configurations, and every case of the shared table."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import jattn_kernels
 from jattn_kernels import AttentionSpec
 from tests.kernels.harness.case_table import CASES, Case, build
-from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
 
 Call = Callable[[], Any]
 _FP8 = "float8_e4m3fn"
@@ -18,9 +17,7 @@ _FP8 = "float8_e4m3fn"
 
 def triton_cases() -> dict[str, Call]:
     """By name, what launches a case's kernels."""
-    return MAIN | {
-        f"{case.operation}/{case.name}": functools.partial(_table_case, case) for case in CASES + KERNEL_SIZED
-    }
+    return MAIN | {f"{case.operation}/{case.name}": functools.partial(_table_case, case) for case in CASES}
 
 
 def _table_case(case: Case) -> Any:
