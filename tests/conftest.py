@@ -23,5 +23,8 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 def pytest_configure(config):
     """On the CPU most of a test's time is compiling what then runs for milliseconds; on a GPU kernels are as users'."""
-    if "not gpu" in config.getoption("markexpr"):
+    selected = config.getoption("markexpr")
+    if "not gpu" in selected:
         jax.config.update("jax_disable_most_optimizations", True)
+    if "gpu" not in selected.replace("not gpu", ""):
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported

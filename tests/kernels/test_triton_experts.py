@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.harness.triton_interpreter import interpreted  # first: kernels are interpreted
-
-from jattn_kernels import Routing, mixture_of_experts, routed_experts  # isort: skip
+from jattn_kernels import Routing, mixture_of_experts, routed_experts
 from jattn_kernels.call import Device, ExpertsCall
 from jattn_kernels.lowering import expert_groups
 from jattn_kernels.lowering.expert_groups import silu_gate
@@ -23,6 +21,7 @@ from jattn_kernels.triton.experts.grouped_product import grouped_product
 from jattn_kernels.triton.gpus import SHARED_MEMORY, num_sms
 from jattn_kernels.triton.implementation import refuses
 from tests.kernels.harness.expert_cases import ExpertCase, assert_mixture, build, clamped_swiglu, route_choices
+from tests.kernels.harness.triton_interpreter import interpreted  # first: kernels are interpreted
 
 SMALL = {"hidden": 64, "units": 32}
 CASES = [

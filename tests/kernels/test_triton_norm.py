@@ -1,7 +1,7 @@
 """The norm's Triton kernel, by its interpreter."""
 
 # isort: off
-from tests.kernels.harness.triton_interpreter import interpreted  # before any kernel
+from tests.kernels.harness.triton_interpreter import interpreted
 # isort: on
 
 import jax

@@ -1,7 +1,7 @@
 """The Triton kernel of the rotary embedding with the page write, by its interpreter."""
 
 # isort: off
-from tests.kernels.harness.triton_interpreter import interpreted  # before any kernel
+from tests.kernels.harness.triton_interpreter import interpreted
 # isort: on
 
 import jax

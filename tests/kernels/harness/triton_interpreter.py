@@ -1,27 +1,22 @@
 """Triton's interpreter behind JAX's arrays: kernels run on the CPU, by NumPy, with no torch.
 
-Kernels are interpreted if TRITON_INTERPRET=1 is set when their modules are imported, so this module comes first.
+Kernels are interpreted if TRITON_INTERPRET=1 is set before Triton is imported: `tests/conftest.py` does.
 """
 
+import contextlib
 import os
 import threading
-
-import jax
-import pytest
-
-if jax.default_backend() == "gpu":
-    pytest.skip("on a GPU the kernels are compiled, for the tests of GPUs", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
-
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jattn_kernels.triton import launch
 
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the tests of GPUs compile Triton's kernels", allow_module_level=True)
 pytest.importorskip("triton", reason="the group `dev` has it")
 import triton.language as tl
 from triton.runtime import interpreter
