@@ -30,6 +30,13 @@ class Device:
     compute_capability: tuple[int, int] | None = None
     num_sms: int | None = None
 
+    @property
+    def words(self) -> str:
+        """What sentences call it: the compute capability of an NVIDIA GPU, else the platform."""
+        if self.compute_capability is None:
+            return self.platform
+        return "compute capability {}.{}".format(*self.compute_capability)
+
 
 def default_device() -> Device:
     """The kind of JAX's default device, now."""

@@ -29,3 +29,18 @@ class Implementation:
     run: Callable[[Any, Any], Any]
     make_schedule: Callable[..., Any] = _no_schedule
     per_sequence_work: frozenset[str] = frozenset()
+
+
+_MODES = {
+    "jax_enable_x64": "does not run under `jax_enable_x64`: its kernels count in int32.",
+    "check_vma": "does not run in a `shard_map` that tracks what varies: give it check_vma=False.",
+}
+
+
+def refuses_mode(name: str, call: Call) -> str | None:
+    """Why kernels that are no operations of XLA cannot serve a call in the modes of JAX that it is traced in, or None.
+
+    Args:
+        name: Of the implementation.
+    """
+    return next((f"`{name}` {sentence}" for mode, sentence in _MODES.items() if mode in call.modes), None)

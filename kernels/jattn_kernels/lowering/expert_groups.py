@@ -1,15 +1,17 @@
-"""Tokens' rows grouped by expert: where each row stands, and the tiles of rows that a product has to do.
+"""Tokens' rows grouped by expert: where each row stands, what the grouped products read, and how they are summed.
 
 A row is one of a token's choices. The rows of an expert stand one after the other in slots, those of each expert from a
 multiple of 8 on, so that what is stored in groups of 8 rows never meets another expert's.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from jattn_kernels.operands import ExpertsOperands
 
 GROUP = 8  # rows that a tile of wgmma's operands has
 _BLOCK = 128  # tokens that are counted by one product
@@ -31,6 +33,42 @@ class ExpertGroups(NamedTuple):
     sources: Int32[Array, " S"]
     work: Int32[Array, "tiles 3"]
     num_tiles: Int32[Array, "1"]
+
+
+class ProductOperands(NamedTuple):
+    """What the kernel of a grouped product reads.
+
+    Attributes:
+        x: Rows.
+        sources: Which row of x stands in a slot; None where they stand in their slots already.
+        kernel: Weights of all layers.
+        bias: Of all layers, or None.
+        layer: Which of them.
+        work, num_tiles: As in ExpertGroups.
+    """
+
+    x: Float[Array, "X K"]
+    sources: Int[Array, " S"] | None
+    kernel: Float[Array, "L E K C"]
+    bias: Float[Array, "L E C"] | None
+    layer: Int[Array, "1"]
+    work: Int[Array, "tiles 3"]
+    num_tiles: Int[Array, "1"]
+
+    @classmethod
+    def of_first(cls, operands: ExpertsOperands, groups: ExpertGroups, x: Float[Array, "X D"]) -> "ProductOperands":
+        """Of rows wherever they are, and the gate's and the other half's weights."""
+        return cls._of(operands, groups, x, groups.sources, operands.gate_up, operands.gate_up_bias)
+
+    @classmethod
+    def of_second(cls, operands: ExpertsOperands, groups: ExpertGroups, x: Float[Array, "S F"]) -> "ProductOperands":
+        """Of hidden units in their slots, and the weights down."""
+        return cls._of(operands, groups, x, None, operands.down, operands.down_bias)
+
+    @classmethod
+    def _of(cls, operands: ExpertsOperands, groups: ExpertGroups, x: Any, sources: Any, kernel: Any, bias: Any) -> Any:
+        layer = operands.layer_index.reshape(1)
+        return cls(x, sources, kernel, bias, layer, groups.work, groups.num_tiles)
 
 
 def most_slots(num_tokens: int, per_token: int, num_experts: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, NormCall, Operation
-from jattn_kernels.implementation import Implementation
+from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
 
 _HOPPER = (9, 0)
@@ -38,25 +38,13 @@ _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
 }
 
 
-_MODES = {
-    "jax_enable_x64": "`mosaic` does not run under `jax_enable_x64`: its kernels count in int32.",
-    "check_vma": "`mosaic` does not run in a `shard_map` that tracks what varies: give it check_vma=False.",
-}
-
-
 def refuses(call: Call) -> str | None:
     """Why `mosaic` cannot serve a call, or None."""
     device = call.device
     if device.compute_capability != _HOPPER:
-        found = (
-            device.platform
-            if device.compute_capability is None
-            else "compute capability {}.{}".format(*device.compute_capability)
-        )
-        return f"`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is {found}."
-    for mode, sentence in _MODES.items():
-        if mode in call.modes:
-            return sentence
+        return f"`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is {device.words}."
+    if sentence := refuses_mode("mosaic", call):
+        return sentence
     match call:
         case NormCall():
             return _refuses_norm(call)

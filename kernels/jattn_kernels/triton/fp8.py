@@ -5,6 +5,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}  # of dtypes, as the functions here have them
+
 
 @triton.jit
 @no_type_check
@@ -35,3 +37,19 @@ def to_fp8(x, FP8: tl.constexpr):
     below = (size + LARGE).to(tl.uint32, bitcast=True) & 0xFF
     byte = tl.where(size < 2.0 ** (1 - BIAS), below, normal)
     return (sign | tl.where(x == x, byte, NAN)).to(tl.uint8)
+
+
+@triton.jit
+@no_type_check
+def from_fp8(byte, FP8: tl.constexpr):
+    """float16 of the bytes of 8-bit floats, by integer arithmetic: every one is exact, and no GPU lacks it.
+
+    A NaN of e4m3 becomes 480; numbers that a pool stores are finite.
+    """
+    bits = byte.to(tl.uint16)
+    if FP8 == "e5m2":
+        half = (bits << 8).to(tl.float16, bitcast=True)
+    else:
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        half = half * 256.0  # the exponents' biases are 8 apart
+    return half

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, NormCall
-from jattn_kernels.implementation import Implementation
+from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
 
@@ -26,19 +26,14 @@ _MOST_LATENT = 512
 _MOST_ROTATED = 1024  # numbers of a head that is rotated and written
 _MOST_COLUMNS = 32768  # of a norm: a program holds a row in registers
 _ATTENTION = ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend")
-_MODES = {
-    "jax_enable_x64": "`triton` does not run under `jax_enable_x64`: its kernels count in int32.",
-    "check_vma": "`triton` does not run in a `shard_map` that tracks what varies: give it check_vma=False.",
-}
 
 
 def refuses(call: Call) -> str | None:
     """Why `triton` cannot serve a call, or None."""
     if not is_interpreting() and (sentence := _refuses_device(call)):
         return sentence
-    for mode, sentence in _MODES.items():
-        if mode in call.modes:
-            return sentence
+    if sentence := refuses_mode("triton", call):
+        return sentence
     match call:
         case NormCall():
             return _refuses_norm(call)
@@ -58,11 +53,8 @@ def _refuses_experts(call: ExpertsCall) -> str | None:
 def _refuses_device(call: Call) -> str | None:
     device = call.device
     if device.compute_capability not in SHARED_MEMORY:
-        found = device.platform
-        if device.compute_capability is not None:
-            found = "compute capability {}.{}".format(*device.compute_capability)
         served = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
-        return f"`triton` has kernels for compute capability {served}; this is {found}."
+        return f"`triton` has kernels for compute capability {served}; this is {device.words}."
     # What another machine would do is not asked of this one's packages.
     return missing() if jax.default_backend() == "gpu" else None
 

@@ -19,11 +19,10 @@ from jaxtyping import Array, Float
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.operands import RotaryOperands
 from jattn_kernels.triton.attention.config import Strides, page_strides
-from jattn_kernels.triton.fp8 import to_fp8
+from jattn_kernels.triton.fp8 import NAMES, to_fp8
 from jattn_kernels.triton.gpus import num_sms
 from jattn_kernels.triton.launch import launch
 
-_FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 # Numbers of a program, and its warps: of few programs, and of more than run at a time.
 _SMALL, _LARGE = (1024, 2), (4096, 4)
 _PROGRAMS_PER_SM = 32
@@ -109,7 +108,7 @@ def rotate_and_write(
         num_slots=min(k_pages.shape[1 if stacked else 0] * call.page_size, 2**31 - 1),
         page_size=call.page_size,
         row=page_strides(k_pages.shape, spec, stacked=stacked, kv_index=0),
-        fp8=_FP8.get(call.kv_dtype, ""),
+        fp8=NAMES.get(call.kv_dtype, ""),
     )
     pages = (k_pages, operands.v_pages)
     *written, q = launch(

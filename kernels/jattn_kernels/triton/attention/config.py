@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.triton.fp8 import NAMES
 
 LEAST_BLOCK = 16  # rows and columns that a product of Triton has
 
@@ -161,9 +162,9 @@ class AttendConfig:
         return _DTYPES[self.compute_dtype]
 
     @property
-    def kv_bytes(self) -> bool:
-        """Whether stored keys are bytes that the kernel makes numbers of."""
-        return self.kv_dtype.startswith("float8")
+    def fp8(self) -> str:
+        """How stored bytes become numbers; "" if they are numbers."""
+        return NAMES.get(self.kv_dtype, "")
 
     @property
     def columns(self) -> tuple[tuple[int, int, int], ...]:

@@ -16,10 +16,7 @@ import triton
 import triton.language as tl
 
 from jattn_kernels.triton.attention.keys import key_rows, load_part, rotate_halves
-from jattn_kernels.triton.attention.logits import logits_of, seen_keys
-
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
+from jattn_kernels.triton.attention.logits import LN_2, LOG2_E, logits_of, seen_keys
 
 
 @triton.jit

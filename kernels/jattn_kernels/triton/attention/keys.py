@@ -5,6 +5,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from jattn_kernels.triton.fp8 import from_fp8
+
 ANGLE = tl.constexpr(6.283185307179586 / 2**32)
 
 
@@ -42,25 +44,10 @@ def load_part(head, row, is_key, PART: tl.constexpr, MASKED: tl.constexpr, C: tl
             part = tl.load(at)
     else:
         part = tl.load(at, mask=is_key[:, None] & (column < WIDTH)[None], other=0)
-    if C.kv_bytes:
-        part = from_fp8(part, C)
+    FP8: tl.constexpr = C.fp8
+    if FP8 != "":
+        part = from_fp8(part, FP8)
     return part
-
-
-@triton.jit
-@no_type_check
-def from_fp8(byte, C: tl.constexpr):
-    """float16 of the bytes of 8-bit floats, by integer arithmetic: every one is exact, and no GPU lacks it.
-
-    A NaN of e4m3 becomes 480; numbers that a pool stores are finite.
-    """
-    bits = byte.to(tl.uint16)
-    if C.kv_dtype == "float8_e5m2":
-        half = (bits << 8).to(tl.float16, bitcast=True)
-    else:
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        half = half * 256.0  # the exponents' biases are 8 apart
-    return half
 
 
 @triton.jit

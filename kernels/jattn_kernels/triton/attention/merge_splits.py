@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 
 from jattn_kernels.triton.attention.config import AttendConfig
-
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
+from jattn_kernels.triton.attention.logits import LN_2, LOG2_E
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import ExpertsCall
-from jattn_kernels.lowering.expert_groups import ExpertGroups, group_by_expert, sum_in_pieces, weighed_rows
+from jattn_kernels.lowering.expert_groups import (
+    ExpertGroups,
+    ProductOperands,
+    group_by_expert,
+    sum_in_pieces,
+    weighed_rows,
+)
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.triton.experts.activation import steps_of
-from jattn_kernels.triton.experts.grouped_product import ProductOperands, grouped_product
+from jattn_kernels.triton.experts.grouped_product import grouped_product
 from jattn_kernels.triton.experts.tile_sizes import product_tiles, rows_of_tile
 
 
@@ -21,26 +27,9 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
     if call.routing is not None:
         weights, chosen = routed(operands.logits, call.routing, operands.choice_bias)
     groups = group_by_expert(chosen, call.num_experts, rows_of_tile(call), rows_of_choices=call.weighs_inputs)
-    layer = operands.layer_index.reshape(1)
     rows = weighed_rows(operands.x, weights.T) if call.weighs_inputs else operands.x
-    first = ProductOperands(
-        x=rows,
-        sources=groups.sources,
-        kernel=operands.gate_up,
-        bias=operands.gate_up_bias,
-        layer=layer,
-        work=groups.work,
-        num_tiles=groups.num_tiles,
-    )
-    second = ProductOperands(
-        x=_hidden(call, first),
-        sources=None,
-        kernel=operands.down,
-        bias=operands.down_bias,
-        layer=layer,
-        work=groups.work,
-        num_tiles=groups.num_tiles,
-    )
+    hidden = _hidden(call, ProductOperands.of_first(operands, groups, rows))
+    second = ProductOperands.of_second(operands, groups, hidden)
     return _returned(call, second, groups, None if call.weighs_inputs else weights.T)
 
 

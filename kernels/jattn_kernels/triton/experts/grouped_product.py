@@ -9,38 +9,18 @@ neighbours for some columns, then for the next ones, so that weights come from m
 """
 
 import dataclasses
-from typing import NamedTuple, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jattn_kernels.lowering.expert_groups import ProductOperands
 from jattn_kernels.triton.experts.activation import Step, evaluate
 from jattn_kernels.triton.experts.tile_sizes import ProductTiles
 from jattn_kernels.triton.launch import launch
-
-
-class ProductOperands(NamedTuple):
-    """What the kernel reads.
-
-    Attributes:
-        x: Rows.
-        sources: Which row of x stands in a slot; None where they stand in their slots already.
-        kernel: Weights of all layers.
-        bias: Of all layers, or None.
-        layer: Which of them.
-        work, num_tiles: As in ExpertGroups.
-    """
-
-    x: Float[Array, "X K"]
-    sources: Int[Array, " S"] | None
-    kernel: Float[Array, "L E K C"]
-    bias: Float[Array, "L E C"] | None
-    layer: Int[Array, "1"]
-    work: Int[Array, "tiles 3"]
-    num_tiles: Int[Array, "1"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

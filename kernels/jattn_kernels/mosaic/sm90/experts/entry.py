@@ -6,11 +6,18 @@ import jax
 from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.call import ExpertsCall
-from jattn_kernels.lowering.expert_groups import ExpertGroups, group_by_expert, most_slots, sum_in_pieces, weighed_rows
+from jattn_kernels.lowering.expert_groups import (
+    ExpertGroups,
+    ProductOperands,
+    group_by_expert,
+    most_slots,
+    sum_in_pieces,
+    weighed_rows,
+)
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import route
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
-from jattn_kernels.mosaic.sm90.experts.grouped_product import ProductOperands, grouped_product
+from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.routing_spec import Routing
@@ -21,30 +28,11 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
     sizes = product_tiles(call)
     weights, groups = _in_order(call, operands, sizes.block_rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
-    layer = operands.layer_index.reshape(1)
+    rows = weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x
     hidden = grouped_product(
-        ProductOperands(
-            x=weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x,
-            sources=groups.sources,
-            kernel=operands.gate_up,
-            bias=operands.gate_up_bias,
-            layer=layer,
-            work=groups.work,
-            num_tiles=groups.num_tiles,
-        ),
-        sizes,
-        num_slots=num_slots,
-        activation=call.activation,
+        ProductOperands.of_first(operands, groups, rows), sizes, num_slots=num_slots, activation=call.activation
     )
-    second = ProductOperands(
-        x=hidden,
-        sources=None,
-        kernel=operands.down,
-        bias=operands.down_bias,
-        layer=layer,
-        work=groups.work,
-        num_tiles=groups.num_tiles,
-    )
+    second = ProductOperands.of_second(operands, groups, hidden)
 
     def product(operands: ProductOperands, columns: slice) -> Float[Array, "S columns"]:
         return grouped_product(operands, sizes, num_slots=num_slots, columns=columns)

@@ -25,8 +25,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jattn_kernels.lowering.expert_groups import ProductOperands
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.gather import ROW_BYTES, gather_rows, gathered
@@ -34,27 +35,6 @@ from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
 _PAIR = 2  # blocks of columns that a consumer warpgroup sums
-
-
-class ProductOperands(NamedTuple):
-    """What the kernel reads.
-
-    Attributes:
-        x: Rows.
-        sources: Which row of x stands in a slot; None where they stand in their slots already.
-        kernel: Weights of all layers.
-        bias: Of all layers, or None.
-        layer: Which of them.
-        work, num_tiles: As in ExpertGroups.
-    """
-
-    x: Float[Array, "X K"]
-    sources: Int[Array, " S"] | None
-    kernel: Float[Array, "L E K C"]
-    bias: Float[Array, "L E C"] | None
-    layer: Int[Array, "1"]
-    work: Int[Array, "tiles 3"]
-    num_tiles: Int[Array, "1"]
 
 
 class _Scratch(NamedTuple):
