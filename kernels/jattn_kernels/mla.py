@@ -20,6 +20,7 @@ def mla_decode(
     *,
     spec: AttentionSpec,
     return_lse: bool = False,
+    schedule: Any = None,
     implementation: str | None = None,
     **options: Unpack[LatentKwargs],
 ) -> Float[Array, "B Q N C"] | tuple[Float[Array, "B Q N C"], Float[Array, "B Q N"]]:
@@ -32,6 +33,7 @@ def mla_decode(
             A row is the key; its first C numbers are the value.
         spec: num_kv_heads 1, head_dim C + R, v_head_dim C, and the model's own `sm_scale`.
         kv_scale: Factor of fp8 rows, which are keys and values in one: a scalar, [1], or [L, 1] with `layer_index`.
+        schedule: As in `paged_decode`, made for `operation` "mla_decode".
         Others: As in `paged_decode`.
 
     Returns:
@@ -50,6 +52,7 @@ def mla_decode(
         operands,
         spec=spec,
         page_size=page_size,
+        schedule=schedule,
         return_lse=return_lse,
         implementation=implementation,
     )
@@ -66,6 +69,7 @@ def mla_extend(
     *,
     spec: AttentionSpec,
     return_lse: bool = False,
+    schedule: Any = None,
     implementation: str | None = None,
     **options: Unpack[LatentKwargs],
 ) -> Float[Array, "T N C"] | tuple[Float[Array, "T N C"], Float[Array, "T N"]]:
@@ -73,6 +77,7 @@ def mla_extend(
 
     Args:
         cu_q_lens: As in `paged_extend`.
+        schedule: As in `paged_extend`, made for `operation` "mla_extend".
         Others: As in `mla_decode`.
 
     Returns:
@@ -97,6 +102,7 @@ def mla_extend(
         operands,
         spec=spec,
         page_size=page_size,
+        schedule=schedule,
         return_lse=return_lse,
         implementation=implementation,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jattn_kernels
-from jattn_kernels import AttentionSpec, make_schedule, paged_decode, paged_extend
+from jattn_kernels import AttentionSpec, make_schedule, mla_decode, paged_decode, paged_extend
 from jattn_kernels.triton.attention import entry, tile_sizes
 from tests.kernels.harness.case_table import CASES, assert_close, build, by_name
 from tests.kernels.harness.triton_interpreter import interpreted
@@ -99,6 +99,21 @@ def test_schedule_of_a_step_gives_what_the_call_alone_gives(small_tiles):
         without = paged_decode(*arguments, return_lse=True, **facts)
     assert schedule is not None
     assert int((schedule.work.split >= 0).sum()) > 1
+    for one, other in zip(with_it, without, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_schedule_of_latents_gives_what_the_call_alone_gives(small_tiles):
+    spec = AttentionSpec(num_q_heads=4, num_kv_heads=1, head_dim=24, v_head_dim=16, sm_scale=0.25)
+    q, _, _, table, lens = decode_arguments([70, 3, 0, 41])
+    rows = jnp.asarray(np.random.default_rng(1).standard_normal((40, 8, 24)), jnp.bfloat16)
+    facts = {"spec": spec, "implementation": "triton"}
+    with interpreted():
+        about = {"num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 8, "operation": "mla_decode"}
+        schedule = make_schedule(lens, **about, **facts)
+        with_it = mla_decode(q, q[..., :8], rows, table, lens, schedule=schedule, return_lse=True, **facts)
+        without = mla_decode(q, q[..., :8], rows, table, lens, return_lse=True, **facts)
+    assert schedule is not None
     for one, other in zip(with_it, without, strict=True):
         np.testing.assert_array_equal(one, other)
 
