@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
 from jattn.devices import started_devices
@@ -17,12 +15,12 @@ from jattn.progress import logger, shown
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.fitting import check_fits
-from jattn.serving.frontend.bad_words import without_bad_words
 from jattn.serving.frontend.chat import ChatTemplate
 from jattn.serving.frontend.config_fields import takes_fields_of
 from jattn.serving.frontend.default_sampling import default_sampling
+from jattn.serving.frontend.intake import Intake
 from jattn.serving.frontend.outputs import Delta, RequestOutput, SequenceReader, gather
-from jattn.serving.frontend.prompts import Prompt, listed
+from jattn.serving.frontend.prompts import Prompt
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
 from jattn.serving.resolved_config import computing_dtype
@@ -80,7 +78,7 @@ class LLM:
         eos_token_ids = _eos_token_ids(checkpoint)
         drafter = config.speculative if isinstance(config.speculative, DraftModel) else None
         dtype = computing_dtype(config)
-        self._default_params = SamplingParams(**default_sampling(checkpoint.generation_config, checkpoint.path))
+        default_params = SamplingParams(**default_sampling(checkpoint.generation_config, checkpoint.path))
         check_fits(config, checkpoint, num_eos_ids=len(eos_token_ids))
         with shown("Loading weights", len(checkpoint.tensor_names), wanted=config.progress) as advance:
             model = model_class(checkpoint.architecture).from_checkpoint(checkpoint.watched(advance), dtype=dtype)
@@ -90,6 +88,7 @@ class LLM:
             draft_model=drafter.load(checkpoint, dtype=dtype) if drafter else None,
             eos_token_ids=eos_token_ids,
         )
+        self.intake = Intake(self.engine, self.tokenizer, default_params)
         self._latest = _Latest(RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.kv_cache.num_pages))
         self._running: list[RunStats] = []
         self._lock = threading.RLock()  # re-entered where the garbage collector closes a stream amid a step
@@ -101,7 +100,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """How the checkpoint's authors sample: what its generation_config.json says, and else the defaults."""
-        return self._default_params
+        return self.intake.default_params
 
     def generate(
         self,
@@ -162,36 +161,8 @@ class LLM:
         """
         return self._serve(self._requests(prompts, sampling_params))
 
-    def _requests(self, prompts, sampling_params) -> list[list[Request]]:
-        """A request for each sequence of each prompt."""
-        prompts = listed(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self._default_params] * len(prompts)
-        is_several = isinstance(sampling_params, Sequence)
-        if not is_several or not all(isinstance(params, SamplingParams) for params in sampling_params):
-            raise ValueError(f"`sampling_params` must be `SamplingParams`, or several. Got {sampling_params!r}.")
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                "`sampling_params` must be one for all prompts or one for each. "
-                f"Got {len(sampling_params)} for {len(prompts)} prompts."
-            )
-        sampling_params = [without_bad_words(params, self.tokenizer) for params in sampling_params]
-        ids = [
-            self._truncated(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
-            for prompt, params in zip(prompts, sampling_params, strict=True)
-        ]
-        with self._lock:
-            return [
-                [self.engine.make_request(prompt, params.of_sequence(i)) for i in range(params.n)]
-                for prompt, params in zip(ids, sampling_params, strict=True)
-            ]
-
-    def _truncated(self, prompt: Any, params: SamplingParams) -> Any:
-        """The prompt's last tokens, as many as asked for; at most those that leave room for one token."""
-        count = params.truncate_prompt_tokens
-        if count is None or not isinstance(prompt, Sequence | np.ndarray):
-            return prompt
-        return prompt[-(self.engine.config.max_context_len - 1 if count == -1 else count) :]
+    def _requests(self, prompts: Any, sampling_params: Any) -> list[list[Request]]:
+        return self.intake.make_requests(prompts, sampling_params)
 
     def _serve(self, requests: list[list[Request]]) -> Iterator[Delta]:
         stats = self._latest.stats = RunStats(

@@ -151,10 +151,13 @@ class SequenceReader:
 
     def read(self) -> list[Delta]:
         """A delta for each new token; one more if the request has ended without one. No step may run meanwhile."""
+        return self.read_to(len(self.request.generated), self.request.finish_reason)
+
+    def read_to(self, end: int, reason: FinishReason | None) -> list[Delta]:
+        """As `read`, of the first `end` tokens and why these are all; a step may run meanwhile."""
         deltas = []
-        reason, end = self.request.finish_reason, len(self.request.generated)
         while not self.finished and (self._num_read < end or reason):
-            tokens = tuple(self.request.generated[self._num_read : self._num_read + 1])
+            tokens = tuple(self.request.generated[self._num_read : min(self._num_read + 1, end)])
             deltas.append(self._delta(tokens, reason if self._num_read + len(tokens) == end else None))
         return deltas
 

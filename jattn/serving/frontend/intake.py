@@ -1,0 +1,67 @@
+"""Intake: prompts and parameters, as callers give them, to an engine's requests."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jattn.serving.engine import Engine
+from jattn.serving.frontend.bad_words import without_bad_words
+from jattn.serving.frontend.prompts import listed
+from jattn.serving.frontend.text import Tokenizer
+from jattn.serving.request import Request, SamplingParams
+
+
+class Intake:
+    """Makes requests of one engine, from any thread.
+
+    Args:
+        engine: The requests are for it; they are not queued yet.
+        default_params: For callers that give none.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, default_params: SamplingParams):
+        self.default_params = default_params
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # the engine counts its requests
+
+    def make_requests(self, prompts: Any, sampling_params: Any = None) -> list[list[Request]]:
+        """A request for each sequence of each prompt.
+
+        Args:
+            prompts: `Prompt`, one or several.
+            sampling_params: `SamplingParams`, one for all or one for each; None is the default.
+
+        Raises:
+            ValueError: One of them cannot be served.
+        """
+        prompts = listed(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or self.default_params] * len(prompts)
+        is_several = isinstance(sampling_params, Sequence)
+        if not is_several or not all(isinstance(params, SamplingParams) for params in sampling_params):
+            raise ValueError(f"`sampling_params` must be `SamplingParams`, or several. Got {sampling_params!r}.")
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                "`sampling_params` must be one for all prompts or one for each. "
+                f"Got {len(sampling_params)} for {len(prompts)} prompts."
+            )
+        sampling_params = [without_bad_words(params, self._tokenizer) for params in sampling_params]
+        ids = [
+            self._truncated(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
+            for prompt, params in zip(prompts, sampling_params, strict=True)
+        ]
+        with self._lock:
+            return [
+                [self._engine.make_request(prompt, params.of_sequence(i)) for i in range(params.n)]
+                for prompt, params in zip(ids, sampling_params, strict=True)
+            ]
+
+    def _truncated(self, prompt: Any, params: SamplingParams) -> Any:
+        """The prompt's last tokens, as many as asked for; at most those that leave room for one token."""
+        count = params.truncate_prompt_tokens
+        if count is None or not isinstance(prompt, Sequence | np.ndarray):
+            return prompt
+        return prompt[-(self._engine.config.max_context_len - 1 if count == -1 else count) :]
