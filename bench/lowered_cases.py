@@ -134,6 +134,10 @@ def _rotations() -> Iterator[tuple[str, Hashed]]:
         slots, layer = _array((tokens,), "int32"), _array((), "int32")
         call = functools.partial(lowered_hash, rotate, qkv, angle, angle, pages, pages, slots, layer_index=layer)
         yield f"rotate_and_write/{layout}_{head_dim}_{tokens}", call
+        if (layout, tokens) == ("NHD", 8):
+            scale = _array((2, head_dim), "bfloat16")
+            norms = jattn_kernels.HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6)
+            yield f"rotate_and_write/normed_{head_dim}_{tokens}", functools.partial(call, norms=norms)
 
 
 def _mixtures() -> Iterator[tuple[str, Hashed]]:

@@ -72,10 +72,17 @@ def _norm(rows: int, columns: int, dtype: str = "bfloat16") -> Any:
 
 
 def _rotary(
-    tokens: int, *, heads: tuple[int, int] = (32, 8), d: int = 128, page_size: int = 16, kv_dtype: str = "bfloat16"
+    tokens: int,
+    *,
+    heads: tuple[int, int] = (32, 8),
+    d: int = 128,
+    page_size: int = 16,
+    kv_dtype: str = "bfloat16",
+    normed: bool = False,
 ) -> Any:
     qkv, angles = _array((tokens, heads[0] + 2 * heads[1], d), "bfloat16"), _array((tokens, d // 2), "float32")
-    pages = _array((2, 64, page_size, heads[1], d), kv_dtype)
+    pages, scale = _array((2, 64, page_size, heads[1], d), kv_dtype), _array((2, d), "bfloat16")
+    norms = jattn_kernels.HeadNorms(q_scale=scale, k_scale=scale, layer_index=_array(()), eps=1e-6)
     return jattn_kernels.rotate_and_write(
         qkv,
         angles,
@@ -85,6 +92,7 @@ def _rotary(
         _array((tokens,)),
         num_kv_heads=heads[1],
         layer_index=_array(()),
+        norms=norms if normed else None,
         implementation="triton",
     )
 
@@ -152,5 +160,6 @@ MAIN: dict[str, Call] = {
     "rotate_and_write_1": functools.partial(_rotary, 1),
     "rotate_and_write_8192": functools.partial(_rotary, 8192),
     "rotate_and_write_page_1": functools.partial(_rotary, 64, page_size=1),
+    "rotate_and_write_normed": functools.partial(_rotary, 64, normed=True),
     "rotate_and_write_fp8": functools.partial(_rotary, 64, kv_dtype=_FP8),
 }

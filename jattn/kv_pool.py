@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, check_whole, in_words, instance, integers, scale_arrays, whole, whole_number
 from jattn.dtype_names import named_dtype
+from jattn.norm import HeadNorms
 from jattn.pytree import pytree, static
 from jattn.rotary import Angles
 from jattn_kernels import rotate_and_write, write_latent_pages, write_pages
@@ -234,12 +235,14 @@ class KVPool:
         qkv: Float[Array, "T heads H"],
         angles: Angles,
         *,
+        norms: HeadNorms | None = None,
         implementation: str | None = None,
     ) -> tuple[Float[Array, "T N H"], "KVPool"]:
         """Queries turned by their angles, and the pool with the turned keys and the values, as `write`.
 
         Args:
             qkv: A token's query heads, then its key heads, then as many value heads.
+            norms: Of query and key heads before they turn.
             implementation: Of the kernel; None lets dispatch choose.
         """
         old = self.groups[group]
@@ -253,6 +256,7 @@ class KVPool:
             num_kv_heads=old.k.shape[3 if old.page_layout == "NHD" else 2],
             layout=old.page_layout,
             layer_index=layer_index,
+            norms=norms,
             implementation=implementation,
         )
         return q, self._with(group, k_pages, v_pages)

@@ -11,6 +11,7 @@ from jattn.arguments import array, instance
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
+from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 
 
@@ -47,9 +48,19 @@ class SavesRotated(Protocol):
     """A backend that can turn queries and keys and save keys and values at once."""
 
     def save_rotated(
-        self, qkv: Float[Array, "T heads H"], angles: Angles, layer: AttentionLayer, metadata: Any, pool: KVPool
+        self,
+        qkv: Float[Array, "T heads H"],
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: Any,
+        pool: KVPool,
+        norms: HeadNorms | None = None,
     ) -> tuple[Float[Array, "T N H"], KVPool] | None:
-        """Turned queries, and the pool with this pass's turned keys and values; None if it does not serve the layer."""
+        """Turned queries, and the pool with this pass's turned keys and values; None if it does not serve the layer.
+
+        Args:
+            norms: Of query and key heads before they turn.
+        """
         ...
 
 
@@ -69,11 +80,14 @@ def forward_rotary(
     forward_batch: ForwardBatch,
     metadata: Any,
     pool: Any,
+    *,
+    norms: HeadNorms | None = None,
 ) -> tuple[Float[Array, "T N Hv"], Any]:
     """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
 
     Args:
         qkv: A token's query heads, then its key heads, then as many value heads.
+        norms: Of query and key heads before they turn.
 
     Raises:
         ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
@@ -93,9 +107,13 @@ def forward_rotary(
         raise ValueError(
             f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
         )
-    saved = backend.save_rotated(qkv, angles, layer, metadata, pool) if isinstance(backend, SavesRotated) else None
+    saved = None
+    if isinstance(backend, SavesRotated):
+        saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
     if saved is not None:
         return forward(backend, saved[0], None, None, layer, forward_batch, metadata, saved[1], save_kv_cache=False)
+    if norms is not None:
+        qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
     q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
     return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
 

@@ -16,6 +16,7 @@ from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVPool
+from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels.dispatch import works_per_sequence
 
@@ -123,15 +124,18 @@ class PagedAttentionBackend:
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         pool: KVPool,
+        norms: HeadNorms | None = None,
     ) -> tuple[Float[Array, "T N H"], KVPool]:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
         slots = metadata.slots[layer.group]
         if self._is_fp8:
+            if norms is not None:
+                qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
             q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
             pool = pool.written(layer, slots, rotate(k, *angles), v, layer.k_scale, layer.v_scale)
             return rotate(q, *angles), pool
-        implementation = self.options.implementation
-        return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, implementation=implementation)
+        options = {"norms": norms, "implementation": self.options.implementation}
+        return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, **options)
 
     def _schedule(self, kind: LayerKind, metadata: AttentionMetadata) -> Any:
         if kind.latent or (kind.is_cross and metadata.encoder_lens is None):

@@ -2,6 +2,7 @@
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import mixture_of_experts, routed_experts
+from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
@@ -15,6 +16,7 @@ from jattn_kernels.spec import AttentionSpec
 
 __all__ = [
     "AttentionSpec",
+    "HeadNorms",
     "Routing",
     "copy_pages",
     "lse_from_base2",
@@ -25,6 +27,7 @@ __all__ = [
     "mixture_of_experts",
     "mla_decode",
     "mla_extend",
+    "normed_heads",
     "paged_decode",
     "paged_extend",
     "ragged_extend",

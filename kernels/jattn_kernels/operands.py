@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
+from jattn_kernels.head_norms import HeadNorms
+
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
 
 
@@ -149,6 +151,7 @@ class RotaryOperands:
     v_pages: Float[Array, "..."]
     slots: Int[Array, " T"]
     layer_index: Int[Array, ""] | int | None = None
+    norms: HeadNorms | None = None
 
 
 @typing.no_type_check

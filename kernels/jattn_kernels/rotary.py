@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, modes_of
 from jattn_kernels.dispatch import choose
+from jattn_kernels.head_norms import HeadNorms, check_head_norms
 from jattn_kernels.operands import RotaryOperands
 from jattn_kernels.rotation import check_angles
 from jattn_kernels.shapes.arrays import check_are_arrays, check_axes, check_sizes
@@ -24,6 +25,7 @@ def rotate_and_write(
     num_kv_heads: int,
     layout: PageLayout = "NHD",
     layer_index: Int[Array, ""] | int | None = None,
+    norms: HeadNorms | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
     """Queries turned by their angles, and the pages with the turned keys and the values; in place where donated.
@@ -35,6 +37,7 @@ def rotate_and_write(
         cos, sin: Of each pair's angle, [T, half] float32.
         slots: As `write_pages` takes them.
         layer_index: Which layer of pages with a leading layer axis; may be traced.
+        norms: Of query and key heads before they turn, as `normed_heads` does them.
         implementation: Which one to use; None lets dispatch choose.
 
     Raises:
@@ -52,14 +55,17 @@ def rotate_and_write(
             f"Got qkv.shape={qkv.shape}, num_kv_heads={num_kv_heads}."
         )
     check_angles(cos, sin, "qkv", qkv)
+    if norms is not None:
+        check_head_norms(norms, head_dim)
     rows = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), qkv.dtype)
     facts = check_page_rows(
         k_pages, v_pages, rows, rows, slots, layout=layout, combined_pool=None, layer_index=layer_index
     )
     qkv, cos, sin, k_pages, v_pages, slots = (jnp.asarray(x) for x in (qkv, cos, sin, k_pages, v_pages, slots))
     operands = RotaryOperands(
-        qkv=qkv, cos=cos, sin=sin, k_pages=k_pages, v_pages=v_pages, slots=slots, layer_index=layer_index
+        qkv=qkv, cos=cos, sin=sin, k_pages=k_pages, v_pages=v_pages, slots=slots, layer_index=layer_index, norms=norms
     )
+    features = {"partial_rotary": 2 * cos.shape[-1] < head_dim, "head_norms": norms is not None}
     call = AttentionCall(
         operation="rotate_and_write",
         spec=AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout),
@@ -67,7 +73,7 @@ def rotate_and_write(
         kv_dtype=k_pages.dtype.name,
         page_size=facts.page_size,
         num_tokens=num_tokens,
-        features=frozenset({"partial_rotary"} if 2 * cos.shape[-1] < head_dim else ()),
+        features=frozenset(name for name, is_given in features.items() if is_given),
         modes=modes_of(operands),
     )
     return choose(call, implementation).implementation.run(call, operands)

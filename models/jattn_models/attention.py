@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
+from jattn.norm import HeadNorms, normed_heads
 from jattn.parallel import Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
@@ -81,9 +81,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
-        heads = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None and self.norms_heads:
-            heads = _with_normed_heads(heads, (self.q_norm, self.num_q_heads), (self.k_norm, self.num_kv_heads))
+        heads, norms = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim), self._head_norms()
+        if norms is not None and (self.rope is None or self.qkv_clip is not None):
+            heads, norms = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads), None
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -98,26 +98,18 @@ class Attention(nnx.Module):
             out, pool = forward(backend, q, k, v, *rest)
         else:
             qkv = jnp.concatenate([q, k, v], axis=1)
-            out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest)
+            out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest, norms=norms)
         return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool
 
-
-def _with_normed_heads(
-    heads: Float[Array, "T heads H"], queries: tuple[RMSNorm, int], keys: tuple[RMSNorm, int]
-) -> Float[Array, "T heads H"]:
-    """Each head of queries and keys, given as a norm and how many, over its root mean square; values as they are.
-
-    One formula for all heads: XLA makes two kernels of it, and five of one for each part, 4 us a layer on an H200.
-    """
-    (q_norm, num_q_heads), (k_norm, num_kv_heads) = queries, keys
-    wide = heads.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + q_norm.eps)
-    head = jax.lax.broadcasted_iota(jnp.int32, heads.shape, 1)
-    q_factor, k_factor = q_norm.factor(), k_norm.factor()
-    if q_factor is not None and k_factor is not None:
-        q_factor, k_factor = (jnp.broadcast_to(factor, heads.shape) for factor in (q_factor, k_factor))
-        normed *= jnp.where(head < num_q_heads, q_factor, k_factor)
-    return jnp.where(head < num_q_heads + num_kv_heads, normed.astype(heads.dtype), heads)
+    def _head_norms(self) -> HeadNorms | None:
+        """The norms of each head by itself."""
+        if self.q_norm is None or self.k_norm is None or not self.norms_heads:
+            return None
+        scales: dict[str, Any] = {}
+        if self.q_norm.scale is not None and self.k_norm.scale is not None:
+            (q_scale, layer), (k_scale, _) = (each.stack_and_layer for each in (self.q_norm.scale, self.k_norm.scale))
+            scales = {"q_scale": q_scale, "k_scale": k_scale, "layer_index": layer}
+        return HeadNorms(eps=self.q_norm.eps, offset=self.q_norm.offset, **scales)
 
 
 def _norm(config: DecoderConfig, kind: LayerKind, heads: int, dtype: Any, parallel: Parallel) -> RMSNorm | None:

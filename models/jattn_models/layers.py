@@ -112,13 +112,6 @@ class RMSNorm(nnx.Module):
         stack, number = self.scale.stack_and_layer
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
-    def factor(self) -> Float32[Array, " D"] | None:
-        """What a row over its root mean square is multiplied with, if anything."""
-        if self.scale is None:
-            return None
-        stack, number = self.scale.stack_and_layer
-        return (stack if number is None else stack[number]).astype(jnp.float32) + self.offset
-
 
 class ProjectionNorm(RMSNorm):
     """The norm of all heads of a projection together.

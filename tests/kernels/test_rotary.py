@@ -6,18 +6,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jattn_kernels import AttentionSpec, rotate, rotate_and_write
+from jattn_kernels import AttentionSpec, HeadNorms, rotate, rotate_and_write
 from jattn_kernels.call import AttentionCall, Device
 from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
 from jattn_kernels.operands import RotaryOperands
 from tests.kernels.harness.interpreter import interpreted
-from tests.kernels.harness.rotary_cases import SHAPES, arguments, assert_agrees, expected
+from tests.kernels.harness.rotary_cases import (
+    NORM_KINDS,
+    SHAPES,
+    arguments,
+    assert_agrees,
+    expected,
+    head_norms,
+    normed,
+)
+
+ONES = {"q_scale": jnp.ones(64), "k_scale": jnp.ones(64)}
 
 
-def mosaic_call(arrays, layer_index, spec):
+def mosaic_call(arrays, layer_index, spec, norms=None):
     names = ("qkv", "cos", "sin", "k_pages", "v_pages", "slots")
-    operands = RotaryOperands(**dict(zip(names, arrays, strict=True)), layer_index=layer_index)
+    operands = RotaryOperands(**dict(zip(names, arrays, strict=True)), layer_index=layer_index, norms=norms)
     dtypes = dict.fromkeys(("q_dtype", "kv_dtype"), operands.qkv.dtype.name)
     return AttentionCall(operation="rotate_and_write", spec=spec, page_size=None, **dtypes), operands
 
@@ -46,6 +56,42 @@ def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, 
         assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
 
 
+def assert_norms_then_turns(given, norms, num_kv_heads, layout, **options):
+    """Values go to their pages as they are, queries and keys normed."""
+    results = rotate_and_write(*given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, norms=norms, **options)
+    rows = normed(given[0], norms, num_kv_heads)
+    assert_agrees(results, expected(num_kv_heads, layout, 1, rows, *given[1:]), normed_as=given[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", NORM_KINDS)
+def test_rotate_and_write_norms_heads_before_they_turn(kind, dtype):
+    given = arguments(6, 2, 128, "NHD", dtype=dtype, half=48)
+    assert_norms_then_turns(given, head_norms(128, dtype=dtype, kind=kind), 2, "NHD", implementation="xla")
+
+
+@pytest.mark.parametrize("kind", NORM_KINDS)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+def test_mosaic_rotate_and_write_norms_heads_without_races(
+    monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, kind
+):
+    given = arguments(num_q_heads, num_kv_heads, head_dim, layout)
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    with interpreted():
+        norms = head_norms(head_dim, kind=kind)
+        assert_norms_then_turns(given, norms, num_kv_heads, layout, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", NORM_KINDS)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+def test_gpu_rotate_and_write_norms_heads(num_q_heads, num_kv_heads, head_dim, layout, kind, dtype):
+    given = arguments(num_q_heads, num_kv_heads, head_dim, layout, dtype=dtype)
+    norms = head_norms(head_dim, dtype=dtype, kind=kind)
+    assert_norms_then_turns(given, norms, num_kv_heads, layout, implementation="mosaic")
+
+
 @pytest.mark.parametrize("blocks", [1, 12])
 def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeypatch, blocks):
     given = arguments(6, 2, 128, "NHD")
@@ -57,11 +103,13 @@ def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeyp
         assert_agrees(results, expected(2, "NHD", 1, *given))
 
 
+@pytest.mark.parametrize("norms", [None, "layers"])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
-def test_mosaic_rotate_and_write_lowers_for_cuda_in_place(num_q_heads, num_kv_heads, head_dim, layout):
+def test_mosaic_rotate_and_write_lowers_for_cuda_in_place(num_q_heads, num_kv_heads, head_dim, layout, norms):
     spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout)
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout)
-    in_place = jax.jit(lambda layer, *given: mosaic_rotate_and_write(*mosaic_call(given, layer, spec)))
+    norms = None if norms is None else head_norms(head_dim, kind=norms)
+    in_place = jax.jit(lambda layer, *given: mosaic_rotate_and_write(*mosaic_call(given, layer, spec, norms)))
     traced = in_place.trace(jnp.int32(1), *given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("#stablehlo.output_operand_alias<") == 2
@@ -89,6 +137,10 @@ def test_gpu_rotate_and_write_agrees(num_q_heads, num_kv_heads, head_dim, layout
         ({"cos": None}, "`cos`"),
         ({"k_pages": [1.0]}, "`k_pages`"),
         ({"slots": jnp.zeros(4, jnp.int32)}, "`slots`"),
+        ({"norms": 1e-6}, "`norms` must be None or HeadNorms"),
+        ({"norms": HeadNorms(q_scale=jnp.ones(64), eps=1e-6)}, "both scales or none. Got q_scale alone"),
+        ({"norms": HeadNorms(q_scale=jnp.ones(64), k_scale=jnp.ones(32), eps=1e-6)}, r"`k_scale` must be \[H\]"),
+        ({"norms": HeadNorms(**ONES, layer_index=0, eps=1e-6)}, r"`q_scale` must be \[L, H\]"),
         ({"implementation": "other"}, "`implementation`"),
     ],
 )

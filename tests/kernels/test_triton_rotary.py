@@ -15,7 +15,15 @@ from jattn_kernels import rotate_and_write
 from jattn_kernels.triton import rotate_and_write as kernel
 from jattn_kernels.triton.fp8 import to_fp8
 from jattn_kernels.triton.launch import launch
-from tests.kernels.harness.rotary_cases import SHAPES, arguments, assert_agrees, expected
+from tests.kernels.harness.rotary_cases import (
+    NORM_KINDS,
+    SHAPES,
+    arguments,
+    assert_agrees,
+    expected,
+    head_norms,
+    normed,
+)
 
 
 def run(given, num_kv_heads, layout="NHD", **facts):
@@ -65,6 +73,18 @@ def test_triton_rotate_and_write_of_any_heads_and_pages(num_q_heads, num_kv_head
 def test_triton_rotate_and_write_rounds_to_the_dtype_of_the_pages(dtype, kv_dtype):
     given = of_nobody(*arguments(6, 2, 64, "NHD", dtype=dtype, kv_dtype=kv_dtype, half=24))
     assert_agrees(run(given, 2, layer_index=1), expected(2, "NHD", 1, *given))
+
+
+@pytest.mark.parametrize("kind", NORM_KINDS)
+@pytest.mark.parametrize(
+    ("head_dim", "half", "dtype"), [(64, None, "bfloat16"), (72, 9, "float32"), (96, 0, "float16")]
+)
+def test_triton_rotate_and_write_norms_heads_before_they_turn(head_dim, half, dtype, kind):
+    given = arguments(6, 2, head_dim, "NHD", dtype=dtype, half=half)
+    norms = head_norms(head_dim, dtype=dtype, kind=kind)
+    results = run(given, 2, layer_index=1, norms=norms)
+    wanted = expected(2, "NHD", 1, normed(given[0], norms, 2), *given[1:])
+    assert_agrees(results, wanted, normed_as=dtype)
 
 
 def test_triton_rotate_and_write_is_the_same_with_more_heads_a_program(monkeypatch):

@@ -11,6 +11,7 @@ from jattn.attention.backend import BackendOptions
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
+from jattn.norm import HeadNorms
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
 from jattn.surfaces.checks import WORDS, as_given, checked_rows, saved
@@ -123,9 +124,10 @@ class FlashAttentionBackend:
         layer: AttentionLayer,
         metadata: FlashAttentionMetadata,
         pool: KVPool,
+        norms: HeadNorms | None = None,
     ) -> tuple[Float[Array, "T N H"], KVPool]:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
-        return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata, pool)
+        return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
 
     def mixes(self) -> bool:
         """As the backend that attends."""

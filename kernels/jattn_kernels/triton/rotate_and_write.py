@@ -39,6 +39,8 @@ class RotaryConfig:
         num_slots, page_size: Of a layer; slots as far as an int32 tells them apart.
         row: Where a row lies in either array of pages.
         fp8: How numbers become bytes in the pages; "" if they stay numbers.
+        normed, scaled: Whether queries and keys are normed first, and whether norms have scales.
+        eps, offset: Of the norms.
     """
 
     num_q_heads: int
@@ -50,6 +52,10 @@ class RotaryConfig:
     page_size: int
     row: Strides
     fp8: str
+    normed: bool
+    scaled: bool
+    eps: float
+    offset: float
 
     @property
     def num_heads(self) -> int:
@@ -99,6 +105,9 @@ def rotate_and_write(
         numbers, warps = _LARGE
     at_once = max(numbers // triton.next_power_of_2(head_dim), 1)
     assert call.page_size is not None
+    norms = operands.norms
+    scales = None if norms is None else norms.scales()
+    q_scale, k_scale, norm_layer = (None, None, None) if scales is None else (*scales[:2], scales[2].reshape(1))
     config = RotaryConfig(
         num_q_heads=spec.num_q_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -109,6 +118,10 @@ def rotate_and_write(
         page_size=call.page_size,
         row=page_strides(k_pages.shape, spec, stacked=stacked, kv_index=0),
         fp8=NAMES.get(call.kv_dtype, ""),
+        normed=norms is not None,
+        scaled=scales is not None,
+        eps=0.0 if norms is None else norms.eps,
+        offset=0.0 if norms is None else norms.offset,
     )
     pages = (k_pages, operands.v_pages)
     *written, q = launch(
@@ -118,6 +131,9 @@ def rotate_and_write(
         operands.sin,
         operands.slots,
         jnp.asarray(operands.layer_index if stacked else 0, jnp.int32).reshape(1),
+        q_scale,
+        k_scale,
+        norm_layer,
         config=config,
         grid=num_tokens * config.blocks,
         in_place=[jax.lax.bitcast_convert_type(each, jnp.uint8) for each in pages] if config.fp8 else pages,
@@ -137,6 +153,9 @@ def rotate_and_write_heads(
     sin_ptr,
     slot_ptr,  # int32 [T]
     layer_ptr,  # int32 [1]
+    q_scale_ptr,  # [L, H]; the norms' pointers are read if C.scaled
+    k_scale_ptr,
+    norm_layer_ptr,  # int32 [1]
     k_ptr,  # pages
     v_ptr,
     q_ptr,  # [T, N, H]
@@ -147,11 +166,17 @@ def rotate_and_write_heads(
     of_token = qkv_ptr + token * (C.num_heads * C.head_dim)
     cos = cos_ptr + token * C.half
     sin = sin_ptr + token * C.half
+    q_scale = q_scale_ptr
+    k_scale = k_scale_ptr
+    if C.scaled:
+        norm_layer = tl.load(norm_layer_ptr).to(tl.int64)
+        q_scale += norm_layer * C.head_dim
+        k_scale += norm_layer * C.head_dim
     if block < C.q_blocks:
         head = block * C.at_once + tl.arange(0, C.at_once)
         is_head = head < C.num_q_heads
         target = q_ptr + token * (C.num_q_heads * C.head_dim) + head * C.head_dim
-        _move(of_token + head * C.head_dim, target, is_head, is_head, cos, sin, True, C)
+        _move(of_token + head * C.head_dim, target, is_head, is_head, cos, sin, q_scale, True, C)
     else:
         slot = tl.load(slot_ptr + token)
         page = slot // C.page_size
@@ -162,16 +187,16 @@ def rotate_and_write_heads(
         is_written = (head < C.num_kv_heads) & (slot >= 0) & (slot < C.num_slots)
         source = of_token + (C.num_q_heads + head) * C.head_dim
         if block < C.q_blocks + C.kv_blocks:
-            _move(source, k_ptr + row + head * C.row.head, is_head, is_written, cos, sin, True, C)
+            _move(source, k_ptr + row + head * C.row.head, is_head, is_written, cos, sin, k_scale, True, C)
         else:
             source += C.num_kv_heads * C.head_dim
-            _move(source, v_ptr + row + head * C.row.head, is_head, is_written, cos, sin, False, C)
+            _move(source, v_ptr + row + head * C.row.head, is_head, is_written, cos, sin, k_scale, False, C)
 
 
 @triton.jit
 @no_type_check
-def _move(source, target, is_head, is_written, cos_ptr, sin_ptr, TURNED: tl.constexpr, C: tl.constexpr):
-    """Writes the heads that begin at `source`, their pairs turned if asked for, to where `target` says."""
+def _move(source, target, is_head, is_written, cos_ptr, sin_ptr, scale_ptr, TURNED: tl.constexpr, C: tl.constexpr):
+    """Writes the heads that begin at `source`, normed and their pairs turned if `TURNED`, to where `target` says."""
     # Of angles too each thread loads its own: one row of them would go through shared memory, and wait there.
     pair = tl.broadcast_to(tl.arange(0, C.half_block)[None], [C.at_once, C.half_block])
     last = 2 * C.half + tl.arange(0, C.rest_block)[None]
@@ -179,13 +204,28 @@ def _move(source, target, is_head, is_written, cos_ptr, sin_ptr, TURNED: tl.cons
     is_last = last < C.head_dim
     source = source[:, None]
     target = target[:, None]
+    NORMED: tl.constexpr = C.normed and TURNED
+    squares = tl.zeros([C.at_once, 1], tl.float32)
     # All loads come before the first store, which the compiler moves no load across.
     if C.rest > 0:
-        rest = tl.load(source + last, mask=is_head[:, None] & is_last)
+        outer = is_head[:, None] & is_last
+        rest = tl.load(source + last, mask=outer, other=0.0)
+        if NORMED:
+            squares += _squares(rest)
     if C.half > 0:
         inner = is_head[:, None] & is_pair
-        first = tl.load(source + pair, mask=inner)
-        second = tl.load(source + C.half + pair, mask=inner)
+        first = tl.load(source + pair, mask=inner, other=0.0)
+        second = tl.load(source + C.half + pair, mask=inner, other=0.0)
+        if NORMED:
+            squares += _squares(first) + _squares(second)
+    if NORMED:
+        inverse = tl.rsqrt(squares / C.head_dim + C.eps)
+        if C.rest > 0:
+            rest = _normed(rest, inverse, scale_ptr, tl.broadcast_to(last, [C.at_once, C.rest_block]), outer, C)
+        if C.half > 0:
+            first = _normed(first, inverse, scale_ptr, pair, inner, C)
+            second = _normed(second, inverse, scale_ptr, C.half + pair, inner, C)
+    if C.half > 0:
         if TURNED:
             cos = tl.load(cos_ptr + pair, mask=inner)
             sin = tl.load(sin_ptr + pair, mask=inner)
@@ -198,6 +238,24 @@ def _move(source, target, is_head, is_written, cos_ptr, sin_ptr, TURNED: tl.cons
         tl.store(target + C.half + pair, _stored(second, target, C), mask=inner)
     if C.rest > 0:
         tl.store(target + last, _stored(rest, target, C), mask=is_written[:, None] & is_last)
+
+
+@triton.jit
+@no_type_check
+def _squares(numbers):
+    """The sum over each head."""
+    wide = numbers.to(tl.float32)
+    return tl.sum(wide * wide, axis=1, keep_dims=True)
+
+
+@triton.jit
+@no_type_check
+def _normed(numbers, inverse, scale_ptr, at, mask, C: tl.constexpr):
+    """Numbers of heads, rounded as a norm by itself rounds them."""
+    wide = numbers.to(tl.float32) * inverse
+    if C.scaled:
+        wide *= tl.load(scale_ptr + at, mask=mask, other=0.0).to(tl.float32) + C.offset
+    return wide.to(numbers.dtype)
 
 
 @triton.jit

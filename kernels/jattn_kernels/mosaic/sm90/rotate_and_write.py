@@ -1,7 +1,8 @@
 """Rotary embedding and the write of keys and values into their pages, in one kernel.
 
-grid (blocks, tokens)    one warpgroup: takes a few heads of a token at a time as two halves, rotates them in registers,
-                         and puts them where they belong: into q, or into the token's place in the pages
+grid (blocks, tokens)    one warpgroup: takes a few heads of a token at a time as two halves, norms them if asked to and
+                         rotates them in registers, and puts them where they belong: into q, or into the token's place
+                         in the pages
 
 A step of few tokens waits for nothing here but one round trip to memory: so everything is asked for at once, nothing
 goes by way of shared memory, and few tokens are spread over many blocks.
@@ -20,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionCall
+from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.operands import RotaryOperands
@@ -44,6 +46,25 @@ def _layout(heads: int, half: int) -> Any:
         return plgpu.Layout.TILED(plgpu.Tiling(((heads, half), (numbers,))), (-3,), (-2,), -1)
     tiling = plgpu.Tiling(((heads, half), (_LANES * numbers,), (numbers,)))
     return plgpu.Layout.TILED(tiling, (-4, -3) if heads > 1 else (-3,), (-2,), -1)
+
+
+def _scales(norms: HeadNorms | None, half: int) -> tuple[Any, ...]:
+    """Both scales in halves, and the number of the layer; nothing if there are none."""
+    scales = None if norms is None else norms.scales()
+    if scales is None:
+        return ()
+    *stacks, layer = scales
+    return (*(stack.reshape(-1, 2, half) for stack in stacks), layer.reshape(1))
+
+
+def _normed(halves: list[Any], norms: HeadNorms, scales: list[Any] | None) -> list[Any]:
+    """Halves of heads over their root mean square, rounded as a norm by itself rounds them."""
+    wide = [part.astype(jnp.float32) for part in halves]
+    shape, dtype = wide[0].shape, halves[0].dtype
+    squares = (wide[0] * wide[0] + wide[1] * wide[1]).sum(axis=1)
+    inverse = lax.broadcast_in_dim(lax.rsqrt(squares / (2 * shape[1]) + norms.eps), shape, [0])
+    factors = (1.0, 1.0) if scales is None else [scale.astype(jnp.float32) + norms.offset for scale in scales]
+    return [(part * inverse * factor).astype(dtype) for part, factor in zip(wide, factors, strict=True)]
 
 
 def _when(condition: Any, act: Callable[[], None]) -> None:
@@ -73,8 +94,10 @@ def rotate_and_write(
     groups_per_block = next((n for n in divisors if num_tokens * groups <= n * most_blocks), groups)
     layout = _layout(at_once, half)
     of_token = layout.reduce(0)
+    norms, scales = operands.norms, _scales(operands.norms, half)
 
-    def kernel(qkv_ref, cos_ref, sin_ref, slots_ref, layer_ref, k_ref, v_ref, q_ref):
+    def kernel(qkv_ref, cos_ref, sin_ref, slots_ref, layer_ref, *refs):
+        *scale_refs, k_ref, v_ref, q_ref = refs
         token, block = lax.axis_index("token"), lax.axis_index("block")
         slot = slots_ref[token]
         is_written = (slot >= 0) & (slot < num_pages * page_size)
@@ -88,12 +111,19 @@ def rotate_and_write(
         # Where a block takes all heads of a token, it is known here whose they are.
         begun = 0 if groups_per_block == groups else block * groups_per_block * at_once
         came = [(begun + n * at_once, load_heads(begun + n * at_once)) for n in range(groups_per_block)]
-        cos, sin = (
-            lax.broadcast_in_dim(plgpu.load(ref.at[token], layout=of_token, optimized=False), (at_once, half), [1])
-            for ref in (cos_ref, sin_ref)
-        )
 
-        def rotated(halves):
+        def of_all_heads(ref):
+            return lax.broadcast_in_dim(plgpu.load(ref, layout=of_token, optimized=False), (at_once, half), [1])
+
+        cos, sin = (of_all_heads(ref.at[token]) for ref in (cos_ref, sin_ref))
+        q_scale, k_scale = None, None
+        if scale_refs:
+            *stacks, norm_layer = scale_refs
+            q_scale, k_scale = ([of_all_heads(ref.at[norm_layer[0], part]) for part in range(2)] for ref in stacks)
+
+        def rotated(halves, scale):
+            if norms is not None:
+                halves = _normed(halves, norms, scale)
             first, second = (part.astype(jnp.float32) for part in halves)
             return [half.astype(qkv.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
 
@@ -107,11 +137,11 @@ def rotate_and_write(
                     pages_ref[page, heads, lax.rem(slot, page_size), part] = numbers
 
         def write_queries(first, halves):
-            for part, numbers in enumerate(rotated(halves)):
+            for part, numbers in enumerate(rotated(halves, q_scale)):
                 q_ref[token, pl.ds(first, at_once), part] = numbers
 
         def write_keys(first, halves):
-            pl.when(is_written)(lambda: write(k_ref, first - num_q_heads, rotated(halves)))
+            pl.when(is_written)(lambda: write(k_ref, first - num_q_heads, rotated(halves, k_scale)))
 
         def write_values(first, halves):
             pl.when(is_written)(lambda: write(v_ref, first - first_value, halves))
@@ -131,7 +161,7 @@ def rotate_and_write(
     tokens_of_pages = (-1, num_kv_heads, 2, half) if by_token else (-1, num_kv_heads, page_size, 2, half)
     k_ref, v_ref = (jax.new_ref(pages.reshape(tokens_of_pages)) for pages in (k_layers, v_layers))
     halves = qkv.reshape(num_tokens, num_heads, 2, half)
-    q = run(halves, operands.cos, operands.sin, operands.slots, layer, k_ref, v_ref)
+    q = run(halves, operands.cos, operands.sin, operands.slots, layer, *scales, k_ref, v_ref)
     written = launch.frozen(k_ref, v_ref)
     k_pages, v_pages = (new.reshape(old.shape) for new, old in zip(written, (k_pages, v_pages), strict=True))
     return q.reshape(num_tokens, num_q_heads, head_dim), k_pages, v_pages
