@@ -81,7 +81,10 @@ class PageAllocator:
         for page in pages:
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
-                self._free.append(page)
+                self._give_back(page)
+
+    def _give_back(self, page: int) -> None:
+        self._free.append(page)
 
     def _check_range(self, page: int) -> None:
         if not 1 <= page <= self.num_pages:

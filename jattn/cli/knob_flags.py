@@ -38,7 +38,7 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
 def _annotation(name: str, field: Any, knob: Knob) -> Any:
     kind = typing.get_args(field.type)[0]
     declared = [f"--{name.replace('_', '-')}"]
-    if kind == bool | None:
+    if kind == bool | None or field.default is True:
         declared = [f"{declared[0]}/--no-{declared[0][2:]}"]
     options = typer.Option(*declared, help=knob.help, rich_help_panel=_PANEL)
     if knob.choices:

@@ -25,7 +25,9 @@ class Admission:
         """Likeliest tokens whose log-probabilities a request may ask for."""
         return min(self.config.max_logprobs, self.vocab_size)
 
-    def make_request(self, number: int, prompt: Any, params: SamplingParams) -> Request:
+    def make_request(
+        self, number: int, prompt: Any, params: SamplingParams, *, cache_salt: str | None = None
+    ) -> Request:
         """A request within the bounds.
 
         Raises:
@@ -35,6 +37,8 @@ class Admission:
         if params.bad_words:
             raise ValueError(f"`bad_words` need a tokenizer, which `LLM` has. Got {params.bad_words!r}.")
         params = _with_whole_vocabulary(params, self.vocab_size)
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ValueError(f"`cache_salt` must be None or a text that is not empty. Got {cache_salt!r}.")
         prompt = list(token_ids(prompt, "Token ids", self.vocab_size))
         if not prompt:
             raise ValueError("A prompt must have at least one token.")
@@ -54,6 +58,7 @@ class Admission:
             params=params,
             limit=min(len(prompt) + (params.max_tokens or config.max_context_len), config.max_context_len),
             stop_ids=stop_ids,
+            cache_salt=cache_salt,
         )
         self._check_full(request)
         return request

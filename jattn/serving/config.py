@@ -74,6 +74,14 @@ class EngineConfig:
             flag=True,
         ),
     ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        Knob(
+            "Whether requests that begin with the same tokens share the pages of the KV pool that hold their keys, so "
+            "that nothing computes them twice; pages that nobody uses are kept for it until they are needed.",
+            flag=True,
+        ),
+    ] = True
     mixed_steps: Annotated[
         bool | None,
         Knob(

@@ -35,7 +35,7 @@ class TokenEvent:
 
 
 class Engine:
-    """Serves requests with one model: continuous batching, chunked prefill, preemption by recompute.
+    """Serves requests with one model: continuous batching, chunked prefill, prefix cache, preemption by recompute.
 
     For one thread at a time. A call that raises, even by Ctrl-C, loses no request: the next one starts them over.
 
@@ -65,7 +65,9 @@ class Engine:
         config = resolved(config, model, draft_model=draft_model, num_eos_ids=len(eos_token_ids))
         self.config = config
         self.executor = Executor(model, config, draft_model=draft_model)
-        self.kv_cache = KVCacheManager(config.num_pages, config.page_size)
+        self.kv_cache = KVCacheManager(
+            config.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
+        )
         self.scheduler = Scheduler(
             self.kv_cache,
             max_num_seqs=config.max_num_seqs,
@@ -80,18 +82,20 @@ class Engine:
         self._busy = False
         self._cut_short = False
 
-    def make_request(self, prompt: Any, params: SamplingParams) -> Request:
+    def make_request(self, prompt: Any, params: SamplingParams, *, cache_salt: str | None = None) -> Request:
         """A request that fits this engine, not queued yet.
 
         Args:
             prompt: Token ids.
             params: How to go on from there.
+            cache_salt: Requests share what is computed with those alone that have the same one: whoever does not know
+                it cannot tell by the time to the first token whether somebody has sent a prompt. None is one of them.
 
         Raises:
             ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens, biases
-                or log-probabilities; the request could outgrow the pool.
+                or log-probabilities; the request could outgrow the pool; `cache_salt` is empty.
         """
-        request = self._admission.make_request(self._num_requests, prompt, params)
+        request = self._admission.make_request(self._num_requests, prompt, params, cache_salt=cache_salt)
         self.scheduler.check(request)
         self._num_requests += 1
         return request
@@ -110,6 +114,11 @@ class Engine:
         if not self._busy:  # the garbage collector may close a stream, and so call this, amid a step
             with self._guarded():
                 pass
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all that the prefix cache has; False, and nothing happens, while a request has pages."""
+        with self._guarded():
+            return self.kv_cache.clear()
 
     @property
     def has_work(self) -> bool:

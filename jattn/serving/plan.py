@@ -12,16 +12,21 @@ class Chunk:
 
     Attributes:
         start, stop: Positions, the second one excluded.
-        is_first: Whether it is the request's first since it was admitted, so that its row starts anew; `start` need not
-            be 0.
+        begin: Position behind the tokens of the chunk before it. Nothing computes those from here to `start`: their
+            keys are in the pool.
         is_last: Whether it ends the prefill, so that its last token yields a new one.
     """
 
     request: Request
+    begin: int
     start: int
     stop: int
-    is_first: bool
     is_last: bool
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the request's first since it was admitted, so that its row starts anew."""
+        return self.begin == 0
 
 
 @dataclasses.dataclass(frozen=True)

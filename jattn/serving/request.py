@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Hashable
 from typing import Literal
 
 from jattn.serving.sampling_params import SamplingParams as SamplingParams
@@ -62,6 +63,7 @@ class Request:
         prompt: Token ids.
         limit: Tokens at most, prompt included.
         stop_ids: Tokens that end it.
+        cache_salt: Requests share pages of the prefix cache with those alone that have the same one.
         generated: Tokens read back from the device so far.
         logprobs: Of each of them, by token id, if asked for.
         prompt_logprobs: Of the prompt's tokens but the first, by place and token id, as far as read; likewise.
@@ -69,7 +71,9 @@ class Request:
         finish_reason: Why it ended; None before.
         row: Its row of the device's loop state while it has one.
         pages: Its pages of the pool, in order.
-        num_cached: Its first tokens whose keys were in the pool when it was admitted.
+        chain: What the prefix cache knows its first pages by (`jattn/page_cache.py`); empty while it has no pages.
+        num_cached_tokens: Tokens of the prompt that were not computed for it, as their keys were in the pool; what it
+            finds there after it has lost its pages does not count.
         num_computed: Tokens whose keys are in the pool once all launches so far have run; at least.
         num_unsure: Drafted tokens of launches not read yet: so many more keys there may be.
         num_preemptions: How often it lost its pages to earlier requests.
@@ -81,6 +85,7 @@ class Request:
     params: SamplingParams
     limit: int
     stop_ids: frozenset[int]
+    cache_salt: str | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     prompt_logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)
@@ -88,7 +93,8 @@ class Request:
     finish_reason: FinishReason | None = None
     row: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
-    num_cached: int = 0
+    chain: list[Hashable] = dataclasses.field(default_factory=list)
+    num_cached_tokens: int = 0
     num_computed: int = 0
     num_unsure: int = 0
     num_preemptions: int = 0

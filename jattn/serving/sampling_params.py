@@ -132,9 +132,13 @@ class SamplingParams:
     @property
     def has_logit_rules(self) -> bool:
         """Whether the logits change before the temperature."""
-        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         of_tokens = self.logit_bias or self.min_tokens or self.allowed_token_ids or self.bad_words
-        return bool(penalties != (1, 0, 0) or of_tokens)
+        return bool(self.has_penalties or of_tokens)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits change by the tokens that came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
     def has_logprobs(self) -> bool:

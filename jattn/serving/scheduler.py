@@ -6,6 +6,7 @@ that the launches under way may give, until the host has read how many tokens th
 """
 
 from collections import deque
+from collections.abc import Iterator
 
 from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.plan import Chunk
@@ -112,23 +113,21 @@ class Scheduler:
     def plan_prefill(self, num_decodes: int = 0) -> list[Chunk]:
         """The parts of prompts that go into the next prefill launch, earliest arrivals first.
 
+        Full pages of a part are on record at once: the launch follows, and may itself have another request's part that
+        begins behind them.
+
         Args:
-            num_decodes: Tokens of the launch that are decodes'.
+            num_decodes: Tokens of the launch that are decodes'; fewer than `prefill_tokens`.
         """
-        self._admit()
         chunks = []
         budget = self._prefill_tokens - num_decodes
-        for request in self._admitted:
-            if request.status is not RequestStatus.PREFILL or not budget or len(chunks) == self._prefill_seqs:
-                continue
-            total = request.num_tokens
-            start = request.num_computed
-            stop = min(total, start + min(budget, self._max_chunk_tokens))
-            budget -= stop - start
-            request.num_computed = stop
-            if stop == total:
-                request.status = RequestStatus.RUNNING
-            chunks.append(Chunk(request, start, stop, is_first=start == request.num_cached, is_last=stop == total))
+        for request in self._prefilling():
+            chunk = self._next_chunk(request, min(budget, self._max_chunk_tokens))
+            self._kv_cache.register(request, chunk.stop)
+            chunks.append(chunk)
+            budget -= chunk.stop - chunk.start
+            if not budget or len(chunks) == self._prefill_seqs:
+                break
         self._note_peak()
         return chunks
 
@@ -139,6 +138,10 @@ class Scheduler:
         """
         request.finish_reason, request.status = reason, RequestStatus.FINISHED
         if request in self._admitted:
+            if reason == "error":
+                self._kv_cache.forget(request)
+            else:
+                self._register_generated(request)
             self._release(request)
         elif request in self._waiting:
             self._waiting.remove(request)
@@ -166,26 +169,47 @@ class Scheduler:
         """Tokens that may have keys once the next decode has run, drafted ones included."""
         return min(request.num_computed + request.num_unsure + 1, request.limit) + self._num_draft_tokens
 
-    def _admit(self) -> None:
-        while self._waiting and self._free_rows:
-            request = self._waiting[0]
-            # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
-            room = min(request.num_tokens + 1, request.limit) + self._num_draft_tokens
-            num_cached = self._kv_cache.allocate(request, room)
-            if num_cached is None:
-                return
-            request.num_cached = request.num_computed = num_cached
-            request.row = self._free_rows.pop()
-            request.status = RequestStatus.PREFILL
-            self._admitted.append(request)  # before it leaves the queue: `restart` must find it in one of them
-            self._waiting.popleft()
+    def _prefilling(self) -> Iterator[Request]:
+        """Requests with tokens to compute, earliest arrivals first; one that waits is admitted when it is asked for."""
+        yield from [request for request in self._admitted if request.status is RequestStatus.PREFILL]
+        while self._waiting and self._admit(self._waiting[0]):
+            yield self._admitted[-1]
+
+    def _admit(self, request: Request) -> bool:
+        # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
+        room = min(request.num_tokens + 1, request.limit) + self._num_draft_tokens
+        if not self._free_rows or not self._kv_cache.allocate(request, room):
+            return False
+        request.row = self._free_rows.pop()
+        request.status = RequestStatus.PREFILL
+        self._admitted.append(request)  # before it leaves the queue: `restart` must find it in one of them
+        self._waiting.popleft()
+        return True
+
+    def _next_chunk(self, request: Request, max_tokens: int) -> Chunk:
+        begin, total = request.num_computed, request.num_tokens
+        start = max(begin, self._kv_cache.adopt(request))
+        stop = request.num_computed = min(total, start + max_tokens)
+        if stop == total:
+            request.status = RequestStatus.RUNNING
+        return Chunk(request, begin, start, stop, is_last=stop == total)
 
     def _preempt(self, request: Request) -> None:
         self._waiting.appendleft(request)
+        self._register_generated(request)
         self._release(request)
         request.num_computed = request.num_unsure = 0
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
+
+    def _register_generated(self, request: Request) -> None:
+        """Puts the text so far on record, as far as its keys are sure to be written.
+
+        The newest token's is not if its row has ended. Where tokens are drafted, the draft model's key of the one
+        before it may be missing too: the next step would have made up for it (`DraftModel.propose`).
+        """
+        written = request.num_tokens - (2 if self._num_draft_tokens else 1)
+        self._kv_cache.register(request, min(request.num_computed, written))
 
     def _release(self, request: Request) -> None:
         assert request.row is not None

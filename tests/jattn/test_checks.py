@@ -62,7 +62,7 @@ def prefill_arguments(pages=((1, 2), (3,), (5, 6))):
         request.row, request.pages = row, list(pages[row])
     state = empty_rows(3, max_pages=4, max_stop_ids=1, numpy=np)
     state.seq_lens[2], state.page_table[2, 0] = 7, pages[2][0]
-    chunks = [Chunk(requests[0], 2, 6, False, True), Chunk(requests[1], 0, 3, True, False)]
+    chunks = [Chunk(requests[0], 2, 2, 6, is_last=True), Chunk(requests[1], 0, 0, 3, is_last=False)]
     return state, decode_batch(requests[2:], 2, CONFIG), prefill_batch(chunks, 8, CONFIG, "plain")
 
 

@@ -12,7 +12,13 @@ from tests.jattn.harness.simulated_device import SimulatedDevice
 LONG = 2**15
 BUDGET = 512
 CONFIG = EngineConfig(
-    num_pages=4096, page_size=16, max_num_seqs=16, max_context_len=LONG + 1024, prefill_tokens=BUDGET, prefill_seqs=4
+    num_pages=4096,
+    page_size=16,
+    max_num_seqs=16,
+    max_context_len=LONG + 1024,
+    prefill_tokens=BUDGET,
+    prefill_seqs=4,
+    enable_prefix_caching=False,  # all prompts are alike
 )
 ENDLESS = SamplingParams(max_tokens=1024, ignore_eos=True)
 

@@ -1,113 +1,177 @@
-"""The KV-cache manager, and requests whose first tokens are in the pool before they come."""
+"""The KV-cache manager: room for requests, and which of their first tokens are in the pool before they come."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from jattn.serving.kv_cache import KVCacheManager
+from jattn.serving.kv_cache import KVCacheManager, PrefixCacheStats
 from jattn.serving.request import Request, SamplingParams
-from jattn.serving.steps.loop_state import NOT_KNOWN
-from tests.jattn.harness.tiny import CONFIG, VOCAB, drafting_engine, one_variant, run, tiny_engine
-
-PROMPT = np.random.default_rng(1).integers(0, VOCAB, 22).tolist()  # two launches' worth
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 
 
-def make_request(prompt_len=9):
-    params = SamplingParams(max_tokens=4)
-    return Request(number=0, prompt=[1] * prompt_len, params=params, limit=prompt_len + 4, stop_ids=frozenset())
+def make_request(prompt_len=9, cache_salt=None, **params):
+    return Request(
+        number=0,
+        prompt=list(range(prompt_len)),
+        params=SamplingParams(max_tokens=4, **params),
+        limit=prompt_len + 4,
+        stop_ids=frozenset(),
+        cache_salt=cache_salt,
+    )
+
+
+def make_manager(num_pages=8):
+    return KVCacheManager(num_pages, 4, enable_prefix_caching=True)
 
 
 def test_allocate_and_grow_give_room_for_the_tokens_or_nothing():
-    kv_cache = KVCacheManager(num_pages=5, page_size=4)
+    kv_cache = make_manager(5)
     first, second = make_request(), make_request()
-    assert kv_cache.allocate(first, 9) == 0
+    assert kv_cache.allocate(first, 9)
     assert (len(first.pages), kv_cache.num_free) == (3, 1)
-    assert kv_cache.allocate(second, 5) is None
+    assert not kv_cache.allocate(second, 5)
     assert (second.pages, kv_cache.num_free) == ([], 1)
     assert kv_cache.grow(first, 12)
     assert kv_cache.grow(first, 13)
     assert not kv_cache.grow(first, 17)
     assert (len(first.pages), kv_cache.lacking(first, 17)) == (4, 1)
     kv_cache.free(first)
-    assert (first.pages, kv_cache.num_free) == ([], 4)
+    assert (first.pages, first.chain, kv_cache.num_free) == ([], [], 4)
 
 
-class SharingManager(KVCacheManager):
-    """Knows one request, and that those after it have the tokens of its full pages."""
-
-    owner = None
-
-    def cached_pages(self, request):
-        if self.owner is None or self.owner.finished:
-            return []
-        return self.owner.pages[: (len(request.prompt) - 1) // self.page_size]
+def test_request_is_given_the_full_pages_of_another_but_never_all_of_its_tokens():
+    kv_cache = make_manager(12)
+    first, same, longer, shorter = (make_request(prompt_len) for prompt_len in (8, 8, 11, 3))
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 8)
+    for heir, num_shared in ((same, 1), (longer, 2), (shorter, 0)):
+        assert kv_cache.allocate(heir, heir.num_tokens)
+        assert kv_cache.adopt(heir) == 4 * num_shared == heir.num_cached_tokens
+        assert heir.pages[:num_shared] == first.pages[:num_shared]
+        assert not set(heir.pages[num_shared:]) & set(first.pages)
+    assert kv_cache.prefix_cache_stats == PrefixCacheStats(queries=8 + 8 + 11 + 3, hits=4 + 8)
 
 
 def test_page_of_two_requests_is_free_once_both_have_given_it_back():
-    kv_cache = SharingManager(num_pages=8, page_size=4)
-    kv_cache.owner, heir = make_request(), make_request()
-    assert kv_cache.allocate(kv_cache.owner, 9) == 0
-    assert kv_cache.allocate(heir, 9) == 8
-    assert heir.pages[:2] == kv_cache.owner.pages[:2]
+    kv_cache = make_manager()
+    first, heir = make_request(), make_request()
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 9)
+    kv_cache.allocate(heir, 9)
     assert kv_cache.num_free == 7 - 4
-    kv_cache.free(kv_cache.owner)
+    kv_cache.free(first)
     assert kv_cache.num_free == 7 - 3
     kv_cache.free(heir)
     assert kv_cache.num_free == 7
 
 
-def test_shared_pages_are_not_asked_of_the_free_ones():
-    kv_cache = SharingManager(num_pages=5, page_size=4)
-    kv_cache.owner, heir = make_request(), make_request()
-    kv_cache.allocate(kv_cache.owner, 9)
-    assert kv_cache.allocate(heir, 12) == 8
+def test_pages_that_somebody_owns_are_not_asked_of_the_free_ones():
+    kv_cache = make_manager(5)
+    first, heir = make_request(), make_request()
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 9)
+    assert kv_cache.allocate(heir, 12)
     assert kv_cache.num_free == 0
 
 
-@pytest.fixture(params=[tiny_engine, drafting_engine], ids=["plain", "drafting"])
-def engine(request, monkeypatch):
-    engine = request.param()
-    manager = SharingManager(engine.config.num_pages, CONFIG.page_size)
-    monkeypatch.setattr(engine, "kv_cache", manager)
-    monkeypatch.setattr(engine.scheduler, "_kv_cache", manager)
-    with one_variant("full"):
-        yield engine
+def test_pages_that_nobody_owns_are():
+    """Of four free pages two are found: a request of five has no room, and one of four takes all."""
+    kv_cache = make_manager(5)
+    first, large, heir = (make_request() for _ in range(3))
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 9)
+    pages = first.pages[:2]
+    kv_cache.free(first)
+    assert not kv_cache.allocate(large, 17)
+    assert (large.pages, kv_cache.num_free) == ([], 4)
+    assert kv_cache.allocate(heir, 16)
+    assert (heir.pages[:2], len(set(heir.pages)), kv_cache.num_free) == (pages, 4, 0)
 
 
-def heir_of(engine, prompt, params):
-    """A request that shares pages with one that runs, once its first launch is under way."""
-    owner, heir = engine.make_request(prompt, GREEDY), engine.make_request(prompt, params)
-    engine.add(owner)
-    while len(owner.generated) < 2:
-        engine.step()
-    engine.kv_cache.owner = owner
-    engine.add(heir)
-    engine.step()
-    assert heir.num_cached == 20
-    return heir
+def test_what_others_compute_meanwhile_takes_the_place_of_own_pages():
+    kv_cache = make_manager(9)
+    first, heir = make_request(), make_request()
+    for request in (first, heir):
+        kv_cache.allocate(request, 10)
+    kv_cache.register(heir, 2)  # has begun with its first page
+    kv_cache.register(first, 4)
+    assert kv_cache.adopt(heir) == 4
+    kv_cache.register(first, 9)
+    assert kv_cache.adopt(heir) == 8
+    assert heir.pages[:2] == first.pages[:2]
+    assert kv_cache.num_free == 8 - 4
+    assert heir.num_cached_tokens == 8
 
 
-def test_request_with_cached_tokens_has_the_text_it_has_alone(engine):
-    (expected,) = run(engine, [engine.make_request(PROMPT, GREEDY)])
-    heir = heir_of(engine, PROMPT, GREEDY)
-    run(engine)
-    assert heir.generated == expected
+@pytest.mark.parametrize(("salts", "is_hit"), [(("a", "a"), True), (("a", "b"), False), ((None, "a"), False)])
+def test_only_requests_of_one_salt_share(salts, is_hit):
+    kv_cache = make_manager(16)
+    for pair in (salts, salts[::-1]):
+        first, heir = (make_request(cache_salt=salt) for salt in pair)
+        kv_cache.allocate(first, 9)
+        kv_cache.register(first, 9)
+        kv_cache.free(first)
+        kv_cache.allocate(heir, 9)
+        assert bool(heir.num_cached_tokens) == is_hit
+        kv_cache.free(heir)
+        kv_cache.clear()
 
 
-def test_first_part_behind_cached_tokens_forgets_the_rows_former_request(engine):
-    """All rows have had requests with rules and a text on record."""
-    ruled = dataclasses.replace(GREEDY, presence_penalty=-1.0)
-    run(engine, [engine.make_request([300 + i] * 30, ruled) for i in range(CONFIG.max_num_seqs)])
-    heir = heir_of(engine, PROMPT, ruled)
-    state = engine.executor.state
-    in_prompt = np.asarray(state.history.in_prompt[heir.row])
-    assert set(np.flatnonzero(in_prompt).tolist()) == set(PROMPT[20:])
-    assert int(np.sum(state.history.output_counts[heir.row])) <= 1  # the token that the prefill gives
-    if state.tokens:
-        ids = state.tokens.ids[heir.row].tolist()
-        assert ids[:20] == [NOT_KNOWN] * 20
-        assert ids[20:22] == PROMPT[20:]
-        assert set(ids[23:]) == {NOT_KNOWN}
-    run(engine)
+def test_request_that_asks_for_its_prompts_logprobs_skips_nothing_but_is_on_record():
+    kv_cache = make_manager(12)
+    first, asking, heir = make_request(), make_request(prompt_logprobs=1), make_request()
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 4)
+    kv_cache.allocate(asking, 9)
+    assert kv_cache.adopt(asking) == 0
+    kv_cache.register(asking, 9)
+    kv_cache.allocate(heir, 9)
+    assert heir.pages[:2] == [first.pages[0], asking.pages[1]]
+    assert kv_cache.prefix_cache_stats == PrefixCacheStats(queries=18, hits=8)
+
+
+def test_resumed_request_counts_apart():
+    kv_cache = make_manager()
+    request = make_request()
+    kv_cache.allocate(request, 9)
+    kv_cache.register(request, 9)
+    kv_cache.free(request)
+    request.num_preemptions = 1
+    kv_cache.allocate(request, 9)
+    assert kv_cache.prefix_cache_stats == PrefixCacheStats(queries=9, resumed_queries=9, resumed_hits=8)
+    assert request.num_cached_tokens == 0
+
+
+def test_forgotten_pages_are_not_found():
+    kv_cache = make_manager()
+    first, heir = make_request(), make_request()
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 9)
+    kv_cache.forget(first)
+    kv_cache.free(first)
+    kv_cache.allocate(heir, 9)
+    assert heir.num_cached_tokens == 0
+
+
+def test_clear_waits_for_the_last_owner():
+    kv_cache = make_manager()
+    first, heir = make_request(), make_request()
+    kv_cache.allocate(first, 9)
+    kv_cache.register(first, 9)
+    assert not kv_cache.clear()
+    kv_cache.free(first)
+    assert kv_cache.clear()
+    kv_cache.allocate(heir, 9)
+    assert heir.num_cached_tokens == 0
+
+
+def test_without_the_cache_nothing_is_shared_or_counted():
+    kv_cache = KVCacheManager(8, 4)
+    first, heir = make_request(), make_request()
+    for request in (first, heir):
+        kv_cache.allocate(request, 9)
+        assert kv_cache.adopt(request) == 0
+        kv_cache.register(request, 9)
+    assert not set(first.pages) & set(heir.pages)
+    assert dataclasses.asdict(kv_cache.prefix_cache_stats) == dict.fromkeys(
+        ("queries", "hits", "resumed_queries", "resumed_hits"), 0
+    )

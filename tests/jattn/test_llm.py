@@ -338,3 +338,22 @@ def test_chat_of_no_messages_is_refused(chat_llm, messages):
 def test_chat_without_a_template_is_refused(llm):
     with pytest.raises(ValueError, match="The checkpoint has no chat template"):
         llm.chat([{"role": "user", "content": "Hi"}])
+
+
+LONG = "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self, path, encoding):\n        self.path = path\n"
+
+
+def test_output_tells_how_much_of_the_prompt_was_in_the_prefix_cache(llm):
+    assert llm.reset_prefix_cache()
+    page_size, prompt_len = llm.engine.config.page_size, len(llm.tokenizer.encode(LONG))
+    outputs = [
+        *llm.generate(LONG, GREEDY),
+        *llm.generate([LONG, LONG + "    def"], dataclasses.replace(GREEDY, n=2)),
+        *llm.generate({"prompt": LONG, "cache_salt": "tenant"}, GREEDY),
+    ]
+    full = (prompt_len - 1) // page_size * page_size
+    assert full > 0
+    assert [output.num_cached_tokens for output in outputs] == [0, full, prompt_len // page_size * page_size, 0]
+    assert outputs[0].text == outputs[1].text == outputs[3].text
+    assert llm.reset_prefix_cache()
+    assert llm.generate(LONG, GREEDY)[0].num_cached_tokens == 0

@@ -101,6 +101,7 @@ def test_launch_with_a_prompt_holds_all_decodes_within_its_budget(launches):
 
 def test_decode_over_many_keys_has_a_launch_of_its_own(launches, monkeypatch):
     monkeypatch.setattr(executor_module, "LONGEST_MIXED", 4)
+    engine().reset_prefix_cache()
     request = engine().make_request([1, 2, 3], GREEDY)
     engine().add(request)
     while not request.generated:
@@ -138,6 +139,7 @@ def test_row_that_ends_is_inert_in_the_launch_that_was_planned_with_it(launches)
     prompt, (probe,) = list(range(50, 90)), run(engine(), [engine().make_request([1, 2, 3], GREEDY)])
     (expected,) = run(engine(), [engine().make_request(prompt, DRAWN)])
     assert probe.index(probe[4]) == 4
+    engine().reset_prefix_cache()
     ends = engine().make_request([1, 2, 3], dataclasses.replace(GREEDY, stop_token_ids=(probe[4],)))
     engine().add(ends)
     while len(ends.generated) < 2:

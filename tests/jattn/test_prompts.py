@@ -27,8 +27,13 @@ from jattn.serving.frontend.prompts import listed
     ],
 )
 def test_prompts_of_every_form_are_listed(prompts, expected):
-    found = listed(prompts)
+    found = [prompt for prompt, _ in listed(prompts)]
     assert [prompt if isinstance(prompt, str) else list(map(int, prompt)) for prompt in found] == expected
+
+
+def test_salt_of_a_mapping_comes_with_its_prompt():
+    prompts = ["a", {"prompt": "b", "cache_salt": "x"}, {"prompt_token_ids": [5], "cache_salt": "y"}, {"prompt": "c"}]
+    assert [salt for _, salt in listed(prompts)] == [None, "x", "y", None]
 
 
 @pytest.mark.parametrize("prompts", [5, None, np.array(5), jnp.array(5)])

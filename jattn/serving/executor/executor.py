@@ -1,5 +1,6 @@
 """The executor: compiled steps, and all that they work on; it runs plans on the device, in order."""
 
+import dataclasses
 import functools
 import weakref
 from collections import deque
@@ -17,9 +18,10 @@ from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.launch import Launch, wait_for
 from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
+from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.state import empty_state
-from jattn.serving.executor.step_plans import StepKey, step_key, step_plans
+from jattn.serving.executor.step_plans import StepKey, note_key, step_key, step_plans
 from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
@@ -102,6 +104,11 @@ class Executor:
         return self._launch(key, Plan(requests), requests, self._on_device(rows))
 
     def _submit_prefill(self, plan: Plan) -> Launch:
+        for parts in note_launches(plan.chunks, self.config):
+            key = note_key(self.config)
+            notes = prefill_batch(parts, key.size, self.config, key.variant)
+            self.state = self.compiled_steps(key, self.state, notes)
+        plan = dataclasses.replace(plan, chunks=behind_notes(plan.chunks, self.config))
         num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
         served = [*plan.decoding, *(chunk.request for chunk in plan.chunks)]

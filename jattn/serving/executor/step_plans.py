@@ -15,10 +15,10 @@ class StepKey(NamedTuple):
     """A compiled step.
 
     Attributes:
-        size: Rows of a decode, tokens of a prefill.
+        size: Rows of a decode, tokens of a prefill or a note.
     """
 
-    kind: Literal["decode", "prefill"]
+    kind: Literal["decode", "prefill", "note"]
     size: int
     variant: Variant
 
@@ -54,7 +54,16 @@ def step_plans(
                 continue
             arguments = (*held, decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant))
             plans[StepKey("prefill", size, variant)] = StepPlan(prefill, arguments, donate=(1, 2))
+    if config.enable_prefix_caching and (config.full_sampling or config.speculative):
+        key = note_key(config)
+        note = functools.partial(steps.note, variant=key.variant)
+        plans[key] = StepPlan(note, (held[1], prefill_batch([], key.size, config, key.variant)), donate=(0,))
     return plans
+
+
+def note_key(config: ResolvedConfig) -> StepKey:
+    """The one step that puts tokens on record without computing them."""
+    return StepKey("note", config.prefill_tokens, "full" if config.full_sampling else "plain")
 
 
 def _asked(requests: Iterable[Request]) -> Variant:

@@ -51,12 +51,12 @@ class Intake:
         sampling_params = [without_bad_words(params, self._tokenizer) for params in sampling_params]
         ids = [
             self._truncated(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
-            for prompt, params in zip(prompts, sampling_params, strict=True)
+            for (prompt, _), params in zip(prompts, sampling_params, strict=True)
         ]
         with self._lock:
             return [
-                [self._engine.make_request(prompt, params.of_sequence(i)) for i in range(params.n)]
-                for prompt, params in zip(ids, sampling_params, strict=True)
+                [self._engine.make_request(tokens, params.of_sequence(i), cache_salt=salt) for i in range(params.n)]
+                for tokens, (_, salt), params in zip(ids, prompts, sampling_params, strict=True)
             ]
 
     def _truncated(self, prompt: Any, params: SamplingParams) -> Any:

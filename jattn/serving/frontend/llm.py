@@ -161,6 +161,11 @@ class LLM:
         """
         return self._serve(self._requests(prompts, sampling_params))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all that the prefix cache has; False, and nothing happens, while requests are served."""
+        with self._lock:
+            return self.engine.reset_prefix_cache()
+
     def _requests(self, prompts: Any, sampling_params: Any) -> list[list[Request]]:
         return self.intake.make_requests(prompts, sampling_params)
 

@@ -25,6 +25,8 @@ class Delta:
         stop_reason: The stop string, or the token of `stop_token_ids`, that ended it; None if neither did.
         logprobs: Of each token, by token id; None if not asked for.
         prompt_logprobs: With the prompt's first delta; see `RequestOutput`.
+        num_cached_tokens: Tokens of the prompt that were not computed for this sequence: the prefix cache had their
+            keys.
     """
 
     index: int
@@ -36,6 +38,7 @@ class Delta:
     stop_reason: str | int | None = None
     logprobs: tuple[Logprobs, ...] | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +77,14 @@ class RequestOutput:
         outputs: Its `n` sequences.
         prompt_logprobs: Of each token of the prompt, by token id; None for the first one, which follows nothing. None
             in all if not asked for, or not all known when it ended.
+        num_cached_tokens: Tokens of the prompt that were not computed for the first sequence: the prefix cache had
+            their keys.
     """
 
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    num_cached_tokens: int = dataclasses.field(default=0, compare=False)
 
     @property
     def text(self) -> str:
@@ -107,6 +113,7 @@ def gather(prompts: Sequence[Sequence[int]], deltas: Iterable[Delta]) -> list[Re
             tuple(prompt),
             tuple(_completion(deltas) for _, deltas in sorted(of_prompt.items())),
             of_prompt[0][0].prompt_logprobs,
+            of_prompt[0][0].num_cached_tokens,
         )
         for prompt, of_prompt in zip(prompts, sequences, strict=True)
     ]
@@ -190,6 +197,7 @@ class SequenceReader:
             stop_reason=stop_reason,
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs() if is_first else None,
+            num_cached_tokens=request.num_cached_tokens,
         )
 
     def _prompt_logprobs(self) -> tuple[Logprobs | None, ...] | None:

@@ -34,8 +34,8 @@ class PrefillBatch:
         input_ids: Tokens; 0 past the last.
         cu_q_lens: Where each sequence's tokens begin; padded sequences have none.
         rows: The loop state's row of each sequence; out of range where padded.
-        is_first: Whether the part is its request's first, so that what the row's former request left is forgotten. The
-            tokens before it, if any, are in the pool and on no record.
+        is_first: Whether the part is its request's first, so that what the row's former request left is forgotten.
+            Tokens before it, if any, are in the pool and on no record (`Steps.note` puts them there).
         is_last: Whether the sequence's prompt ends here, so that a token is sampled.
         values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
             `finished` are the launch's to fill.
@@ -164,6 +164,16 @@ class Steps:
         output, state = self._sampled(weights, hidden, state, rows, live=live, variant=variant)
         return output, state, pool
 
+    def note(self, state: LoopState, batch: PrefillBatch, *, variant: Variant) -> LoopState:
+        """The state once parts of sequences are on record that no prefill computes, as the pool has their keys.
+
+        State is donated.
+        """
+        state = state.put(batch.rows, batch.values)
+        owner, is_real = owners(batch.cu_q_lens, batch.input_ids.shape[0])
+        positions = (batch.values.seq_lens - batch.cu_q_lens[1:])[owner] + jnp.arange(owner.shape[0], dtype=jnp.int32)
+        return self._recorded(state, batch, owner, is_real, positions, variant=variant)
+
     def _model(self, weights):
         return nnx.merge(self.graph, weights)
 
@@ -174,19 +184,11 @@ class Steps:
     def _noted(self, weights, hidden, state, batch, positions, *, variant):
         """Log-probabilities of prompts, if asked for, and the state that has the parts of prompts on record."""
         owner, is_real = owners(batch.cu_q_lens, batch.input_ids.shape[0])
-        row_of_token = jnp.where(is_real, batch.rows[owner], state.finished.shape[0])
-        fresh = jnp.where(batch.is_first, batch.rows, state.finished.shape[0])
-        state = state.without_tokens(fresh).with_tokens(row_of_token, positions, batch.input_ids)
+        state = self._recorded(state, batch, owner, is_real, positions, variant=variant)
         if variant != "full":
-            return None, state.without_rules(batch.rows)
-        assert state.history
-        assert batch.values.rules
+            return None, state
         assert batch.next_ids is not None
         assert batch.wants_logprobs is not None
-        in_prompt = positions < batch.values.rules.prompt_len[owner]
-        history = state.history.with_parts(
-            batch.rows, batch.is_first, owner, batch.input_ids, is_real & in_prompt, is_real & ~in_prompt
-        )
         prompt = prompt_logprobs(
             functools.partial(self._logits, weights),
             hidden,
@@ -194,7 +196,22 @@ class Steps:
             batch.wants_logprobs,
             top=self.max_logprobs,
         )
-        return prompt, dataclasses.replace(state, history=history)
+        return prompt, state
+
+    def _recorded(self, state, batch, owner, is_real, positions, *, variant):
+        """The state that has the parts of prompts on record, as far as drafting and the rules read it."""
+        row_of_token = jnp.where(is_real, batch.rows[owner], state.finished.shape[0])
+        fresh = jnp.where(batch.is_first, batch.rows, state.finished.shape[0])
+        state = state.without_tokens(fresh).with_tokens(row_of_token, positions, batch.input_ids)
+        if variant != "full":
+            return state.without_rules(batch.rows)
+        assert state.history
+        assert batch.values.rules
+        in_prompt = positions < batch.values.rules.prompt_len[owner]
+        history = state.history.with_parts(
+            batch.rows, batch.is_first, owner, batch.input_ids, is_real & in_prompt, is_real & ~in_prompt
+        )
+        return dataclasses.replace(state, history=history)
 
     def _logits(self, weights, hidden):
         return self._model(weights).compute_logits(hidden)

@@ -1,0 +1,169 @@
+"""An executor without a device: each slot of its pool holds which text wrote it, and every row checks what it reads.
+
+Launches run when they are submitted and are read later, as on a device that keeps up. In a launch all keys are written
+before any is read.
+"""
+
+import dataclasses
+import random
+from collections import deque
+from unittest import mock
+
+from jattn.serving import engine as engine_module
+from jattn.serving.engine import Engine
+from jattn.serving.executor.launch import Given
+from tests.jattn.harness.simulated_device import Sizes
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the loop state: the text that the device has of it, and its page table."""
+
+    request: object
+    tokens: list
+    pages: list
+    finished: bool = False
+
+
+class Launch(list):
+    """What it gives each request."""
+
+    def prompt_logprobs(self):
+        return ()
+
+    def given(self):
+        return [given for given in self if not given.request.finished]
+
+
+class SimulatedPool:
+    """Stands for the `Executor`.
+
+    Attributes:
+        broken: Requests whose next token is not finite.
+        interrupt: Whether the next launch is cut short; "before" it runs or "after".
+    """
+
+    def __init__(self, config, rng):
+        self.in_flight = deque()
+        self.broken, self.interrupt = set(), None
+        self._config, self._rng = config, rng
+        self._nodes = {}
+        self._forget_all()
+
+    def node(self, text, token):
+        """A number for `text` and the token after it; a text is its last number."""
+        return self._nodes.setdefault((text, token), len(self._nodes))
+
+    def following(self, text):
+        """The token that the model chooses after a text."""
+        return text * 2654435761 // 128 % 3
+
+    def path(self, request, tokens):
+        """The texts that end with each of the tokens; other salts have other texts."""
+        texts = [("salt", request.cache_salt)]
+        for token in tokens:
+            texts.append(self.node(texts[-1], token))
+        return texts[1:]
+
+    def holds(self, page, texts):
+        """Whether the keys of a page are those of these texts, one a slot."""
+        slots = range(page * self._config.page_size, (page + 1) * self._config.page_size)
+        return all([pool.get(slot) for slot in slots] == texts for pool in self._pools)
+
+    def may_mix(self, decoding):
+        return self._config.mixed_steps and len(decoding) <= self._config.prefill_tokens // 2
+
+    def submit(self, plan):
+        if self.interrupt == "before":
+            raise KeyboardInterrupt
+        launch = Launch()
+        reading = [self._begin_chunk(chunk) for chunk in plan.chunks]
+        runs = [run for request in plan.decoding if (run := self._begin_decode(request))]
+        for row, texts in reading + [(row, texts) for row, texts, _ in runs]:
+            self._read(self._pools[0], row, texts)
+        for chunk, (row, texts) in zip(plan.chunks, reading, strict=True):
+            if chunk.is_last:
+                launch.append(self._given(row, texts, drafts=None))
+        launch += [self._given(row, texts, drafts) for row, texts, drafts in runs]
+        self.in_flight.append(launch)
+        if self.interrupt == "after":
+            raise KeyboardInterrupt
+        return launch
+
+    def read(self, keep):
+        while len(self.in_flight) > keep:
+            yield self.in_flight.popleft()
+
+    def restart(self):
+        self.in_flight.clear()
+        self.interrupt = None
+        self._forget_all()
+
+    def _forget_all(self):
+        drafts = bool(self._config.num_draft_tokens)
+        self._pools = [{} for _ in range(1 + drafts)]  # the second one is a draft model's
+        self._rows = {}
+
+    def _begin_chunk(self, chunk):
+        request = chunk.request
+        before = self._rows.get(request.row)
+        if chunk.begin:
+            assert before.request is request
+            assert len(before.tokens) == chunk.begin
+        assert chunk.begin <= chunk.start < chunk.stop <= request.num_tokens
+        row = self._rows[request.row] = Row(request, request.tokens[: chunk.stop], list(request.pages))
+        texts = self.path(request, row.tokens)
+        for pool in self._pools:
+            self._write(pool, row, texts, range(chunk.start, chunk.stop))
+        return row, texts
+
+    def _begin_decode(self, request):
+        row, num_drafts = self._rows[request.row], self._config.num_draft_tokens
+        assert row.request is request
+        if row.finished:
+            return None
+        row.pages = list(request.pages)
+        newest, drafts = len(row.tokens) - 1, []
+        texts = self.path(request, row.tokens)
+        for _ in range(num_drafts):
+            is_right = self._rng.random() < 0.6
+            drafts.append(self.following(texts[-1]) if is_right else 7)
+            texts.append(self.node(texts[-1], drafts[-1]))
+        if drafts:
+            self._write(self._pools[1], row, texts, range(max(0, newest - 1), newest + num_drafts))
+            self._read(self._pools[1], row, texts[: newest + num_drafts])
+        self._write(self._pools[0], row, texts, range(newest, newest + 1 + num_drafts))
+        return row, texts, drafts
+
+    def _given(self, row, texts, drafts):
+        """The tokens chosen at each place, as long as the drafted ones before it are the chosen ones."""
+        request, tokens = row.request, []
+        for i, text in enumerate(texts[len(texts) - len(drafts or ()) - 1 :]):
+            token = self.following(text)
+            is_broken = request in self.broken
+            tokens.append(None if is_broken else token)
+            row.tokens.append(token)
+            row.finished = is_broken or token in request.stop_ids or len(row.tokens) >= request.limit
+            if row.finished or not drafts or i == len(drafts) or drafts[i] != token:
+                break
+        return Given(request, tokens, None, *(() if drafts is None else (len(drafts), len(tokens) - 1)))
+
+    def _write(self, pool, row, texts, places):
+        for place in places:
+            pool[self._slot(row, place)] = texts[place]
+
+    def _read(self, pool, row, texts):
+        for place, text in enumerate(texts):
+            assert pool.get(self._slot(row, place)) == text, f"the key at {place} is not of this text"
+
+    def _slot(self, row, place):
+        page, offset = divmod(place, self._config.page_size)
+        return row.pages[page] * self._config.page_size + offset
+
+
+def simulated_engine(config, seed):
+    """An engine over a simulated pool."""
+    with mock.patch.object(
+        engine_module, "Executor", lambda model, config, draft_model: SimulatedPool(config, random.Random(seed))
+    ):
+        return Engine(Sizes(), config)
