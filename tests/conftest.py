@@ -1,7 +1,18 @@
 """Settings that hold for every test: strict promotion of dtypes and ranks, threads enough, and compiling in haste."""
 
+import atexit
+import gc
 import os
+import shutil
+import sys
+import tempfile
 
+if sys.dont_write_bytecode:
+    # Each worker and each process that a test starts would parse JAX anew, for 3 seconds: bytecode lasts for this run.
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="jattn_tests_")
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The interpreter of GPU kernels blocks a thread of XLA's CPU client for each warpgroup that waits: two hang on 2 cores.
 os.environ.setdefault("NPROC", "8")
 # XLA's newer emitters for the CPU take 8 ms a kernel to compile, the older ones 1, all in one module the least.
@@ -28,3 +39,10 @@ def pytest_configure(config):
         jax.config.update("jax_disable_most_optimizations", True)
     if "gpu" not in selected.replace("not gpu", ""):
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays to the end, and tracing leaves few cycles: garbage is looked for less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
