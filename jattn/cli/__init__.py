@@ -1,4 +1,4 @@
-"""The command line: `jattn generate` and `jattn doctor`."""
+"""The command line: `jattn generate`, `jattn serve` and `jattn doctor`."""
 
 from importlib.metadata import version
 from typing import Annotated
@@ -9,6 +9,7 @@ from jattn.cli.generate_command import generate
 from jattn.cli.help_page import Command, Group
 from jattn.cli.output import check_output, writing
 from jattn.cli.sentences import sentences_for_errors
+from jattn.cli.serve_command import serve
 
 # jax takes seconds to import, so the commands import the library when they run, and --help does not.
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(cls=Command)(generate)
+app.command(cls=Command)(serve)
 
 
 def _print_version(wanted: bool) -> bool:

@@ -5,35 +5,31 @@ from typing import Annotated, Any
 
 import typer
 
-from jattn.cli.inputs import DEFAULT_PROMPTS, chats, default_checkpoint, model_folder, read_prompts
+from jattn.cli.inputs import DEFAULT_PROMPTS, chats, default_checkpoint, model_folder, nonempty_path, read_prompts
 from jattn.cli.interrupts import Interrupts
 from jattn.cli.knob_flags import takes_knobs
 from jattn.cli.output import check_output, logged, print_summary, print_text, starting
 from jattn.cli.sentences import sentences_for_errors
-from jattn.cli.speculation import Speculative, drafter
+from jattn.cli.speculation import DraftLayersFlag, DraftModelFlag, NumDraftTokensFlag, SpeculativeFlag, drafter
 
 # Where neither a flag nor the checkpoint says how to sample.
 DEFAULT_SAMPLING = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def _path(text: str) -> Path:
-    if not text:
-        raise typer.BadParameter("must not be empty.")
-    return Path(text)
-
-
-@takes_knobs
+@takes_knobs()
 def generate(
     model: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", parser=_path, help="Hugging Face checkpoint folder; the bundled one by default."),
+        typer.Option(
+            metavar="DIR", parser=nonempty_path, help="Hugging Face checkpoint folder; the bundled one by default."
+        ),
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Text to continue; may be repeated.", show_default=False)
     ] = None,
     prompt_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", parser=_path, help="More prompts, one a line; empty lines are skipped."),
+        typer.Option(metavar="FILE", parser=nonempty_path, help="More prompts, one a line; empty lines are skipped."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Take prompts as a user's messages, by the checkpoint's chat template.")
@@ -77,25 +73,10 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the sampling; the text's number by default.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end tokens.")] = False,
-    speculative: Annotated[
-        Speculative | None,
-        typer.Option(
-            help="Let each step verify drafted tokens: the same text in fewer steps. `ngram` drafts what followed the "
-            "last tokens earlier on; `draft-model` asks a smaller model."
-        ),
-    ] = None,
-    num_draft_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to draft in each step, with --speculative; 4 by default.")
-    ] = None,
-    draft_model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", parser=_path, help="The draft model's checkpoint folder; the model's own by default."
-        ),
-    ] = None,
-    draft_layers: Annotated[
-        int | None, typer.Option(help="How many of its first layers the draft model has; all by default.")
-    ] = None,
+    speculative: SpeculativeFlag = None,
+    num_draft_tokens: NumDraftTokensFlag = None,
+    draft_model: DraftModelFlag = None,
+    draft_layers: DraftLayersFlag = None,
     **knobs: Any,
 ) -> None:
     """Continue prompts with a model.
@@ -137,8 +118,7 @@ def generate(
         if system is not None and not chat:
             raise ValueError("`--system` needs `--chat`.")
         prompts = given_prompts or list(DEFAULT_PROMPTS)
-        draft_folder = None if draft_model is None else model_folder("--draft-model", draft_model)
-        knobs["speculative"] = drafter(speculative, num_draft_tokens, draft_folder, draft_layers)
+        knobs["speculative"] = drafter(speculative, num_draft_tokens, draft_model, draft_layers)
 
         with Interrupts() as interrupts, logged():
             from jattn.serving.frontend.llm import LLM

@@ -5,11 +5,20 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import typer
+
 # Beginnings that suit the default checkpoint, which has read Python's standard library.
 DEFAULT_PROMPTS = (
     'def read_lines(path, encoding="utf-8"):\n    """',
     "import os\nimport sys\n\n\nclass Parser:\n    def __init__(self",
 )
+
+
+def nonempty_path(text: str) -> Path:
+    """What a flag or an argument says, which would be the folder one is in if it were empty."""
+    if not text:
+        raise typer.BadParameter("must not be empty.")
+    return Path(text)
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -14,12 +14,23 @@ from jattn.serving.config import Knob, knobs
 _PANEL = "Engine"
 
 
-def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with a flag for each knob that the command line has; it gets their values as keywords."""
+def takes_knobs(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator: the command has a flag for each knob that the command line has, and gets their values as keywords.
+
+    Args:
+        defaults: Of those whose default is another one for this command; None is for the command to choose.
+    """
+    return lambda command: _with_flags(command, defaults)
+
+
+def _with_flags(command: Callable[..., None], defaults: dict[str, Any]) -> Callable[..., None]:
     found = {name: (field, knob) for name, (field, knob) in knobs().items() if knob.flag}
     flags = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=_annotation(name, field, knob)
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=(default := defaults.get(name, field.default)),
+            annotation=_annotation(name, field, knob, default),
         )
         for name, (field, knob) in found.items()
     ]
@@ -35,7 +46,7 @@ def takes_knobs(command: Callable[..., None]) -> Callable[..., None]:
     return with_knobs
 
 
-def _annotation(name: str, field: Any, knob: Knob) -> Any:
+def _annotation(name: str, field: Any, knob: Knob, default: Any) -> Any:
     kind = typing.get_args(field.type)[0]
     declared = [f"--{name.replace('_', '-')}"]
     if kind == bool | None or field.default is True:
@@ -45,4 +56,4 @@ def _annotation(name: str, field: Any, knob: Knob) -> Any:
         kind = enum.StrEnum(name, {choice: choice for choice in knob.choices})
     elif kind in (str, str | None):
         options.metavar = "NAME"
-    return Annotated[kind, options]
+    return Annotated[kind if default is not None else kind | None, options]

@@ -2,12 +2,37 @@
 
 import enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+
+from jattn.cli.inputs import model_folder, nonempty_path
 
 
 class Speculative(enum.StrEnum):
     NGRAM = "ngram"
     DRAFT_MODEL = "draft-model"
+
+
+SpeculativeFlag = Annotated[
+    Speculative | None,
+    typer.Option(
+        help="Let each step verify drafted tokens: the same text in fewer steps. `ngram` drafts what followed the "
+        "last tokens earlier on; `draft-model` asks a smaller model."
+    ),
+]
+NumDraftTokensFlag = Annotated[
+    int | None, typer.Option(help="Tokens to draft in each step, with --speculative; 4 by default.")
+]
+DraftModelFlag = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", parser=nonempty_path, help="The draft model's checkpoint folder; the model's own by default."
+    ),
+]
+DraftLayersFlag = Annotated[
+    int | None, typer.Option(help="How many of its first layers the draft model has; all by default.")
+]
 
 
 def drafter(
@@ -16,8 +41,10 @@ def drafter(
     """The drafter; None for plain decoding.
 
     Raises:
-        ValueError: The flags do not go together.
+        FileNotFoundError, ValueError: There is no such folder; the flags do not go together.
     """
+    if draft_model is not None:
+        draft_model = model_folder("--draft-model", draft_model)
     if speculative is None and num_draft_tokens is not None:
         raise ValueError("`--num-draft-tokens` needs `--speculative`.")
     if speculative is not Speculative.DRAFT_MODEL and (draft_model is not None or layers is not None):

@@ -115,6 +115,10 @@ class EngineThread:
         return future
 
     @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
     def seconds_in_step(self) -> float:
         """How long the step under way has been; 0 if none is."""
         began = self._step_began

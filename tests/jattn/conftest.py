@@ -7,7 +7,9 @@ import jaxtyping
 import pytest
 
 import jattn.checkpoint
+from jattn.serving.sampling_params import SamplingParams
 from tests.jattn.harness.fake_llm import Delta, FakeLLM
+from tests.jattn.harness.http_server import PROMPT, HttpServer, bundled_llm
 
 
 @pytest.fixture
@@ -30,3 +32,26 @@ def llm(monkeypatch):
     )
     monkeypatch.setattr(jattn.checkpoint, "check_folder", lambda *_: None)
     return LLM
+
+
+@pytest.fixture(scope="session")
+def shared_server():
+    server = HttpServer(bundled_llm())
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def http_server(shared_server):
+    """A server that tests share; each leaves it idle."""
+    yield shared_server
+    shared_server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def library_text(shared_server):
+    """What `LLM` makes of the server's greedy request, in the engine's own thread."""
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
+    llm = shared_server.service.llm
+    (output,) = shared_server.on_engine(lambda _: llm.generate(PROMPT, params))
+    return output.text

@@ -33,9 +33,9 @@ class ChatTemplate:
     """
 
     def __init__(self, folder: Path | str):
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         config = self._json("special_tokens_map.json") | self._json("tokenizer_config.json")
-        self._special_tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name)))}
+        self.special_tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name)))}
         self._templates = self._read_templates(config.get("chat_template"))
 
     def render(
@@ -68,12 +68,12 @@ class ChatTemplate:
         with _sentences_for_errors():
             environment = _environment()
             parsed, program = environment.parse(template), environment.from_string(template)
-        known = jinja2.meta.find_undeclared_variables(parsed) | set(self._special_tokens)
+        known = jinja2.meta.find_undeclared_variables(parsed) | set(self.special_tokens)
         if unknown := sorted(variables.keys() - known):
             raise ValueError(f"The chat template has no variable `{unknown[0]}`. It has {sorted(known)}.")
         given = {
             "documents": None,
-            **self._special_tokens,
+            **self.special_tokens,
             **variables,
             "messages": with_fitting_content(messages, parsed),
             "tools": tools,
@@ -100,7 +100,7 @@ class ChatTemplate:
             )
         raise ValueError(
             "The checkpoint has no chat template, neither `chat_template.jinja` nor `chat_template` in "
-            f"`tokenizer_config.json`. Got {str(self._folder)!r}."
+            f"`tokenizer_config.json`. Got {str(self.folder)!r}."
         )
 
     def _read_templates(self, configured: Any) -> dict[str, str]:
@@ -110,9 +110,9 @@ class ChatTemplate:
             templates = {"default": configured}
         else:
             templates = self._named(configured)
-        for file in sorted(self._folder.glob("additional_chat_templates/*.jinja")):
+        for file in sorted(self.folder.glob("additional_chat_templates/*.jinja")):
             templates[file.stem] = _read_text(file)
-        if (single := self._folder / "chat_template.jinja").is_file():
+        if (single := self.folder / "chat_template.jinja").is_file():
             templates["default"] = _read_text(single)
         return templates
 
@@ -123,13 +123,13 @@ class ChatTemplate:
             for entry in entries
         ):
             raise ValueError(
-                f"`chat_template` of {self._folder / 'tokenizer_config.json'} must be a text, or a list of objects "
+                f"`chat_template` of {self.folder / 'tokenizer_config.json'} must be a text, or a list of objects "
                 "with `name` and `template`."
             )
         return {entry["name"]: entry["template"] for entry in configured}
 
     def _json(self, name: str) -> dict[str, Any]:
-        return read_json(self._folder / name) if (self._folder / name).is_file() else {}
+        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
 
 
 @contextlib.contextmanager

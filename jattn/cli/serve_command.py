@@ -1,0 +1,131 @@
+"""`jattn serve`: an HTTP server that speaks OpenAI's API."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jattn.cli.inputs import default_checkpoint, model_folder, nonempty_path
+from jattn.cli.knob_flags import takes_knobs
+from jattn.cli.output import logged, starting
+from jattn.cli.sentences import sentences_for_errors
+from jattn.cli.speculation import DraftLayersFlag, DraftModelFlag, NumDraftTokensFlag, SpeculativeFlag, drafter
+
+_SIZES = {"max_num_seqs": 256, "prefill_tokens": 2048}  # of a GPU; on a CPU compiling so many steps takes minutes
+
+
+@takes_knobs(max_num_seqs=None, prefill_tokens=None)
+def serve(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CHECKPOINT]",
+            parser=nonempty_path,
+            help="Hugging Face checkpoint folder; the bundled one by default.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 is all of this machine's. Default: this machine alone.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="JATTN_API_KEY",
+            help="What clients must send as `Authorization: Bearer KEY`; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model; may be repeated. Default: the checkpoint's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", parser=nonempty_path, help="A jinja template in place of the checkpoint's."),
+    ] = None,
+    max_queued: Annotated[
+        int,
+        typer.Option(min=0, help="Sequences that may wait beyond --max-num-seqs; more are told to come again (503)."),
+    ] = 4096,
+    max_body_mib: Annotated[float, typer.Option(min=0, help="Size of a request's body at most, in MiB (413).")] = 32.0,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="What running requests get to end after SIGTERM or the first Ctrl-C.")
+    ] = 30.0,
+    watchdog_seconds: Annotated[
+        float, typer.Option(min=1, help="A step that takes so long hangs: stacks are dumped and the server ends.")
+    ] = 300.0,
+    speculative: SpeculativeFlag = None,
+    num_draft_tokens: NumDraftTokensFlag = None,
+    draft_model: DraftModelFlag = None,
+    draft_layers: DraftLayersFlag = None,
+    **knobs: Any,
+) -> None:
+    """Serve a model over HTTP, to any client of OpenAI's API.
+
+    Unless told, 256 requests run at once and a launch has up to 2,048 tokens with prompts; on a CPU 8, and 256.
+    SIGTERM or Ctrl-C ends it once running requests have ended; the second one ends it at once.
+    The exit code is 1 if the engine could not go on.
+    """
+    with sentences_for_errors():
+        with starting():
+            from jattn.devices import start_early
+
+            start_early()
+
+        path = default_checkpoint() if checkpoint is None else model_folder("CHECKPOINT", checkpoint)
+        knobs["speculative"] = drafter(speculative, num_draft_tokens, draft_model, draft_layers)
+        template = None if chat_template is None else _read_template(chat_template)
+        with logged():
+            from jattn.server.run import Lifetime, bound_socket, run, url_of
+            from jattn.server.service import ServiceOptions
+
+            listening = bound_socket(host, port)
+            options = ServiceOptions(
+                model_names=tuple(served_model_name or ()) or (path.resolve().name,),
+                api_keys=tuple(api_key or ()),
+                chat_template=template,
+                max_queued=max_queued,
+                max_body_bytes=int(max_body_mib * 2**20),
+            )
+            lifetime = Lifetime(drain_seconds=drain_seconds, watchdog_seconds=watchdog_seconds)
+
+            from jattn.serving.frontend.llm import LLM
+
+            llm = LLM(path, **_sizes_for_device(knobs))
+            name, url = options.model_names[0], url_of(listening)
+            ended_well = run(
+                llm, options, listening, lifetime, lambda: typer.echo(f"Serving {name} at {url}/v1", err=True)
+            )
+        if not ended_well:
+            _leave()
+
+
+def _sizes_for_device(knobs: dict[str, Any]) -> dict[str, Any]:
+    """The knobs; of the sizes that were left open those that suit the device."""
+    from jattn.devices import started_devices
+
+    defaults = {} if started_devices()[0][0].platform == "cpu" else _SIZES
+    given = {name: value for name, value in knobs.items() if name not in _SIZES or value is not None}
+    return defaults | given
+
+
+def _leave() -> None:
+    """Ends the process though a thread hangs, or the device does: the interpreter would wait for them."""
+    import os
+    import sys
+
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"`--chat-template` must be a UTF-8 file. Got {file}: {error}.") from None

@@ -1,0 +1,104 @@
+"""Answers while a client listens: server-sent events, and the end of the work when the client goes."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jattn.server.errors import ApiError
+
+KEEP_ALIVE = b": keep-alive\n\n"
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy is not to hold events back
+]
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def as_json(content: Any) -> bytes:
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")  # a client's own words may hold half of a surrogate pair
+
+
+def event(content: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + as_json(content) + b"\n\n"
+
+
+async def while_connected[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Does the work, of which nothing goes on once the client has gone.
+
+    Args:
+        receive: ASGI's, after the request's body.
+
+    Raises:
+        ClientGone: It has.
+    """
+    doing, going = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((doing, going), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise ClientGone
+        return doing.result()
+    finally:
+        for task in (doing, going):
+            task.cancel()
+        await asyncio.gather(doing, going, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response of server-sent events, ended by `[DONE]`.
+
+    It begins with the first event: an error before that is a response of its own, one after it is an event.
+
+    Args:
+        events: Gives events as bytes; closed when the client goes.
+        slow_client_seconds: A client that takes nothing for so long is gone.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes], slow_client_seconds: float):
+        super().__init__()
+        self._events = events
+        self._slow_client_seconds = slow_client_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ClientGone):
+            await while_connected(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for content in events:
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                    await self._send(send, content)
+            except ApiError as error:
+                if not begun:
+                    await error.response()(scope, receive, send)
+                    return
+                await self._send(send, event(error.content))
+            await self._send(send, _DONE)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, content: bytes) -> None:
+        try:
+            async with asyncio.timeout(self._slow_client_seconds):
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
