@@ -80,7 +80,7 @@ def next_token(model, tokens):
 
 @pytest.mark.parametrize("backend", ["paged", "flash_attention"])
 def test_engine_serves_latent_rows_with_the_oracles_tokens(backend):
-    """A prompt of two chunks beside a short one, and decodes of both."""
+    """A prompt of two chunks beside a short one, and decodes of both; then again with keys in the pool."""
     sizes = {"num_pages": 17, "page_size": 4, "max_num_seqs": 2, "max_context_len": 64, "prefill_tokens": 16}
     config = EngineConfig(backend=backend, full_sampling=False, **sizes)
     model, rng = LatentModel(), np.random.default_rng(1)
@@ -89,6 +89,9 @@ def test_engine_serves_latent_rows_with_the_oracles_tokens(backend):
     with one_variant("greedy"):
         engine = Engine(model, config)
         found = run(engine, [engine.make_request(prompt, greedy) for prompt in prompts])
+        again = [engine.make_request(prompt, greedy) for prompt in prompts]
+        assert run(engine, again) == found
+    assert [request.num_cached_tokens for request in again] == [20, 4]
     for prompt, tokens in zip(prompts, found, strict=True):
         expected = list(prompt)
         for _ in range(6):

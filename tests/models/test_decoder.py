@@ -79,6 +79,7 @@ SERVED = ("gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
     ],
 )
 def test_served_greedy_tokens_match_transformers(case):
+    """And again when the prompts' keys are in the pool."""
     config = EngineConfig(
         num_pages=40,
         max_num_seqs=3,
@@ -92,8 +93,11 @@ def test_served_greedy_tokens_match_transformers(case):
     params = SamplingParams(max_tokens=len(expected[0]), temperature=0.0, ignore_eos=True)
     with one_variant("greedy"):
         engine = Engine(load(case), config)
-        found = run(engine, [engine.make_request(tokens, params) for tokens in golden(case, "tokens")])
-    assert found == [tokens.tolist() for tokens in expected]
+        for _ in range(2):
+            requests = [engine.make_request(tokens, params) for tokens in golden(case, "tokens")]
+            assert run(engine, requests) == [tokens.tolist() for tokens in expected]
+    assert all(request.num_cached_tokens == (len(request.prompt) - 1) // 8 * 8 for request in requests)
+    assert any(request.num_cached_tokens for request in requests)
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
