@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+_LEAST_SHARE = 4  # tiles
 _MOST_IDLE = 16  # one worker of so many may stay idle, and a share grow by what that leaves to the others
 
 
@@ -38,6 +39,7 @@ def split_evenly(
     *,
     block_kv: int,
     workers: int,
+    at_once: int | None = None,
 ) -> DecodeSchedule:
     """Cuts the tiles of all sequences, one after the other, into equal shares, one a worker.
 
@@ -48,7 +50,9 @@ def split_evenly(
     Args:
         first_keys, end_keys: The keys that a sequence's queries see, by their numbers.
         block_kv: Keys a tile.
-        workers: How many splits are worked on at the same time.
+        workers: How many shares there are at most.
+        at_once: How many are worked on at the same time, where that is fewer: they are all at work before shares are
+            cut to less than a few tiles.
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
@@ -56,6 +60,8 @@ def split_evenly(
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     begins = ends - tiles
     share = _share(begins, ends, workers)
+    if at_once is not None:
+        share = jnp.maximum(share, jnp.minimum(-(-ends[-1] // at_once), _LEAST_SHARE))
     first_worker = jnp.minimum(begins // share, workers - 1)
     counts = jnp.where(tiles > 0, (ends - 1) // share - first_worker + 1, 1)
     offsets = _offsets(counts)

@@ -1,4 +1,4 @@
-"""8-bit floats in Triton, by integer arithmetic: the GPUs before Ada have no instruction for all of them."""
+"""8-bit floats in Triton: by instructions where a GPU has them (Ada and later), by integer arithmetic where not."""
 
 from typing import no_type_check
 
@@ -41,14 +41,19 @@ def to_fp8(x, FP8: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def from_fp8(byte, FP8: tl.constexpr):
-    """float16 of the bytes of 8-bit floats, by integer arithmetic: every one is exact, and no GPU lacks it.
+def from_fp8(byte, FP8: tl.constexpr, NATIVE: tl.constexpr):
+    """float16 of the bytes of 8-bit floats, all of them exact.
 
-    A NaN of e4m3 becomes 480; numbers that a pool stores are finite.
+    A NaN of e4m3 may become 480; numbers that a pool stores are finite.
+
+    Args:
+        NATIVE: Whether the GPU has instructions for e4m3.
     """
     bits = byte.to(tl.uint16)
     if FP8 == "e5m2":
         half = (bits << 8).to(tl.float16, bitcast=True)
+    elif NATIVE:
+        half = byte.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
         half = half * 256.0  # the exponents' biases are 8 apart

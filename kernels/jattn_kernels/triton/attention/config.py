@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -102,12 +101,14 @@ class AttendConfig:
         table_columns: Numbers of the page table's row.
         keys, values: Their parts.
         block_m, block_n, stages: Rows, keys a tile, and tiles that are loaded ahead.
+        v_pairs: Whether values are 8-bit numbers that are read two by two, their parts the even and the odd columns.
         v_is_k: Whether values are the first part of the keys.
         compute_dtype, kv_dtype: Names of the products' dtype and of that of stored keys.
         scale, soft_cap: Of logits; a cap of 0 is off.
         has_first, ...: Whether the argument is given.
         factor_row: Numbers of a sequence's row of factors; 0 where all have one.
         causal: Whether slopes count the keys after a query as negative.
+        native_fp8: Whether the GPU converts e4m3 by an instruction.
         rotates, shrink: Whether keys are rotated, and what they are divided by then.
         whole_tiles: Whether tiles that all rows see have a loop of their own.
         split_rows: Rows of a KV head in a split's partial result.
@@ -128,6 +129,7 @@ class AttendConfig:
     block_m: int
     block_n: int
     stages: int
+    v_pairs: bool
     v_is_k: bool
     compute_dtype: str
     kv_dtype: str
@@ -141,6 +143,7 @@ class AttendConfig:
     has_slopes: bool
     causal: bool
     has_sinks: bool
+    native_fp8: bool
     rotates: bool
     shrink: float
     whole_tiles: bool
@@ -176,6 +179,17 @@ class AttendConfig:
         )
 
     @property
+    def v_rows_apart(self) -> bool:
+        """Whether a value's row lies elsewhere in its array than its key's does."""
+        return (self.k.page, self.k.token) != (self.v.page, self.v.token)
+
+    @property
+    def late_scale(self) -> float:
+        """By what logits are multiplied only when their maximum is known; 1 where they are whole before."""
+        is_plain = not (self.has_factor or self.has_slopes or self.soft_cap > 0)
+        return self.scale * math.log2(math.e) if is_plain and self.scale > 0 else 1.0
+
+    @property
     def precision(self) -> str:
         """Of products: float32 is not rounded to 19 bits."""
-        return "ieee" if self.compute_dtype == jnp.float32 else "tf32"
+        return "ieee" if self.compute_dtype == "float32" else "tf32"

@@ -16,6 +16,7 @@ from jattn_kernels.operands import AttentionOperands
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.triton.attention.config import (
     AttendConfig,
+    Parts,
     Strides,
     latent_strides,
     page_strides,
@@ -23,9 +24,11 @@ from jattn_kernels.triton.attention.config import (
 )
 from jattn_kernels.triton.attention.kernel import attend
 from jattn_kernels.triton.attention.merge_splits import MergeConfig, merge_splits
-from jattn_kernels.triton.attention.tile_sizes import AttendTiles, choose_tiles, row_numbers
+from jattn_kernels.triton.attention.tile_sizes import AttendTiles, choose_tiles, row_numbers, uses_warpgroups
 from jattn_kernels.triton.attention.work import Work, decode_work, extend_work
 from jattn_kernels.triton.launch import launch
+
+_NATIVE_FP8 = (8, 9)  # compute capability from which e4m3 is converted by an instruction
 
 Result = tuple[Float[Array, "..."], Float[Array, "..."]]
 
@@ -83,21 +86,21 @@ def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
         _turns(spec),
         config=config,
         grid=work.tiles.shape[0] * sizes.row_blocks * spec.num_kv_heads,
-        out_type=_out_types(config, q0.shape[:-2], q0.dtype, work),
+        out_type=_out_types(config, q0.shape[:-2], _out_dtype(operands), work),
         warps=sizes.warps,
     )
     if work.merges is None:
         return out, lse
-    merge = MergeConfig.of(config)
+    merge = MergeConfig.of(config, splits=sizes.workers // num_seqs + 2)
     out, lse = launch(
         merge_splits,
         *parts,
         work.merges,
         _float32(options.sinks),
         config=merge,
-        grid=work.merges.shape[0] * merge.num_kv_heads * merge.rows,
+        grid=merge.grid(work.merges.shape[0]),
         in_place=(out, lse),
-        warps=1,
+        warps=merge.warps,
     )
     return out, lse
 
@@ -132,13 +135,33 @@ def _queries(
     call: AttentionCall, operands: AttentionOperands, work: Work
 ) -> tuple[Float[Array, "*tokens N H0"], Float[Array, "*tokens N H1"]]:
     """Queries of the products' dtype, rotated if asked for; of latents in two arrays."""
-    spec, q = call.spec, operands.q
-    dtype = jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    q = q.astype(dtype)
+    spec, q, dtype = call.spec, operands.q, _products_dtype(operands)
+    q = _as_finite(q, dtype)
     if spec.rope_theta is not None:
         flat = q.reshape(1, -1, *q.shape[-2:])
         q = rotate(flat, work.bounds.position[None], theta=spec.rope_theta, scale=spec.rope_scale).reshape(q.shape)
-    return q, q if operands.q_pe is None else operands.q_pe.astype(dtype)
+    return q, q if operands.q_pe is None else _as_finite(operands.q_pe, dtype)
+
+
+def _products_dtype(operands: AttentionOperands) -> Any:
+    """That of the queries; float16 where keys are 8-bit floats, which it holds as exactly as bfloat16, and sooner."""
+    q = _out_dtype(operands)
+    return jnp.dtype(jnp.float16) if operands.k.dtype.itemsize == 1 and q.itemsize == 2 else q
+
+
+def _out_dtype(operands: AttentionOperands) -> Any:
+    """That of the queries, bfloat16 of 8-bit ones."""
+    return jnp.dtype(jnp.bfloat16) if operands.q.dtype.itemsize == 1 else operands.q.dtype
+
+
+def _as_finite(q: jax.Array, dtype: Any) -> jax.Array:
+    """Queries in the products' dtype; in float16 those of bfloat16 that are too large for it become its largest."""
+    if dtype == q.dtype:
+        return q
+    if dtype == jnp.float16 and q.dtype == jnp.bfloat16:
+        most = jnp.asarray(jnp.finfo(jnp.float16).max, jnp.float32)
+        q = jnp.clip(q.astype(jnp.float32), -most, most)
+    return q.astype(dtype)
 
 
 def _config(
@@ -146,6 +169,12 @@ def _config(
 ) -> AttendConfig:
     spec, options, latent = call.spec, operands.options, call.operation.startswith("mla")
     key, value = row_numbers(spec, latent=latent)
+    halves = Parts(value.first // 2, value.first // 2)
+    is_fp8, is_whole = operands.k.dtype.itemsize == 1, halves.blocks == (halves.first, halves.second)
+    v_pairs = is_fp8 and not latent and value.second == 0 and is_whole
+    v_pairs &= not uses_warpgroups(call.device, sizes.block_m)  # those take converted numbers
+    if v_pairs:
+        value = halves
     k, v = _strides(call, operands)
     scaled = options.q_scale is not None or options.k_scale is not None
     shrink = 1.0 if spec.rope_theta is None else shrink_of(operands.k.dtype)
@@ -166,6 +195,7 @@ def _config(
         block_m=sizes.block_m,
         block_n=sizes.block_n,
         stages=sizes.stages,
+        v_pairs=v_pairs,
         v_is_k=latent,
         compute_dtype=q0.dtype.name,
         kv_dtype=operands.k.dtype.name,
@@ -179,6 +209,7 @@ def _config(
         has_slopes=options.alibi_slopes is not None,
         causal=spec.causal,
         has_sinks=options.sinks is not None,
+        native_fp8=(call.device.compute_capability or (0, 0)) >= _NATIVE_FP8,
         rotates=spec.rope_theta is not None,
         shrink=shrink,
         whole_tiles=not call.operation.endswith("decode") and options.custom_mask is None,

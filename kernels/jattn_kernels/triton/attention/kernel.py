@@ -7,7 +7,8 @@ program (work tile, block of rows, KV head)
 
 Decode, extend, paged, ragged and latent calls are one kernel: a work list says which tokens a tile has and which keys
 it reads, and each token's bounds say which of those it sees. A row of keys is read in two parts, as Triton's blocks are
-powers of two: the halves that a rotary embedding pairs, a latent and its rotated rest, 64 and 16 numbers of 80.
+powers of two: the halves that a rotary embedding pairs, a latent and its rotated rest, 64 and 16 numbers of 80. Values
+in 8 bits are read as pairs, whose parts are the even and the odd columns.
 """
 
 from typing import no_type_check
@@ -15,7 +16,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from jattn_kernels.triton.attention.keys import key_rows, load_part, rotate_halves
+from jattn_kernels.triton.attention.keys import key_rows, load_pairs, load_part, rotate_halves
 from jattn_kernels.triton.attention.logits import LN_2, LOG2_E, logits_of, seen_keys
 
 
@@ -150,6 +151,10 @@ def attend(
 def _store(out_ptr, at, out0, out1, is_row, C: tl.constexpr):
     """Both parts of rows of values."""
     out = out_ptr + at[:, None] * C.value_dim
+    if C.v_pairs:
+        column = tl.arange(0, C.value_dim)
+        tl.store(out + column[None], tl.interleave(out0, out1).to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+        return
     column0 = tl.arange(0, C.values.blocks[0])
     inner0 = is_row[:, None] & (column0 < C.values.first)[None]
     tl.store(out + column0[None], out0.to(out_ptr.dtype.element_ty), mask=inner0)
@@ -184,11 +189,13 @@ def _attend_keys(
         seen = seen_keys(key, first, end, mask_ptr, mask_row, C)
         logits = tl.where(seen, logits, float("-inf"))
 
-    new_m = tl.maximum(m_i, tl.max(logits, axis=1))
+    # One multiplication and subtraction a logit, where their order by size is that of the products.
+    SCALE: tl.constexpr = C.late_scale
+    new_m = tl.maximum(m_i, tl.max(logits, axis=1) * SCALE)
     shift = new_m
     if MASKED:
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-    p = tl.exp2(logits - shift[:, None])
+    p = tl.exp2(logits * SCALE - shift[:, None])
     alpha = tl.exp2(m_i - shift)
     l_i = l_i * alpha + tl.sum(p, axis=1)
     p = p.to(C.dtype)
@@ -196,10 +203,16 @@ def _attend_keys(
         v0 = k0
         v_row = k_row
     else:
-        v_row = key_rows(key, is_key, table, True, C)
-        v0 = load_part(v_head, v_row, is_key, 2, MASKED, C).to(C.dtype)
+        v_row = k_row
+        if C.v_rows_apart:
+            v_row = key_rows(key, is_key, table, True, C)
+        if C.v_pairs:
+            v0, v1 = load_pairs(v_head, v_row, is_key, MASKED, C)
+        else:
+            v0 = load_part(v_head, v_row, is_key, 2, MASKED, C).to(C.dtype)
     acc0 = tl.dot(p, v0, acc0 * alpha[:, None], input_precision=C.precision)
     if C.values.second > 0:
-        v1 = load_part(v_head, v_row, is_key, 3, MASKED, C).to(C.dtype)
+        if not C.v_pairs:
+            v1 = load_part(v_head, v_row, is_key, 3, MASKED, C).to(C.dtype)
         acc1 = tl.dot(p, v1, acc1 * alpha[:, None], input_precision=C.precision)
     return new_m, l_i, acc0, acc1

@@ -46,8 +46,27 @@ def load_part(head, row, is_key, PART: tl.constexpr, MASKED: tl.constexpr, C: tl
         part = tl.load(at, mask=is_key[:, None] & (column < WIDTH)[None], other=0)
     FP8: tl.constexpr = C.fp8
     if FP8 != "":
-        part = from_fp8(part, FP8)
+        part = from_fp8(part, FP8, C.native_fp8)
     return part
+
+
+@triton.jit
+@no_type_check
+def load_pairs(head, row, is_key, MASKED: tl.constexpr, C: tl.constexpr):
+    """The even and the odd columns of 8-bit values, [keys, columns] both.
+
+    A product wants its second operand by columns, which shared memory gives in numbers of 16 bits and not of 8.
+    """
+    pair = tl.arange(0, C.values.blocks[0])
+    at = head.to(tl.pointer_type(tl.uint16), bitcast=True) + (row >> 1)[:, None] + pair[None]
+    if MASKED:
+        pairs = tl.load(at, mask=is_key[:, None], other=0)
+    else:
+        pairs = tl.load(at)
+    FP8: tl.constexpr = C.fp8
+    even = from_fp8((pairs & 0xFF).to(tl.uint8), FP8, C.native_fp8)
+    odd = from_fp8((pairs >> 8).to(tl.uint8), FP8, C.native_fp8)
+    return even.to(C.dtype), odd.to(C.dtype)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 @no_type_check
 def logits_of(products, factor, key, position, slope, C: tl.constexpr):
-    """Products scaled, capped and biased, in that order, times log2(e).
+    """Products scaled, capped and biased, in that order, times log2(e), but for `C.late_scale`.
 
     Args:
         position: Of each row's query, its own number among the keys.
@@ -28,8 +28,10 @@ def logits_of(products, factor, key, position, slope, C: tl.constexpr):
                 distance = -tl.abs(distance)
             logits += slope[:, None] * distance
         logits = logits * LOG2_E
-    else:
+    elif C.has_factor or C.late_scale == 1.0:
         logits = products * (factor * LOG2_E)
+    else:
+        logits = products
     return logits
 
 

@@ -11,12 +11,14 @@ from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.triton.attention.config import LEAST_BLOCK, Parts, key_parts, parts_of
 from jattn_kernels.triton.gpus import SHARED_MEMORY, num_sms
 
+_WARPGROUPS, _WARPGROUP_ROWS = ((9, 0), (10, 0)), 64
 _DECODE_ROWS = 64  # rows of a decode tile at most
-_WAVES = 4  # programs that decode wants for each place on an SM: sequences differ, and the last ones must not be few
 _ROOMY = 128 * 1024  # bytes of shared memory; desktop GPUs have less
 _ROWS_OF_FOUR_WARPS = 32 * 128  # numbers of the accumulator
 _OTHER_BYTES = 8 * 1024
 _MOST_AHEAD = 3
+_MOST_AHEAD_OF_FEW = 4  # tiles, where they are small
+_AHEAD_BYTES = 128 * 1024  # that keep an SM's share of the memory busy
 _INVARIANT_KEYS = 512  # of a split, where it must not depend on the batch
 
 
@@ -32,6 +34,7 @@ class AttendTiles:
         block_tokens: Tokens of a work tile.
         row_blocks: Blocks of rows of a work tile.
         workers: Into how many shares decode cuts the keys.
+        at_once: How many of them are worked on at the same time.
         tiles_per_split: Tiles of keys after which sequences are cut, where that must not depend on the batch.
     """
 
@@ -42,6 +45,7 @@ class AttendTiles:
     block_tokens: int
     row_blocks: int
     workers: int
+    at_once: int
     tiles_per_split: int | None
 
 
@@ -106,7 +110,8 @@ def choose_tiles(call: AttentionCall) -> AttendTiles:
         warps=warps,
         block_tokens=block_tokens,
         row_blocks=row_blocks,
-        workers=max(places * _WAVES // (spec.num_kv_heads * row_blocks), 1),
+        workers=max(places * _waves(call) // (spec.num_kv_heads * row_blocks), 1),
+        at_once=max(places // (spec.num_kv_heads * row_blocks), 1),
         tiles_per_split=max(_INVARIANT_KEYS // block_n, 1) if decode and spec.batch_invariant else None,
     )
 
@@ -127,29 +132,87 @@ def shape_of(call: AttentionCall) -> Shape:
 
 
 def by_rule(call: AttentionCall) -> Arrangement:
-    """Tiles as large as registers hold without spilling, and as many ahead as let two programs share an SM in decode.
+    """The heuristic: tiles that registers hold without spilling, and as many ahead as keep the memory busy.
 
     Of a device that is no NVIDIA GPU, those of compute capability 8.0.
     """
-    spec, latent, decode = call.spec, _is_latent(call), _is_decode(call)
-    columns, shared, hopper = _columns(call), _shared_memory(call.device), call.device.compute_capability == (9, 0)
-    wide, tight = _itemsize(call) == 4, shared < _ROOMY
+    return _decode_rule(call) if _is_decode(call) else _extend_rule(call)
+
+
+def _decode_rule(call: AttentionCall) -> Arrangement:
+    """Of few rows, where the memory is what is waited for."""
+    spec, latent, shared = call.spec, _is_latent(call), _shared_memory(call.device)
+    columns, wide, hopper, tight = _columns(call), _itemsize(call) == 4, _is_hopper(call), shared < _ROOMY
     assert call.num_tokens is not None
-    if decode:
-        rows = triton.next_power_of_2(call.num_tokens * spec.group_size)
-        block_m = min(max(rows, LEAST_BLOCK), _DECODE_ROWS // 2 if latent and not hopper else _DECODE_ROWS)
-        block_n = 32 if wide or tight or columns > 256 or spec.rope_theta is not None else 64
-    else:
-        block_m = 32 if latent and not hopper else 64 if latent or wide or columns > 256 else 128
-        block_n = 64 if hopper and not wide and columns <= 256 else 32
+    rows = triton.next_power_of_2(call.num_tokens * spec.group_size)
+    block_m = min(max(rows, LEAST_BLOCK), _DECODE_ROWS // 2 if latent and not hopper else _DECODE_ROWS)
+    warps = 4 if block_m * parts_of(spec.value_dim).blocks[0] <= _ROWS_OF_FOUR_WARPS or _is_narrow(call, block_m) else 8
     if latent and tight:
+        return _deepest(call, block_m, 16, warps, most=_MOST_AHEAD, room=shared)
+    if latent:
+        return _deepest(call, block_m, 64 if hopper and block_m > LEAST_BLOCK else 32, warps, most=2, room=shared)
+    if tight or wide or spec.rope_theta is not None:
+        block_n = 32 if wide or tight or columns > 256 or spec.rope_theta is not None else 64
+        return _deepest(call, block_m, block_n, warps, most=_MOST_AHEAD, room=shared if tight else shared // 2)
+    if block_m > 2 * LEAST_BLOCK and hopper:
+        return _deepest(call, block_m, 64, 4, most=3, room=shared)
+    if not _is_many(call):
+        return _deepest(call, block_m, 32, warps, most=_MOST_AHEAD_OF_FEW, room=shared // 2)
+    block_n = 256 if columns <= 128 else 128 if columns <= 256 else 64
+    ahead = _AHEAD_BYTES // (block_n * columns * _itemsize(call))
+    return _deepest(call, block_m, block_n, warps, most=min(max(ahead, 1), _MOST_AHEAD_OF_FEW), room=shared)
+
+
+def _extend_rule(call: AttentionCall) -> Arrangement:
+    """Of many rows, where the products are."""
+    latent, columns, wide, hopper = _is_latent(call), _columns(call), _itemsize(call) == 4, _is_hopper(call)
+    block_m = 32 if latent and not hopper else 64 if latent or wide or columns > 256 else 128
+    block_n, most = 64 if hopper and not wide and columns <= 256 else 32, 2
+    warps = 4 if block_m * parts_of(call.spec.value_dim).blocks[0] <= _ROWS_OF_FOUR_WARPS else 8
+    shared = _shared_memory(call.device)
+    if latent and shared < _ROOMY:
         block_n = 16
-    warps = 4 if block_m * parts_of(spec.value_dim).blocks[0] <= _ROWS_OF_FOUR_WARPS else 8
-    room, most = (shared if tight or not decode else shared // 2), _MOST_AHEAD if decode else 2
+    elif wide:
+        block_m, warps = 32, 4
+    elif hopper and not latent and call.spec.rope_theta is None:
+        if columns <= 128:
+            block_n, warps, most = 128, 4, 3
+        elif columns <= 256 and _itemsize(call) == 1:
+            warps = 4
+        elif columns <= 256:
+            most = 5
+        else:
+            block_m, block_n = 128, 64
+    return _deepest(call, block_m, block_n, warps, most=most, room=shared)
+
+
+def _deepest(call: AttentionCall, block_m: int, block_n: int, warps: int, *, most: int, room: int) -> Arrangement:
+    """With as many tiles ahead as there is room for, `most` at most."""
     for ahead in range(most, 1, -1):
         if _bytes(call, Arrangement(block_m, block_n, ahead, warps)) <= room:
             return Arrangement(block_m, block_n, ahead, warps)
     return Arrangement(block_m, block_n, 1, warps)
+
+
+def _is_narrow(call: AttentionCall, block_m: int) -> bool:
+    """Whether four warps hold the accumulator of latents."""
+    return _is_latent(call) and block_m == LEAST_BLOCK
+
+
+def _is_many(call: AttentionCall) -> bool:
+    """Whether there are sequences for all of the GPU without cutting them; the same of any batch where that is asked.
+
+    Then a program an SM, with large tiles, reads the most; else small tiles let more programs share the keys.
+    """
+    assert call.num_seqs is not None
+    return call.spec.batch_invariant or call.num_seqs * call.spec.num_kv_heads >= num_sms(call.device)
+
+
+def _waves(call: AttentionCall) -> int:
+    """Programs that decode wants for each place on an SM: where sequences are few, the last ones must not be."""
+    if _shared_memory(call.device) < _ROOMY:
+        return 4
+    return 1 if _is_latent(call) or _is_many(call) else 2
 
 
 def arrangements(call: AttentionCall) -> list[Arrangement]:
@@ -170,7 +233,14 @@ def _bytes(call: AttentionCall, sizes: Arrangement) -> int:
     """Shared memory of a program, about."""
     itemsize, columns = _itemsize(call), _columns(call)
     queries = sizes.block_m * (columns if _is_latent(call) else columns // 2) * max(itemsize, 2)
-    return sizes.block_n * columns * itemsize * sizes.ahead + queries + _OTHER_BYTES
+    # Products of warpgroups read the tile before, still, when the next one comes.
+    tiles = sizes.ahead + (call.page_size is None and uses_warpgroups(call.device, sizes.block_m))
+    return sizes.block_n * columns * itemsize * tiles + queries + _OTHER_BYTES
+
+
+def uses_warpgroups(device: Device, block_m: int) -> bool:
+    """Whether products are of four warps together, which take their second operand from shared memory."""
+    return device.compute_capability in _WARPGROUPS and block_m >= _WARPGROUP_ROWS
 
 
 def _columns(call: AttentionCall) -> int:
@@ -193,6 +263,10 @@ def _is_latent(call: AttentionCall) -> bool:
 
 def _is_decode(call: AttentionCall) -> bool:
     return call.operation.endswith("decode")
+
+
+def _is_hopper(call: AttentionCall) -> bool:
+    return call.device.compute_capability == (9, 0)
 
 
 def _shared_memory(device: Device) -> int:

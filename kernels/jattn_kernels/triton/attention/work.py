@@ -62,7 +62,7 @@ def decode_work(
     first = jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1)
     facts = {"block_kv": sizes.block_n, "workers": sizes.workers}
     if sizes.tiles_per_split is None:
-        schedule = split_evenly(first, end, **facts)
+        schedule = split_evenly(first, end, at_once=sizes.at_once, **facts)
     else:
         assert max_keys is not None
         schedule = split_at_multiples(first, end, tiles_per_split=sizes.tiles_per_split, max_keys=max_keys, **facts)
