@@ -139,6 +139,7 @@ MAIN: dict[str, Call] = {
     "extend_soft_cap": _extend(logits_soft_cap=50.0),
     "extend_rope": _extend(rope_theta=1e4),
     "ragged": functools.partial(_ragged),
+    "ragged_256": functools.partial(_ragged, heads=(16, 8), d=256),
     "ragged_192_128": functools.partial(_ragged, heads=(16, 16), d=192, v_d=128),
     "mla_decode_16": functools.partial(_latent, "mla_decode", heads=16),
     "mla_decode_128": functools.partial(_latent, "mla_decode", heads=128),

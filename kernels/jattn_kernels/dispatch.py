@@ -13,8 +13,8 @@ from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.triton import TRITON
 from jattn_kernels.xla import XLA
 
-# In order of preference. Triton's is the last until it has been run on a GPU: it serves who asks for it.
-_registered: list[Implementation] = [MOSAIC, XLA, TRITON]
+# In order of preference.
+_registered: list[Implementation] = [MOSAIC, TRITON, XLA]
 
 
 def implementations() -> tuple[Implementation, ...]:

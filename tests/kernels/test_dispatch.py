@@ -44,7 +44,8 @@ def test_choose_takes_xla_for_a_plain_call():
     assert choice.implementation.name == "xla"
     assert choice.reason == (
         "`xla` is the first choice that serves this call. "
-        "`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is cpu."
+        "`mosaic` has kernels for compute capability 9.0 (Hopper) only; this is cpu. "
+        "`triton` has kernels for compute capability 8.0, 8.6, 8.9, 9.0, 10.0, 12.0; this is cpu."
     )
 
 
@@ -52,13 +53,14 @@ def test_choose_takes_xla_for_a_plain_call():
     ("device", "name"),
     [
         (Device("gpu", (9, 0)), "mosaic"),
-        (Device("gpu", (8, 0)), "xla"),
-        (Device("gpu", (10, 0)), "xla"),
+        (Device("gpu", (8, 0)), "triton"),
+        (Device("gpu", (10, 0)), "triton"),
+        (Device("gpu", (7, 5)), "xla"),
         (Device("gpu"), "xla"),
     ],
     ids=str,
 )
-def test_choose_takes_mosaic_on_hopper_only(device, name):
+def test_choose_takes_mosaic_on_hopper_and_triton_on_others(device, name):
     assert choose(dataclasses.replace(HOPPER_CALL, device=device)).implementation.name == name
 
 
@@ -87,7 +89,7 @@ def test_choose_gives_the_sentences_of_all_when_none_serves():
 
 @pytest.mark.parametrize("name", ["cuda", [], 3], ids=str)
 def test_choose_lists_the_choices_for_an_unknown_name(name):
-    with pytest.raises(ValueError, match=r"`implementation` must be None or one of: mosaic, xla, triton\. Got imp"):
+    with pytest.raises(ValueError, match=r"`implementation` must be None or one of: mosaic, triton, xla\. Got imp"):
         inspect.unwrap(choose)(CALL, name)
 
 
@@ -180,8 +182,8 @@ def test_make_schedule_asks_about_the_calls_that_it_is_for(monkeypatch, operatio
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: HOPPER_CALL.device)
     facts = {"spec": HOPPER_CALL.spec, "num_tokens": 1, "dtype": jnp.bfloat16, "page_size": 16}
     schedule = make_schedule(jnp.array([9, 300], jnp.int32), **facts, kv_dtype=kv_dtype, operation=operation)
-    served_by_mosaic = operation is None and kv_dtype in (None, jnp.bfloat16)
-    assert (schedule is not None) == served_by_mosaic
+    by_whom = None if kv_dtype == jnp.float32 else "mosaic" if operation is None else "triton"
+    assert (schedule and schedule.implementation) == by_whom
 
 
 @pytest.mark.parametrize(

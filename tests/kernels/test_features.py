@@ -42,9 +42,9 @@ def test_markdown_names_the_devices_on_which_each_implementation_serves(monkeypa
     kept = {name: FEATURES[name] for name in ("decode", "float32", "batch-invariant results")}
     monkeypatch.setattr(features, "FEATURES", kept)
     assert feature_markdown().splitlines() == [
-        "| feature | mosaic | xla | triton |",
+        "| feature | mosaic | triton | xla |",
         "| :-- | :-- | :-- | :-- |",
-        "| decode | Hopper | Hopper, other NVIDIA, CPU | Hopper, other NVIDIA |",
-        "| float32 | no | Hopper, other NVIDIA, CPU | Hopper, other NVIDIA |",
-        "| batch-invariant results | Hopper | no | Hopper, other NVIDIA |",
+        "| decode | Hopper | Hopper, other NVIDIA | Hopper, other NVIDIA, CPU |",
+        "| float32 | no | Hopper, other NVIDIA | Hopper, other NVIDIA, CPU |",
+        "| batch-invariant results | Hopper | Hopper, other NVIDIA | no |",
     ]

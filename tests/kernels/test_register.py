@@ -52,7 +52,7 @@ def normed(**options):
 
 def test_a_registered_implementation_serves_every_kind_of_call(capsys):
     with register(LOUD, before="xla"):
-        assert [entry.name for entry in implementations()] == ["mosaic", "loud", "xla", "triton"]
+        assert [entry.name for entry in implementations()] == ["mosaic", "triton", "loud", "xla"]
         schedule = scheduled()
         np.testing.assert_array_equal(decoded(schedule=schedule), decoded(implementation="xla"))
         np.testing.assert_array_equal(normed(), normed(implementation="xla"))
@@ -82,7 +82,7 @@ def test_an_implementation_that_comes_last_serves_what_asks_for_it(capsys):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"before": "cuda"}, "`before` must be None or one of: mosaic, xla, triton"),
+        ({"before": "cuda"}, "`before` must be None or one of: mosaic, triton, xla"),
         ({"name": "xla"}, "a name of its own"),
     ],
 )

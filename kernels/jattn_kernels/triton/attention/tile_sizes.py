@@ -174,6 +174,8 @@ def _extend_rule(call: AttentionCall) -> Arrangement:
         block_n = 16
     elif wide:
         block_m, warps = 32, 4
+    elif "custom_mask" in call.features and hopper:
+        block_n = 32
     elif hopper and not latent and call.spec.rope_theta is None:
         if columns <= 128:
             block_n, warps, most = 128, 4, 3

@@ -1,0 +1,60 @@
+"""What Triton's attention kernel is compiled for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jattn_kernels import AttentionSpec, paged_decode, paged_extend
+from jattn_kernels.call import Device
+from jattn_kernels.triton import launch
+
+SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
+
+
+def configs(face, dtype="bfloat16", kv_dtype=None, spec=SPEC, capability=None):
+    """Those of the kernels that a call launches; nothing is run."""
+    found = []
+
+    def record(kernel, operands, written, *, grid, config):
+        found.append(config)
+
+    tokens = (3, 1) if face is paged_decode else (40,)
+    pages = jnp.zeros((9, 16, 2, 64), kv_dtype or dtype)
+    places = [jnp.zeros((3, 2), jnp.int32), jnp.ones(3, jnp.int32)]
+    offsets = [] if face is paged_decode else [jnp.arange(4, dtype=jnp.int32)]
+    with launch.interpreted(record):
+        jax.block_until_ready(
+            face(
+                jnp.zeros((*tokens, 8, 64), dtype), pages, pages, *places, *offsets, spec=spec, implementation="triton"
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("face", [paged_decode, paged_extend])
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("bfloat16", "tf32")])
+def test_products_of_float32_are_not_rounded_to_tf32(face, dtype, precision):
+    assert configs(face, dtype)[0].precision == precision
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_8_bit_keys_are_multiplied_in_float16_by_queries_of_16_bits(dtype):
+    config = configs(paged_decode, dtype, "float8_e4m3fn")[0]
+    assert config.compute_dtype == ("float32" if dtype == "float32" else "float16")
+    assert config.v_pairs
+
+
+@pytest.mark.parametrize(
+    ("change", "late"), [({}, True), ({"logits_soft_cap": 30.0}, False), ({"sm_scale": -1.0}, False)], ids=str
+)
+def test_logits_are_scaled_after_their_maximum_where_that_keeps_their_order(change, late):
+    config = configs(paged_decode, spec=dataclasses.replace(SPEC, **change))[0]
+    assert (config.late_scale != 1.0) == late
+
+
+def test_8_bit_keys_are_converted_by_instructions_from_ada_on(monkeypatch):
+    assert not configs(paged_decode, kv_dtype="float8_e4m3fn")[0].native_fp8
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (8, 9)))
+    assert configs(paged_decode, kv_dtype="float8_e4m3fn")[0].native_fp8
