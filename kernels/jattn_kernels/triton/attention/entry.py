@@ -28,7 +28,7 @@ from jattn_kernels.triton.attention.tile_sizes import AttendTiles, choose_tiles,
 from jattn_kernels.triton.attention.work import Work, decode_work, extend_work
 from jattn_kernels.triton.launch import launch
 
-_NATIVE_FP8 = (8, 9)  # compute capability from which e4m3 is converted by an instruction
+_NATIVE_FP8: tuple[int, ...] = (8, 9)  # compute capability from which e4m3 is converted by an instruction
 
 Result = tuple[Float[Array, "..."], Float[Array, "..."]]
 
@@ -209,7 +209,7 @@ def _config(
         has_slopes=options.alibi_slopes is not None,
         causal=spec.causal,
         has_sinks=options.sinks is not None,
-        native_fp8=(call.device.compute_capability or (0, 0)) >= _NATIVE_FP8,
+        native_fp8=tuple(call.device.compute_capability or ()) >= _NATIVE_FP8,
         rotates=spec.rope_theta is not None,
         shrink=shrink,
         whole_tiles=not call.operation.endswith("decode") and options.custom_mask is None,
