@@ -118,7 +118,6 @@ def test_faces_show_their_optional_arguments_by_name():
         (paged_decode, "kv_scale"),
         (ragged_extend, "schedule"),
         (mla_decode, "k_scale"),
-        (mla_decode, "schedule"),
         (shared_prefix_decode, "q_start"),
     ],
 )
