@@ -9,7 +9,7 @@ import pytest
 
 import jattn_kernels
 from jattn_kernels import AttentionSpec, make_schedule
-from jattn_kernels.call import Device
+from jattn_kernels.call import Device, Schedule
 from jattn_kernels.mosaic import MOSAIC
 from jattn_kernels.xla import XLA
 from tests.kernels.harness.triton_interpreter import interpreted
@@ -33,13 +33,14 @@ def hopper(monkeypatch):
 
 
 def made(operation, *, batch=4, num_tokens=None, spec=None, **facts):
-    """A schedule, of the calls of `call` unless said."""
+    """The shapes of a schedule, of the calls of `call` unless said."""
     extends = operation == "paged_extend"
     num_tokens = (101 if extends else 3) if num_tokens is None else num_tokens
     lens, offsets = jnp.ones(batch, jnp.int32), jnp.arange(batch + 1, dtype=jnp.int32)
     facts = {"dtype": "bfloat16", "page_size": 16} | facts
     spec = dataclasses.replace(SPEC, **(spec or {}))
-    return make_schedule(lens, offsets if extends else None, spec=spec, num_tokens=num_tokens, **facts)
+    make = functools.partial(make_schedule, spec=spec, num_tokens=num_tokens, **facts)
+    return jax.eval_shape(make, lens, offsets if extends else None)
 
 
 def call(operation, schedule, *, spec=SPEC, num_tokens=3, **options):
@@ -48,8 +49,11 @@ def call(operation, schedule, *, spec=SPEC, num_tokens=3, **options):
     pages = jnp.zeros((9, 16, 2, 64), jnp.bfloat16)
     places = jnp.zeros((4, 6), jnp.int32), jnp.ones(4, jnp.int32)
     offsets = [jnp.arange(5, dtype=jnp.int32)] if extends else []
-    face = functools.partial(getattr(jattn_kernels, operation), spec=spec, schedule=schedule, **options)
-    return jax.eval_shape(face, q, pages, pages, *places, *offsets)
+    face = functools.partial(getattr(jattn_kernels, operation), spec=spec, **options)
+    arrays = q, pages, pages, *places, *offsets
+    if isinstance(schedule, Schedule):
+        return jax.eval_shape(lambda schedule, *arrays: face(*arrays, schedule=schedule), schedule, *arrays)
+    return jax.eval_shape(functools.partial(face, schedule=schedule), *arrays)
 
 
 @FACES

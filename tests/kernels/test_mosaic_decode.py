@@ -47,19 +47,31 @@ def attend(case, inputs):
     return jax.jit(decode)(*inputs.args, **inputs.options)
 
 
+# Each feature, width and loop of the kernel in one case at least, several to a case; by themselves they are in SLOW.
 INTERPRETED = [
     case("plain"),
     case("split", kv_lens=(600, 9), dtype="float16"),
     case("dim_128_hnd_layers", spec={"head_dim": 128, "page_layout": "HND"}, num_layers=2, layer_index=1),
     case("dim_256", spec={"head_dim": 256, "num_q_heads": 2, "num_kv_heads": 1}, kv_lens=(70, 3)),
     case("heads_share_rows_dim_128", spec={"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 128}, kv_lens=(70, 9)),
-    case("page_larger_than_a_tile", page_size=128, spec={"head_dim": 128}, kv_lens=(200, 64)),
-    case("positions_padding_rows", q_len=2, kv_start=(0, 5, 0, 64), q_start=(12, 4, 0, 100), padding_rows=2),
-    case("dim_80", spec={"head_dim": 80}),
+    case(
+        "positions_padding_rows_dim_80",
+        q_len=2,
+        kv_start=(0, 5, 0, 64),
+        q_start=(12, 4, 0, 100),
+        padding_rows=2,
+        spec={"head_dim": 80},
+    ),
     case(
         "window_sinks_alibi", spec={"window_left": 70, "num_q_heads": 16}, kv_lens=(300, 9, 0), sinks=True, alibi=True
     ),
-    case("chunk_soft_cap", spec={"chunk_size": 64, "logits_soft_cap": 5.0}, kv_lens=(130, 65), kv_start=(5, 64)),
+    case(
+        "chunk_soft_cap_page_larger_than_a_tile",
+        spec={"chunk_size": 64, "logits_soft_cap": 5.0, "head_dim": 128},
+        kv_lens=(200, 65),
+        kv_start=(5, 64),
+        page_size=128,
+    ),
     case("tree", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1), spec={"window_left": 20, "num_q_heads": 32}),
     case(
         "fp8", kv_dtype="float8_e4m3fn", q_scale="rows", kv_scale="rows", kv_lens=(300, 9), num_layers=2, layer_index=1
@@ -85,6 +97,10 @@ INTERPRETED = [
     case("invariant", kv_lens=(1100, 9, 0), spec={"num_q_heads": 2, "num_kv_heads": 1, "batch_invariant": True}),
 ]
 SLOW = [
+    case("page_larger_than_a_tile", page_size=128, spec={"head_dim": 128}, kv_lens=(200, 64)),
+    case("positions_padding_rows", q_len=2, kv_start=(0, 5, 0, 64), q_start=(12, 4, 0, 100), padding_rows=2),
+    case("dim_80", spec={"head_dim": 80}),
+    case("chunk_soft_cap", spec={"chunk_size": 64, "logits_soft_cap": 5.0}, kv_lens=(130, 65), kv_start=(5, 64)),
     case("verify_more_rows_than_one_block", q_len=5, kv_lens=(40,), spec={"num_q_heads": 32}),  # "tree" has them too
     case("many_items_a_worker", kv_lens=(70, 3, 0, 65, 130, 1, 16), spec={"num_q_heads": 2, "num_kv_heads": 1}),
     # test_key_rotation has one head of fp8 too.
@@ -121,11 +137,12 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
     case = next(case for case in INTERPRETED if case.name == "split")
     inputs = build(case)
     page_size, lens = case.page_size, inputs.args[4]
-    schedule = make_schedule(lens, spec=case.spec, num_tokens=1, dtype=case.dtype, page_size=page_size)
+    facts = {"spec": case.spec, "num_tokens": 1, "dtype": case.dtype, "page_size": page_size}
+    schedule = jax.jit(functools.partial(make_schedule, **facts))(lens)
     assert isinstance(schedule.work, DecodeSchedule)
-    given = paged_decode(*inputs.args, **inputs.kwargs, schedule=schedule, implementation="mosaic")
-    own = paged_decode(*inputs.args, **inputs.kwargs, implementation="mosaic")
-    np.testing.assert_array_equal(given, own)
+    decode = jax.jit(functools.partial(paged_decode, spec=case.spec, implementation="mosaic"))
+    given = decode(*inputs.args, **inputs.options, schedule=schedule)
+    np.testing.assert_array_equal(given, decode(*inputs.args, **inputs.options))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +151,9 @@ def test_mosaic_decode_with_a_given_schedule_is_the_same(hopper):
         {"num_q_heads": 8, "head_dim": 128},  # heads share rows of a block
         pytest.param({"num_q_heads": 8, "num_kv_heads": 4}, marks=pytest.mark.slow),
         pytest.param({"num_q_heads": 8, "num_kv_heads": 1}, marks=pytest.mark.slow),
-        {"num_q_heads": 16, "num_kv_heads": 1},
-        {"num_q_heads": 8, "window_left": 20},
+        pytest.param({"num_q_heads": 16, "num_kv_heads": 1}, marks=pytest.mark.slow),
+        pytest.param({"num_q_heads": 8, "window_left": 20}, marks=pytest.mark.slow),
+        {"num_q_heads": 16, "num_kv_heads": 1, "window_left": 20},
     ],
 )
 def test_a_mask_of_one_token_is_all_heads(hopper, spec):
@@ -145,18 +163,22 @@ def test_a_mask_of_one_token_is_all_heads(hopper, spec):
 
 
 # Each value of each fact once; test_lowering and the key of the GPU's record lower many more.
-_OFTEN_LOWERED = [("bfloat16", 128, 16, "NHD"), ("float16", 128, 128, "HND")]
+_BATCHES = ((4, 1, 4), (5, 3, 4), (4, 1, 1))  # queries a key head, tokens, sequences
+_OFTEN_LOWERED = {("bfloat16", 128, 16, "NHD"): _BATCHES[1:], ("float16", 128, 128, "HND"): _BATCHES[:1]}
 _LOWERED = itertools.product(
     ("bfloat16", "float16"), (64, 80, 96, 128, 192, 256), (8, 16, 32, 64, 128, 256), ("NHD", "HND")
 )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "page_size", "page_layout"),
-    [facts if facts in _OFTEN_LOWERED else pytest.param(*facts, marks=pytest.mark.slow) for facts in _LOWERED],
+    ("dtype", "head_dim", "page_size", "page_layout", "batches"),
+    [
+        *((*facts, batches) for facts, batches in _OFTEN_LOWERED.items()),
+        *(pytest.param(*facts, _BATCHES, marks=pytest.mark.slow) for facts in _LOWERED),
+    ],
 )
-def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout):
-    for group_size, num_tokens, num_seqs in ((4, 1, 4), (5, 3, 4), (4, 1, 1)):
+def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout, batches):
+    for group_size, num_tokens, num_seqs in batches:
         spec = AttentionSpec(num_q_heads=2 * group_size, num_kv_heads=2, head_dim=head_dim, page_layout=page_layout)
         page = (page_size, 2) if page_layout == "NHD" else (2, page_size)
         pages = jax.ShapeDtypeStruct((3, 10, *page, head_dim), dtype)
@@ -185,6 +207,10 @@ _FEATURES = {
     ),
     "alibi_sinks": ({}, {"alibi_slopes": ((8,), "float32"), "sinks": ((8,), "float32")}),
     "mask": ({}, {"custom_mask": ((500,), "bool")}),
+    "mask_alibi_sinks": (
+        {},
+        {"custom_mask": ((500,), "bool"), "alibi_slopes": ((8,), "float32"), "sinks": ((8,), "float32")},
+    ),
     "rope": ({"rope_theta": 1e4}, {}),
     "invariant_dim_80": ({"batch_invariant": True, "head_dim": 80}, {}),
     "fp8": ({}, _FP8),
@@ -194,17 +220,17 @@ _FEATURES = {
 }
 
 
-# Each takes seconds: every feature once, of one token or of several.
-_OFTEN_OF_SEVERAL_TOKENS = ("alibi_sinks", "mask", "fp8_dim_256")
+# Each takes seconds: every feature once, of one token or of several, where three go together.
+_OFTEN_OF_SEVERAL_TOKENS = ("mask_alibi_sinks", "fp8_dim_256")
+_SELDOM = ("alibi_sinks", "mask")
 
 
 @pytest.mark.parametrize(
     ("feature", "num_tokens"),
     [
-        pytest.param(
-            feature, number, marks=() if (number == 9) == (feature in _OFTEN_OF_SEVERAL_TOKENS) else pytest.mark.slow
-        )
+        pytest.param(feature, number, marks=() if often and feature not in _SELDOM else pytest.mark.slow)
         for feature, number in itertools.product(_FEATURES, (1, 9))
+        for often in [(number == 9) == (feature in _OFTEN_OF_SEVERAL_TOKENS)]
     ],
 )
 def test_mosaic_decode_with_a_feature_lowers_for_cuda(feature, num_tokens):

@@ -101,14 +101,13 @@ def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(in
     chex.assert_trees_all_equal(alone, tuple(x[prompt.tokens] for x in behind))
 
 
+# The values that no case with a feature has below.
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "page_size", "page_layout", "group_size", "causal"),
     [
-        ("bfloat16", 64, 8, "NHD", 1, True),
-        ("float16", 256, 16, "NHD", 4, True),
-        ("bfloat16", 128, 32, "HND", 5, False),
-        ("float16", 64, 64, "HND", 8, False),
+        ("float16", 128, 32, "HND", 5, False),
         ("bfloat16", 256, 128, "NHD", 128, True),
+        pytest.param("float16", 64, 64, "HND", 8, False, marks=pytest.mark.slow),
     ],
 )
 def test_mosaic_extend_lowers_for_cuda(dtype, head_dim, page_size, page_layout, group_size, causal):

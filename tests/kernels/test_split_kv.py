@@ -1,5 +1,6 @@
 """What decode does around its kernel: tile sizes that fit, queries as sums of fp8 numbers, parts merged."""
 
+import functools
 import itertools
 
 import jax
@@ -99,7 +100,7 @@ def merged(outs, lses, *, num_seqs, end=None, batch_invariant=False):
         block_kv=64,
     )
     with interpreted():
-        return merge_splits(parts, schedule, batch_invariant=batch_invariant)
+        return jax.jit(functools.partial(merge_splits, batch_invariant=batch_invariant))(parts, schedule)
 
 
 def random_parts(num_parts):

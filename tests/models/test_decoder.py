@@ -105,7 +105,14 @@ def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "llama4", "mistral", "mixtral", "qwen2_moe", "qwen3_moe"])
+# What a second chunk of a prompt can get wrong is what its tokens see: a mixture has a token at a time.
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama4", "mistral", "qwen2_moe"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("glm4_moe", "mixtral", "qwen3_moe")),
+    ],
+)
 def test_prefill_in_two_chunks_matches_transformers(case):
     run = paged_run(case, page_size=8)
     first = run.extend([row[: len(row) // 2] for row in prompts(case)])

@@ -48,15 +48,23 @@ ONE = {"heads": (1, 1)}
 LAYERS = {"num_layers": 2, "layer_index": 1}
 LONG = {"heads": (2, 1), "q_lens": (40, 3), "kv_lens": (300, 20)}  # more tiles of keys than one
 FP8_QUERIES = {"of": "fp8_queries", "dtype": "float8_e4m3fn"}
+# Each feature, width and loop of the kernel in one case at least, several to a case; by themselves they are in SLOW.
 INTERPRETED = [
     derived("plain"),
-    derived("not_causal_float16", of="not_causal", dtype="float16", **ONE),
     derived("padding", of="padding", custom_mask=False, q_positions=False, heads=(2, 1)),
-    derived("long_query", q_lens=(131, 1), kv_lens=(150, 300), **ONE),
-    derived("more_tiles_than_stages", q_lens=(3,), kv_lens=(700,), **ONE),
+    derived("long_query_more_tiles_than_stages", q_lens=(131, 1), kv_lens=(150, 700), **ONE),
     derived("hnd_layers", heads=(2, 2), page_layout="HND", num_layers=3, layer_index=1, page_size=64),
     derived("dim_128", head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), page_size=16),
-    derived("dim_256", head_dim=256, q_lens=(9, 2), kv_lens=(70, 2), heads=(2, 1), page_size=128),
+    derived(
+        "not_causal_float16_dim_256",
+        of="not_causal",
+        dtype="float16",
+        head_dim=256,
+        q_lens=(9, 2),
+        kv_lens=(70, 2),
+        heads=(2, 1),
+        page_size=128,
+    ),
     derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40), q_start=(270, 44)),
     derived("alibi_windows", of="alibi", causal=False, window_left=40, window_right=9, page_size=16, **LONG),
     derived(
@@ -72,8 +80,15 @@ INTERPRETED = [
     derived(
         "ragged_invariant", among=RAGGED, of="padding", batch_invariant=True, heads=(2, 1), num_layers=2, layer_index=1
     ),
-    derived("ragged_dim_80_96", among=RAGGED, of="padding", head_dim=80, v_head_dim=96, heads=(2, 1)),
-    derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
+    derived(
+        "ragged_dim_80_96",
+        among=RAGGED,
+        of="padding",
+        head_dim=80,
+        v_head_dim=96,
+        q_lens=(5, 3, 9, 16),
+        kv_lens=(13, 0, 140, 16),
+    ),
     derived("fp8", of="fp8", heads=(2, 1), q_scale="rows", q_lens=(40, 3, 0), kv_lens=(300, 20, 9)),
     derived("fp8_queries_dim_128", **FP8_QUERIES, head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), **ONE),
     derived("ragged_fp8_float16", among=RAGGED, of="fp8", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
@@ -82,6 +97,10 @@ INTERPRETED = [
     derived("ragged_rope_float16", among=RAGGED, of="rope", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
 ]
 SLOW = [
+    derived("not_causal_float16", of="not_causal", dtype="float16", **ONE),
+    derived("more_tiles_than_stages", q_lens=(3,), kv_lens=(700,), **ONE),
+    derived("dim_256", head_dim=256, q_lens=(9, 2), kv_lens=(70, 2), heads=(2, 1), page_size=128),
+    derived("ragged", among=RAGGED, of="padding", q_lens=(5, 3, 9, 16), kv_lens=(13, 0, 140, 16)),
     derived("no_queries_in_the_middle", of="no_queries_in_the_middle", custom_mask=False, **ONE),
     derived("group_5", heads=(5, 1)),
     derived("dim_80", head_dim=80, heads=(2, 1), q_lens=(9, 17), kv_lens=(140, 20), padding_tokens=3, page_size=16),
