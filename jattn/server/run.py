@@ -112,9 +112,9 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Of SIGTERM and SIGINT: drains; the second one ends all."""
+        """Of SIGTERM and SIGINT: drains; the second one waits for nobody."""
         if self._deadline is not None:
-            self.should_exit = self.force_exit = True
+            self._deadline = 0.0
             return
         self.drain()
         name = signal.Signals(sig).name

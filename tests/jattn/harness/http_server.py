@@ -24,10 +24,10 @@ del CHAT["prompt"]
 
 
 def bundled_llm():
-    """One bucket of each step."""
+    """One bucket of each step, and no steps of their own for greedy requests."""
     (point,) = entry_points(group="jattn.checkpoints", name="default")
     sizes = {"max_num_seqs": 4, "max_context_len": 256, "prefill_tokens": 64, "smallest_decode_bucket": 4}
-    return jattn.LLM(point.load()(), **sizes, progress=False)
+    return jattn.LLM(point.load()(), **sizes, greedy_steps=False, progress=False)
 
 
 class HttpServer:
@@ -52,22 +52,29 @@ class HttpServer:
     def stop(self):
         self.server.should_exit = True
         self.join()
+        assert not self.service.thread.is_running
 
     def join(self):
+        """Waits until it has ended by itself."""
         self._thread.join(60)
         assert not self._thread.is_alive()
-        assert not self.service.thread.is_running
+
+    @contextlib.contextmanager
+    def asked(self, method, path, body=None, headers=()):
+        """A connection on which a request was sent, JSON, bytes or an iterator of them; leaving closes it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            content = json.dumps(body).encode() if isinstance(body, dict | list) else body
+            connection.request(method, path, content, dict(headers))
+            yield connection
+        finally:
+            connection.close()
 
     @contextlib.contextmanager
     def response(self, method, path, body=None, headers=()):
         """A response, whose body is still to be read; leaving closes the connection."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, content, dict(headers))
-            yield connection.getresponse()
-        finally:
-            connection.close()
+        with self.asked(method, path, body, headers) as connection, connection.getresponse() as response:
+            yield response
 
     def call(self, method, path, body=None, headers=()):
         """Status, headers and content, as JSON if it is that."""
