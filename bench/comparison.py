@@ -6,6 +6,7 @@ from bench.record_files import RECORD, ROOT, Row, read_rows
 
 PEERS = ROOT / "bench" / "results" / "peers"
 FLASHINFER = PEERS / "flashinfer-0.7.2-h200.jsonl"
+TRITON = PEERS / "triton-h200.jsonl"
 TORCH_STEP = PEERS / "torch-step-h200.jsonl"
 
 # What says that two rows are of the same work; page and layout are not among them, for the peers have one of each.
@@ -37,6 +38,21 @@ def pairs(case: str, *, record: Path = RECORD, peers: Path | None = None) -> lis
         peer = fastest(same, time)
         if peer is not None:
             found.append((row, peer))
+    return found
+
+
+def triton_pairs(record: Path = RECORD) -> list[tuple[Row, dict[str, Row]]]:
+    """Each row of Triton's attention, with those of others' Triton kernels for the same work by their names."""
+    theirs = [row for row in read_rows(TRITON) if row["default"]]
+    found = []
+    for row in read_rows(record / "triton.jsonl"):
+        if row["case"] not in ("decode", "prefill"):
+            continue
+        work = ("batch", "ctx", "kv") if row["case"] == "decode" else ("batch", "q")
+        same = [
+            peer for peer in theirs if peer["case"] == row["case"] and all(peer[name] == row[name] for name in work)
+        ]
+        found.append((row, {peer["impl"].partition("-")[0]: peer for peer in same}))
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench import record_key
+from bench import record_key, triton_record
 from bench.record_files import RECORD, ROOT, Row, read_rows
 
 # The check needs no installed package: whatever is not of the standard library is imported where it is used.
@@ -34,6 +34,7 @@ PARTS = (
     "moe_layer",
     "moe_layer_torch",
     "accuracy",
+    "triton",
 )
 OF_OTHERS = (
     "prefill_dense",
@@ -63,7 +64,7 @@ def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
                 f"The rows of {file.name} are of other device code than the rest: run `python -m bench.gpu_record` on "
                 f"an H200. Got kernels_sha {others[0][:12]}, not {key.kernels_sha[:12]}."
             )
-    return record_key.difference(key, root)
+    return triton_record.check(record, root) or record_key.difference(key, root)
 
 
 def device_kind() -> str:
@@ -95,6 +96,10 @@ class Recorder:
                 file.flush()
         if complete():
             partial.rename(self._out / f"{name}.jsonl")
+
+    def with_fields(self, **fields: Any) -> "Recorder":
+        """Another recorder into the same folder, whose rows have these too."""
+        return Recorder(self._out, self._shared | fields)
 
     def unfinished(self, name: str) -> Path:
         """Where the beginning of a part is kept from run to run, while the device code stays as it is."""
@@ -238,6 +243,13 @@ def record_torch_mixtures(recorder: Recorder, implementation: str) -> None:
     recorder.measure("moe_layer_torch", compiled_side_by_side(calls, moe_layer_torch.compiled, job))
 
 
+def record_triton(recorder: Recorder, *, quick: bool) -> None:
+    """What Triton's kernels do, beside whom they are measured."""
+    of_triton = recorder.with_fields(triton_sha=triton_record.triton_sha())
+    of_triton.measure("triton", triton_record.jobs(quick=quick))
+    recorder.failures += of_triton.failures
+
+
 def record_tests(recorder: Recorder, *, processes: int | None = None) -> None:
     """The GPU tests, in processes of their own. A run that is cut short is taken up by the next one.
 
@@ -297,6 +309,8 @@ def main(arguments: list[str] | None = None) -> int:
             record_steps(recorder, part, quick=options.quick)
         elif part == "moe_layer":
             record_mixtures(recorder, implementations[0], quick=options.quick)
+        elif part == "triton":
+            record_triton(recorder, quick=options.quick)
         elif part == "moe_layer_torch":
             record_torch_mixtures(recorder, implementations[0])
         elif part == "prefill_dense":

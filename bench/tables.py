@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench import plots
 from bench.accuracy import SAMPLED_TOKENS
-from bench.comparison import dense_equivalents, mixture_pairs, pairs
+from bench.comparison import dense_equivalents, mixture_pairs, pairs, triton_pairs
 from bench.gpu_record import PARTS
 from bench.record_files import RECORD, ROOT, Row, read_rows
 from jattn_kernels.features import feature_markdown
@@ -86,6 +86,13 @@ def section(record: Path = RECORD) -> str:
             "their bytes over 4,386 GB/s or the products over 740 TFLOP/s.",
             ("model", "tokens", "draw", "experts", "jattn", "PyTorch", "ratio", "GB/s", "TFLOP/s", "of the roofline"),
             starmap(_mixture_cells, mixture_pairs(record)),
+        ),
+        _table(
+            "Triton's kernels, which serve other NVIDIA GPUs and what Mosaic's refuse: bf16 unless said, 32 "
+            "query heads over 8 of 128 numbers. Beside them the Triton kernels of vLLM 0.33 (pages of 16) and SGLang "
+            "0.5.23 (pages of 1) as those choose them.",
+            ("what", "batch", "context", "page", "jattn", "GB/s or TFLOP/s", "vLLM", "SGLang"),
+            starmap(_triton_cells, triton_pairs(record)),
         ),
     ]
     parts = [part for part in parts if part]
@@ -214,6 +221,20 @@ def _mixture_step_cells(row: Row) -> Cells:
         f"{row['time_ms']:.2f} ms",
         f"{row['roofline_share']:.0%}",
         f"{row['compile_s']:.1f} s",
+    )
+
+
+def _triton_cells(row: Row, peers: dict[str, Row]) -> Cells:
+    decode = row["case"] == "decode"
+    what = "decode" if decode else "prefill"
+    return (
+        f"{what}, fp8 keys" if decode and row["kv"] != "bf16" else what,
+        str(row["batch"]),
+        f"{row['ctx'] if decode else row['kv']:,}",
+        str(row["page"]),
+        f"{row['time_us']:,.1f} µs",
+        f"{row['GBps'] if decode else row['TFLOPs']:,.0f}",
+        *(f"{peers[name]['time_us']:,.1f} µs" if name in peers else "" for name in ("vllm", "sglang")),
     )
 
 

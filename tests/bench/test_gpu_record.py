@@ -13,6 +13,7 @@ from bench.attention import Measured
 from bench.gpu_record import OF_OTHERS, PARTS, Recorder, check, main
 from bench.record_files import ROOT, read_rows
 from bench.record_key import RecordKey, sources_sha
+from bench.triton_record import triton_sha
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def record(tmp_path, code):
     """A complete one of that code."""
     folder = tmp_path / "record"
     for part in PARTS:
-        Recorder(folder, {"kernels_sha": "abc"}).write(part, [{"case": part}])
+        Recorder(folder, {"kernels_sha": "abc", "triton_sha": triton_sha(code)}).write(part, [{"case": part}])
     RecordKey(kernels_sha="abc", sources_sha=sources_sha(code), jax="0", cases={"case": "1"}).write(folder)
     return folder
 
@@ -57,6 +58,18 @@ def test_check_leaves_out_what_is_not_of_the_code(code, record, part):
     assert check(record, code) is None
 
 
+def test_check_of_tritons_rows_asks_for_their_code(code, record):
+    file = code / "kernels" / "jattn_kernels" / "triton" / "kernel.py"
+    file.parent.mkdir()
+    file.write_text('"""Words."""\nx = 1  # one\n')
+    assert "Triton's kernels have changed since triton.jsonl" in check(record, code)
+    before = triton_sha(code)
+    file.write_text('"""Other words."""\n\nx = 1\n')
+    assert triton_sha(code) == before
+    file.write_text('"""Words."""\nx = 2  # one\n')
+    assert triton_sha(code) != before
+
+
 def test_check_reads_every_row(code, record):
     with (record / "decode.jsonl").open("a") as file:
         file.write(json.dumps({"kernels_sha": "0" * 64}) + "\n")
@@ -65,7 +78,7 @@ def test_check_reads_every_row(code, record):
 
 def test_check_runs_as_a_file_on_the_standard_library_alone(code, record):
     (code / "bench" / "results").mkdir(parents=True)
-    for name in ("__init__.py", "gpu_record.py", "record_files.py", "record_key.py"):
+    for name in ("__init__.py", "gpu_record.py", "record_files.py", "record_key.py", "triton_record.py"):
         shutil.copy(ROOT / "bench" / name, code / "bench")
     record.rename(code / "bench" / "results" / "h200")
     command = [sys.executable, "-S", "-E", "bench/gpu_record.py", "--check"]
