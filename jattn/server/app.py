@@ -11,6 +11,7 @@ from starlette.routing import Route
 from jattn.server import state_routes, token_routes
 from jattn.server.api_key import ApiKeyGuard
 from jattn.server.chat import chat_completions
+from jattn.server.compile_events import heard_compilations
 from jattn.server.completions import completions
 from jattn.server.errors import ApiError, on_api_error, on_bug, on_http_error
 from jattn.server.service import Service
@@ -38,9 +39,10 @@ def make_app(service: Service) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        service.start()
-        yield
-        service.thread.stop(_STOP_SECONDS)
+        with heard_compilations(service.metrics.compiled.inc):
+            service.start()
+            yield
+            service.thread.stop(_STOP_SECONDS)
 
     app = Starlette(
         routes=_ROUTES,

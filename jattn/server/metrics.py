@@ -72,6 +72,9 @@ class Metrics:
     Args:
         model_name: A label.
         engine, thread: Gauges are read off them when somebody asks.
+
+    Attributes:
+        compiled: Counts what JAX compiles; from any thread.
     """
 
     def __init__(self, model_name: str, engine: Engine, thread: EngineThread):
@@ -89,6 +92,9 @@ class Metrics:
         self._step = Histogram(
             "jattn:step_seconds", "A step on the host.", _LABELS, buckets=_STEP, registry=registry
         ).labels(*values)
+        self.compiled = Counter("jattn:compiles", "Compilations since the start.", _LABELS, registry=registry).labels(
+            *values
+        )
         self._success = Counter(
             "vllm:request_success", "Requests that have ended.", (*_LABELS, "finished_reason"), registry=registry
         )

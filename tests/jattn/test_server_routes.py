@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -173,3 +175,11 @@ def test_metrics_count_under_the_names_of_vllm(http_server):
     }
     assert {name: after.get(f"vllm:{name}") for name in counts} == counts
     assert after["jattn:step_seconds_count"] > 10
+
+
+def test_serving_compiles_nothing(http_server):
+    before = samples(http_server)["jattn:compiles_total"]
+    http_server.events(COMPLETIONS, {**GREEDY, "n": 3, "temperature": 1, "presence_penalty": 1, "logprobs": 1})
+    assert samples(http_server)["jattn:compiles_total"] == before
+    http_server.on_engine(lambda _: jax.jit(lambda x: x + 3)(np.zeros(3, np.float32)))
+    assert samples(http_server)["jattn:compiles_total"] > before
