@@ -10,16 +10,16 @@ import pytest
 from jattn_kernels import Routing
 from jattn_kernels.lowering.expert_groups import group_by_expert
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.experts import choice, route
+from jattn_kernels.mosaic.sm90.experts import choice, route, route_few
 from tests.kernels.harness.expert_cases import ExpertCase, build
 from tests.kernels.harness.interpreter import interpreted
 
 EXPERTS, BLOCK_ROWS = 16, 8
 
 
-def random_logits(tokens):
+def random_logits(tokens, experts=EXPERTS):
     """Of every other token, neighbours have equal logits, and of every fourth all."""
-    logits = np.random.default_rng(0).standard_normal((tokens, EXPERTS)).astype(np.float32)
+    logits = np.random.default_rng(0).standard_normal((tokens, experts)).astype(np.float32)
     logits[::2, 1::2] = logits[::2, ::2]
     logits[::4] = 0.5
     return jnp.asarray(logits)
@@ -69,6 +69,70 @@ def test_route_and_group_is_routing_then_grouping(tokens, scoring, biased, rows_
     expected_weights, chosen = routed(logits, routing, bias)
     np.testing.assert_allclose(weights.T, expected_weights, rtol=1e-5)
     assert_groups(groups, group_by_expert(chosen, EXPERTS, **facts))
+
+
+FEW_TOKENS = [
+    (1, 128, 8, "softmax_normalised", False, False),
+    (8, 128, 8, "softmax", False, True),
+    (6, 64, 8, "sigmoid", True, False),
+    (16, 32, 4, "softmax_of_chosen", False, False),
+    (3, 32, 12, "softmax", True, True),
+    (64, 64, 1, "sigmoid", False, False),
+]
+of_few_tokens = pytest.mark.parametrize(
+    ("tokens", "experts", "per_token", "scoring", "biased", "rows_of_choices"), FEW_TOKENS
+)
+
+
+def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices):
+    routing = Routing(num_experts=experts, per_token=per_token, **SCORINGS[scoring])
+    bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], experts // 4), jnp.float32) if biased else None
+    logits, facts = random_logits(tokens, experts), {"block_rows": BLOCK_ROWS, "rows_of_choices": rows_of_choices}
+    # Of halves each, and rows of no token that are not numbers.
+    halves = jnp.stack([logits / 2, logits / 2])
+    padding = ((0, 0), (0, route_few.token_rows(tokens) - tokens), (0, 0))
+    parts = jnp.pad(halves, padding, constant_values=jnp.nan)
+    assert route_few.fits(routing, tokens)
+    run = functools.partial(route_few.route_and_group_few, routing, num_tokens=tokens, **facts)
+    weights, groups = jax.jit(run)(parts, bias)
+    expected_weights, chosen = routed(logits, routing, bias)
+    np.testing.assert_allclose(weights.T, expected_weights, rtol=1e-5)
+    assert_groups(groups, group_by_expert(chosen, experts, **facts))
+
+
+@of_few_tokens
+def test_few_tokens_are_routed_and_grouped(tokens, experts, per_token, scoring, biased, rows_of_choices):
+    with interpreted():
+        assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices)
+
+
+@pytest.mark.gpu
+@of_few_tokens
+def test_gpu_few_tokens_are_routed_and_grouped(tokens, experts, per_token, scoring, biased, rows_of_choices):
+    if scoring in ("sigmoid", "softmax") and biased:
+        pytest.skip("scores of approximate exponentials may choose another of nearly equal experts")
+    assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices)
+
+
+def test_few_tokens_of_infinities_and_no_numbers_harm_no_other():
+    """Each token has experts, no two the same; equal zeros of both signs choose the lower numbers."""
+    routing, facts = Routing(num_experts=32, per_token=8), {"num_tokens": 8, "block_rows": BLOCK_ROWS}
+    logits = random_logits(8, 32).at[1].set(jnp.nan).at[3].set(-jnp.inf).at[5, 4].set(jnp.inf)
+    logits = logits.at[6].set(jnp.where(jnp.arange(32) % 2 == 0, -0.0, 0.0))
+    with interpreted():
+        weights, groups = jax.jit(functools.partial(route_few.route_and_group_few, routing, **facts))(
+            logits[None], None
+        )
+    expected_weights, chosen = routed(logits, routing, None)
+    others = np.array([0, 2, 4, 6, 7])
+    np.testing.assert_allclose(weights.T[others], expected_weights[others], rtol=1e-5)
+    assert len(np.unique(groups.slots)) == groups.slots.size
+    expert_of = {}
+    for expert, first, rows in groups.work[: int(groups.num_tiles[0])].tolist():
+        expert_of |= dict.fromkeys(range(first, first + rows), expert)
+    found = np.vectorize(expert_of.get)(groups.slots.T)
+    np.testing.assert_array_equal(found[others], chosen[others])
+    assert all(len(set(row)) == 8 for row in found.tolist())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.call import ExpertsCall
@@ -15,7 +16,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighed_rows,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.experts import route
+from jattn_kernels.mosaic.sm90.experts import route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
@@ -53,6 +54,10 @@ def _in_order(
         weights, chosen = operands.weights.T, operands.chosen.T
     elif not chooses(routing, is_biased=operands.choice_bias is not None):
         weights, chosen = (part.T for part in routed(operands.logits, routing, operands.choice_bias))
+    elif route_few.fits(routing, num_tokens):
+        rows = route_few.token_rows(num_tokens) - num_tokens
+        parts = jnp.pad(operands.logits, ((0, rows), (0, 0)))[None]
+        return route_few.route_and_group_few(routing, parts, operands.choice_bias, num_tokens=num_tokens, **facts)
     elif in_one_block and num_tokens <= TOKENS:
         given = route.RouteOperands(logits=operands.logits, bias=operands.choice_bias)
         return route.route_and_group(routing, given, num_tokens=num_tokens, **facts)
