@@ -19,7 +19,7 @@ def serve(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             parser=nonempty_path,
             help="Hugging Face checkpoint folder; the bundled one by default.",
         ),

@@ -118,7 +118,7 @@ class Server(uvicorn.Server):
             return
         self.drain()
         name = signal.Signals(sig).name
-        logger.info("%s: ending once %d sequences have ended", name, self._service.num_unfinished)
+        logger.info("%s: ending once what runs has ended; sequences: %d", name, self._service.num_unfinished)
 
     def drain(self) -> None:
         """Takes no more requests, and ends when those that run have, or their time is up."""

@@ -1,7 +1,9 @@
 """Completions over HTTP, streamed and whole, on the bundled checkpoint."""
 
+import numpy as np
 import pytest
 
+import jattn
 from tests.jattn.harness.http_server import CHAT, GREEDY, MODEL, PROMPT
 
 BEGIN = "<|endoftext|>"
@@ -165,3 +167,21 @@ def test_names_and_ids_come_back(http_server):
     assert (answer["id"], answer["model"], answer["object"]) == ("cmpl-mine", "other-name", "text_completion")
     answer = http_server.post("/v1/chat/completions", CHAT | {"request_id": "r", "user": "u", "unheard_of": [1]})
     assert (answer["id"], answer["model"], answer["object"]) == ("chatcmpl-r", MODEL, "chat.completion")
+
+
+def test_scores_of_prompts_are_the_librarys(http_server):
+    """As lm-eval asks for them: lists of token ids, a token each, and the prompts' log-probabilities."""
+    prompts = [list(range(300, 340)), list(range(500, 517))]
+    body = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    choices = http_server.post("/v1/completions", body)["choices"]
+    params = jattn.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
+    llm = http_server.service.llm
+    outputs = http_server.on_engine(lambda _: llm.generate(prompts, params))
+    for prompt, choice, output in zip(prompts, choices, outputs, strict=True):
+        nothing, *values = choice["logprobs"]["token_logprobs"][:-1]
+        expected = [found[token].logprob for token, found in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)]
+        assert nothing is None
+        np.testing.assert_allclose(values, expected, atol=1e-3)
+        greedy = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:-1]]
+        likeliest = [max(of.logprob for of in found.values()) for found in output.prompt_logprobs[1:]]
+        np.testing.assert_allclose(greedy, likeliest, atol=1e-3)
