@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jattn.server.bodies import flag, shortened, typed
 from jattn.server.errors import ApiError
-from jattn.server.event_stream import KEEP_ALIVE, ClientGone, EventStream, as_json, event, while_connected
+from jattn.server.event_stream import KEEP_ALIVE, EventStream, as_json, event, while_connected
 from jattn.server.output_stream import OutputStream, merged
 from jattn.server.service import Service
 from jattn.serving import request as engine_request
@@ -90,10 +90,7 @@ async def respond(
     """Serves requests, and words what comes of them."""
     if call.streamed:
         return EventStream(_events(service, call, of_prompts, form), service.options.slow_client_seconds)
-    try:
-        content = await while_connected(request.receive, _whole(service, call, of_prompts, form))
-    except ClientGone:
-        return Response(status_code=499)  # to nobody
+    content = await while_connected(request.receive, _whole(service, call, of_prompts, form))
     return Response(as_json(content), media_type="application/json")
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from jattn.server import state_routes, token_routes
@@ -13,7 +14,7 @@ from jattn.server.api_key import ApiKeyGuard
 from jattn.server.chat import chat_completions
 from jattn.server.compile_events import heard_compilations
 from jattn.server.completions import completions
-from jattn.server.errors import ApiError, on_api_error, on_bug, on_http_error
+from jattn.server.errors import ApiError, on_api_error, on_bug, on_client_gone, on_http_error
 from jattn.server.service import Service
 
 _STOP_SECONDS = 10.0  # for the step under way
@@ -47,7 +48,12 @@ def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=_ROUTES,
         middleware=[Middleware(ApiKeyGuard, keys=service.options.api_keys)],
-        exception_handlers={ApiError: on_api_error, HTTPException: on_http_error, Exception: on_bug},
+        exception_handlers={
+            ApiError: on_api_error,
+            HTTPException: on_http_error,
+            ClientDisconnect: on_client_gone,
+            Exception: on_bug,
+        },
         lifespan=lifespan,
     )
     app.state.service = service

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 
 _TYPES = {
     400: "BadRequestError",
@@ -69,6 +69,11 @@ async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Of routes that are not there, and methods that they do not take."""
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.").response()
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    """To nobody: the client went before its request was whole, or before its answer was."""
+    return Response(status_code=499)
 
 
 async def on_bug(request: Request, error: Exception) -> JSONResponse:

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +21,7 @@ _HEADERS = [
 ]
 
 
-class ClientGone(Exception):
+class ClientGone(ClientDisconnect):
     """Nobody waits for the answer any more."""
 
 

@@ -87,6 +87,15 @@ def test_a_client_that_goes_takes_its_requests_with_it(http_server, slow_steps, 
     assert len(request.generated) < 60
 
 
+def test_a_client_that_goes_amid_its_request_is_no_error(http_server, caplog):
+    with http_server.asked("POST", COMPLETIONS, b"{", {"Content-Length": "1000"}):
+        while not http_server.server.server_state.tasks:
+            time.sleep(0.01)
+    while http_server.server.server_state.tasks:
+        time.sleep(0.01)
+    assert not caplog.records
+
+
 def test_a_client_that_takes_nothing_is_cut_off():
     closed = []
 
