@@ -77,15 +77,16 @@ def test_whole_step_of_a_surface_does_not_copy_the_donated_pool(name, mode, monk
     ("case", "names"),
     [
         (Case(mode="decode"), ("flashinfer", "vllm_v0", "vllm_v1")),
-        (Case(mode="extend"), ("sglang", "pymllm")),
-        (Case(mode="draft_extend", page_size=1), ("sglang",)),
-        (Case(mode="mixed", window_left=40), ("sglang", "flashinfer", "vllm_v0", "vllm_v1")),
+        (Case(mode="extend", page_size=64, page_layout="HND"), ("sglang", "pymllm")),
+        (Case(mode="draft_extend", page_size=1, logits_soft_cap=2.0), ("sglang",)),
+        (Case(mode="mixed", window_left=5, logits_soft_cap=2.0), ("sglang", "flashinfer", "vllm_v0", "vllm_v1")),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else "",
 )
 def test_surfaces_replay_150_random_batches_without_compiling(case, names, monkeypatch):
     """Each takes the pool that the batch before has left, but for every 15th, whose answers are the oracle's.
 
+    The cases are some of those above, so that nothing is compiled for this test alone.
     The other modes of SGLang and pymllm, which they capture, are in test_flash_attention_capture and
     test_flashinfer_replay.
     """

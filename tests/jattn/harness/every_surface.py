@@ -249,4 +249,10 @@ def surfaces_of(case: Case, monkeypatch: Any) -> dict[str, Surface]:
     """The surfaces that serve a case, by name; v1 takes its layout from what would be the environment."""
     layout = functools.partial(lambda layout: layout, case.page_layout)
     monkeypatch.setattr(v1_flash_attention, "get_kv_cache_layout", layout)
+    return _made(case)
+
+
+@functools.cache
+def _made(case: Case) -> dict[str, Surface]:
+    """One of each for all tests: each compiles its step once."""
     return {name: surface(case) for name, surface in SURFACES.items() if surface.serves(case)}
