@@ -14,6 +14,11 @@ GOLDEN = np.load(Path(__file__).parent / "golden" / "sampling.npz")
 CASES = sorted({name.split("/")[0] for name in GOLDEN.files})
 
 
+# Compiled as a whole, as a step has them.
+compiled_rules, compiled_drawn = jax.jit(apply_rules), jax.jit(drawn_logits)
+with_parts, with_tokens = jax.jit(TokenHistory.with_parts), jax.jit(TokenHistory.with_tokens)
+
+
 def rules_of(batch, *, max_logit_bias=4, **fields):
     """Rules in force for each row; a field is one value for all, or one for each."""
     neutral = {"in_force": True, "repetition_penalty": 1.0}
@@ -49,7 +54,7 @@ def test_rules_and_sampler_agree_with_transformers(case):
     positions = jnp.full(batch, prompt.shape[1] + output.shape[1], jnp.int32)
     stop_ids = jnp.asarray(np.broadcast_to(golden["stop_ids"], (batch, len(golden["stop_ids"]))))
     history = counted(prompt, output, vocab_size)
-    ruled = apply_rules(jnp.asarray(logits), rules, history, stop_ids, positions)
+    ruled = compiled_rules(jnp.asarray(logits), rules, history, stop_ids, positions)
     np.testing.assert_array_equal(ruled, golden["ruled"])
 
     def column(name, dtype):
@@ -62,7 +67,7 @@ def test_rules_and_sampler_agree_with_transformers(case):
         min_p=column("min_p", jnp.float32),
         seed=jnp.zeros(batch, jnp.uint32),
     )
-    drawn = np.asarray(drawn_logits(ruled, sampling))
+    drawn = np.asarray(compiled_drawn(ruled, sampling))
     expected = golden["drawn"] - golden["drawn"].max(axis=1, keepdims=True)
     np.testing.assert_array_equal(drawn == -np.inf, expected == -np.inf)
     # Both divide numbers of up to 2**5 by the temperature: an ulp of the greatest, before and after the subtraction.
@@ -77,7 +82,8 @@ def test_frequency_and_presence_penalties_are_openais_formula():
     frequency, presence = random.uniform(-2, 2, (2, 6)).astype(np.float32)
     rules = rules_of(6, frequency_penalty=frequency, presence_penalty=presence)
     no_stop, positions = jnp.full((6, 1), -1, jnp.int32), jnp.zeros(6, jnp.int32)
-    ruled = apply_rules(jnp.asarray(logits), rules, counted(prompts, outputs, 40), no_stop, positions)
+    ruled = compiled_rules(jnp.asarray(logits), rules, counted(prompts, outputs, 40), no_stop, positions)
+    ruled = np.asarray(ruled)
     for row in range(6):
         for token in range(40):
             count = np.count_nonzero(outputs[row] == token)
@@ -92,7 +98,7 @@ def test_rules_not_in_force_leave_the_logits():
         2, in_force=[True, False], repetition_penalty=2.0, frequency_penalty=1.0, bias_ids=3, bias=5.0, min_len=99
     )
     history = TokenHistory(in_prompt=jnp.ones((2, 8), bool), output_counts=jnp.ones((2, 8), jnp.int16))
-    ruled = apply_rules(logits, rules, history, jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32))
+    ruled = compiled_rules(logits, rules, history, jnp.zeros((2, 2), jnp.int32), jnp.zeros(2, jnp.int32))
     assert np.all(np.asarray(ruled[0]) != np.asarray(logits[0]))
     np.testing.assert_array_equal(ruled[1], logits[1])
 
@@ -100,7 +106,7 @@ def test_rules_not_in_force_leave_the_logits():
 @pytest.mark.parametrize(("position", "banned"), [(4, True), (5, True), (6, False)])
 def test_min_len_bans_stop_tokens_before_it_and_no_others(position, banned):
     logits = jnp.zeros((1, 5), jnp.float32)
-    ruled = apply_rules(
+    ruled = compiled_rules(
         logits,
         rules_of(1, min_len=6),
         empty_history(1, 5, 99),
@@ -135,21 +141,24 @@ def test_history_of_parts_is_a_recount():
                 in_output[end] = ~in_prompt[end]
                 sequence.append(int(ids[end]))
                 end += 1
-        history = history.with_parts(
+        history = with_parts(
+            history,
             jnp.asarray(rows.astype(np.int32)),
             jnp.asarray((starts == 0) & (rows < num_rows)),
             *map(jnp.asarray, (owner, ids, in_prompt, in_output)),
         )
         chosen = random.integers(vocab_size, size=3).astype(np.int32)
         live = (lens > 0) & (starts + lens >= prompt_len)
-        history = history.with_tokens(jnp.asarray(np.where(live, rows, num_rows).astype(np.int32)), jnp.asarray(chosen))
+        history = with_tokens(
+            history, jnp.asarray(np.where(live, rows, num_rows).astype(np.int32)), jnp.asarray(chosen)
+        )
         for row, token in zip(rows[live], chosen[live], strict=True):
             sequences[row].append(int(token))
         for row, sequence in sequences.items():
             prompt, output = sequence[:prompt_len], sequence[prompt_len:]
             expected = counted([prompt], [output], vocab_size)
-            np.testing.assert_array_equal(history.in_prompt[row], expected.in_prompt[0])
-            np.testing.assert_array_equal(history.output_counts[row], expected.output_counts[0])
+            np.testing.assert_array_equal(np.asarray(history.in_prompt)[row], np.asarray(expected.in_prompt)[0])
+            np.testing.assert_array_equal(np.asarray(history.output_counts)[row], np.asarray(expected.output_counts)[0])
 
 
 @pytest.mark.parametrize(("context", "dtype"), [(2**15 - 1, jnp.int16), (2**15, jnp.int32)])

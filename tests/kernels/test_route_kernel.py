@@ -16,6 +16,9 @@ from tests.kernels.harness.interpreter import interpreted
 
 EXPERTS, BLOCK_ROWS = 16, 8
 
+compiled_routed = jax.jit(routed, static_argnums=1)
+compiled_grouping = jax.jit(group_by_expert, static_argnums=(1, 2), static_argnames=("block_rows", "rows_of_choices"))
+
 
 def random_logits(tokens, experts=EXPERTS):
     """Of every other token, neighbours have equal logits, and of every fourth all."""
@@ -27,6 +30,7 @@ def random_logits(tokens, experts=EXPERTS):
 
 def assert_groups(found, expected):
     """Equal, in what has a meaning: tiles that there are, slots that a row has."""
+    found, expected = (jax.tree.map(np.asarray, groups) for groups in (found, expected))
     np.testing.assert_array_equal(found.slots, expected.slots)
     np.testing.assert_array_equal(found.num_tiles, expected.num_tiles)
     tiles = int(expected.num_tiles[0])
@@ -66,9 +70,9 @@ def test_route_and_group_is_routing_then_grouping(tokens, scoring, biased, rows_
     run = functools.partial(route.route_and_group, routing, num_tokens=tokens, **facts)
     with interpreted():
         weights, groups = jax.jit(run)(route.RouteOperands(logits=logits, bias=bias))
-    expected_weights, chosen = routed(logits, routing, bias)
-    np.testing.assert_allclose(weights.T, expected_weights, rtol=1e-5)
-    assert_groups(groups, group_by_expert(chosen, EXPERTS, **facts))
+    expected_weights, chosen = compiled_routed(logits, routing, bias)
+    np.testing.assert_allclose(np.asarray(weights).T, expected_weights, rtol=1e-5)
+    assert_groups(groups, compiled_grouping(chosen, EXPERTS, **facts))
 
 
 FEW_TOKENS = [
@@ -89,15 +93,15 @@ def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_c
     bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], experts // 4), jnp.float32) if biased else None
     logits, facts = random_logits(tokens, experts), {"block_rows": BLOCK_ROWS, "rows_of_choices": rows_of_choices}
     # Of halves each, and rows of no token that are not numbers.
-    halves = jnp.stack([logits / 2, logits / 2])
+    halves = np.stack([np.asarray(logits) / 2] * 2)
     padding = ((0, 0), (0, route_few.token_rows(tokens) - tokens), (0, 0))
-    parts = jnp.pad(halves, padding, constant_values=jnp.nan)
+    parts = np.pad(halves, padding, constant_values=np.nan)
     assert route_few.fits(routing, tokens)
     run = functools.partial(route_few.route_and_group_few, routing, num_tokens=tokens, **facts)
     weights, groups = jax.jit(run)(parts, bias)
-    expected_weights, chosen = routed(logits, routing, bias)
-    np.testing.assert_allclose(weights.T, expected_weights, rtol=1e-5)
-    assert_groups(groups, group_by_expert(chosen, experts, **facts))
+    expected_weights, chosen = compiled_routed(logits, routing, bias)
+    np.testing.assert_allclose(np.asarray(weights).T, expected_weights, rtol=1e-5)
+    assert_groups(groups, compiled_grouping(chosen, experts, **facts))
 
 
 @of_few_tokens
@@ -145,9 +149,9 @@ def test_choose_experts_is_routing(tokens, scoring, biased):
     logits = random_logits(tokens)
     with interpreted():
         weights, chosen = jax.jit(functools.partial(choice.choose_experts, routing))(logits, bias)
-    expected_weights, expected = routed(logits, routing, bias)
-    np.testing.assert_array_equal(chosen.T, expected)
-    np.testing.assert_allclose(weights.T, expected_weights, rtol=1e-5)
+    expected_weights, expected = compiled_routed(logits, routing, bias)
+    np.testing.assert_array_equal(np.asarray(chosen).T, expected)
+    np.testing.assert_allclose(np.asarray(weights).T, expected_weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +169,8 @@ def test_group_chosen_is_grouping(tokens, who, rows_of_choices):
     chosen, routing = build(case).args[2], Routing(num_experts=EXPERTS, per_token=case.per_token)
     facts = {"block_rows": BLOCK_ROWS, "rows_of_choices": rows_of_choices}
     with interpreted():
-        groups = jax.jit(functools.partial(route.group_chosen, routing, **facts))(chosen.T)
-    assert_groups(groups, group_by_expert(chosen, EXPERTS, **facts))
+        groups = jax.jit(functools.partial(route.group_chosen, routing, **facts))(np.asarray(chosen).T)
+    assert_groups(groups, compiled_grouping(chosen, EXPERTS, **facts))
 
 
 def test_groups_have_a_slot_for_each_row_and_tiles_for_each_slot():
@@ -174,7 +178,7 @@ def test_groups_have_a_slot_for_each_row_and_tiles_for_each_slot():
     chosen = np.asarray(
         build(ExpertCase(name="g", tokens=300, per_token=3, choice="strays", hidden=8, units=8)).args[2]
     )
-    groups = jax.tree.map(np.asarray, group_by_expert(jnp.asarray(chosen), 8, BLOCK_ROWS))
+    groups = jax.tree.map(np.asarray, compiled_grouping(jnp.asarray(chosen), 8, BLOCK_ROWS))
     is_expert = (chosen >= 0) & (chosen < 8)
     np.testing.assert_array_equal(groups.slots.T >= 0, is_expert)
     slots = groups.slots.T[is_expert]
