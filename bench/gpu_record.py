@@ -58,11 +58,12 @@ def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
         rows = read_rows(file)
         if not rows:
             return f"The H200 record has no {file.name}: run `python -m bench.gpu_record` on an H200."
-        others = [str(row.get("kernels_sha")) for row in rows if row.get("kernels_sha") != key.kernels_sha]
+        sha = key.sha_of(part)
+        others = [str(row.get("kernels_sha")) for row in rows if row.get("kernels_sha") != sha]
         if others:
             return (
                 f"The rows of {file.name} are of other device code than the rest: run `python -m bench.gpu_record` on "
-                f"an H200. Got kernels_sha {others[0][:12]}, not {key.kernels_sha[:12]}."
+                f"an H200. Got kernels_sha {others[0][:12]}, not {sha[:12]}."
             )
     return triton_record.check(record, root) or record_key.difference(key, root)
 
@@ -98,8 +99,10 @@ class Recorder:
             partial.rename(self._out / f"{name}.jsonl")
 
     def with_fields(self, **fields: Any) -> "Recorder":
-        """Another recorder into the same folder, whose rows have these too."""
-        return Recorder(self._out, self._shared | fields)
+        """Another recorder into the same folder, with the same list of failures, whose rows have these too."""
+        other = Recorder(self._out, self._shared | fields)
+        other.failures = self.failures
+        return other
 
     def unfinished(self, name: str) -> Path:
         """Where the beginning of a part is kept from run to run, while the device code stays as it is."""
@@ -247,7 +250,6 @@ def record_triton(recorder: Recorder, *, quick: bool) -> None:
     """What Triton's kernels do, beside whom they are measured."""
     of_triton = recorder.with_fields(triton_sha=triton_record.triton_sha())
     of_triton.measure("triton", triton_record.jobs(quick=quick))
-    recorder.failures += of_triton.failures
 
 
 def record_tests(recorder: Recorder, *, processes: int | None = None) -> None:
@@ -300,9 +302,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     key = record_key.current_key(RECORD, ROOT)
     key.write(options.out)
-    recorder = Recorder(options.out, {"jax": key.jax, "device": kind, "kernels_sha": key.kernels_sha})
+    of_all = Recorder(options.out, {"jax": key.jax, "device": kind})
     implementations = tuple(options.implementation or ("mosaic", "xla"))
     for part in options.only or PARTS:
+        recorder = of_all.with_fields(kernels_sha=key.sha_of(part))
         if part == "tests":
             record_tests(recorder)
         elif part in ("decode_step", "decode_step_moe"):
@@ -319,9 +322,9 @@ def main(arguments: list[str] | None = None) -> int:
             record_accuracy(recorder, implementations[0])
         else:
             record_attention(recorder, part, quick=options.quick, implementations=implementations)
-    if recorder.failures:
-        print(f"Failed: {', '.join(recorder.failures)}.", file=sys.stderr)
-    return 1 if recorder.failures else 0
+    if of_all.failures:
+        print(f"Failed: {', '.join(of_all.failures)}.", file=sys.stderr)
+    return 1 if of_all.failures else 0
 
 
 if __name__ == "__main__":

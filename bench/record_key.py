@@ -1,7 +1,8 @@
 """Which device code a GPU record is of: a hash of what is lowered for CUDA, and one of the files that it comes from.
 
 Names and comments leave the first as it is, so that they do not void a record; the second tells at once where no file
-has changed. Of the standard library alone.
+has changed. What mixtures of experts are lowered to voids the parts that run them, and no others. Of the standard
+library alone.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from pathlib import Path
 
 FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
+WITH_EXPERTS = ("decode_step_moe", "moe_layer")  # parts of the record
+_EXPERTS = ("mixture_of_experts/", "routed_experts/")  # cases
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
 _SECONDS = 1200
 
@@ -29,6 +32,7 @@ class RecordKey:
 
     Attributes:
         kernels_sha: In every row: of all cases' hashes, but for those that joined after the first row.
+        experts_sha: The same in rows of parts with experts, whose cases do not count in the others; None if it is one.
         sources_sha: Of the files.
         jax: The version that lowered them.
         cases: By name of a case the hash of what it was lowered to.
@@ -38,6 +42,11 @@ class RecordKey:
     sources_sha: str
     jax: str
     cases: Mapping[str, str]
+    experts_sha: str | None = None
+
+    def sha_of(self, part: str) -> str:
+        """What a part's rows bear."""
+        return self.experts_sha or self.kernels_sha if part in WITH_EXPERTS else self.kernels_sha
 
     @classmethod
     def read(cls, record: Path) -> "RecordKey | None":
@@ -87,9 +96,12 @@ def current_key(record: Path, root: Path, lower: Lower = lower) -> RecordKey:
     if recorded is not None and (recorded.sources_sha, recorded.jax) == (sources, jax):
         return recorded
     cases = lower(root)
-    if recorded is not None and recorded.jax == jax and not recorded.changed(cases):
-        return dataclasses.replace(recorded, sources_sha=sources, cases=cases)
     kernels = hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
+    if recorded is not None and recorded.jax == jax:
+        changed = recorded.changed(cases)
+        if all(name.startswith(_EXPERTS) for name in changed):
+            experts = kernels if changed else recorded.experts_sha
+            return dataclasses.replace(recorded, sources_sha=sources, cases=cases, experts_sha=experts)
     return RecordKey(kernels_sha=kernels, sources_sha=sources, jax=jax, cases=cases)
 
 

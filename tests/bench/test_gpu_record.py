@@ -59,10 +59,10 @@ def test_check_leaves_out_what_is_not_of_the_code(code, record, part):
 
 
 def test_check_of_tritons_rows_asks_for_their_code(code, record):
-    file = code / "kernels" / "jattn_kernels" / "triton" / "kernel.py"
+    file = code / "kernels" / "jattn_kernels" / "triton" / "fp8.py"
     file.parent.mkdir()
     file.write_text('"""Words."""\nx = 1  # one\n')
-    assert "Triton's kernels have changed since triton.jsonl" in check(record, code)
+    assert "Triton's attention has changed since triton.jsonl" in check(record, code)
     before = triton_sha(code)
     file.write_text('"""Other words."""\n\nx = 1\n')
     assert triton_sha(code) == before

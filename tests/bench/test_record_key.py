@@ -76,6 +76,17 @@ def test_new_cases_join_a_record_whose_own_ones_lower_alike(root, tmp_path):
     assert current_key(tmp_path, root, lambda _: {"decode": "2", "mixture": "1"}).kernels_sha != "abc"
 
 
+def test_other_experts_void_the_parts_that_run_them_and_no_others(root, tmp_path):
+    recorded = key_of(root, decode="1", **{"routed_experts/few": "1"})
+    recorded.write(tmp_path)
+    edit(root, "attention.py")
+    changed = current_key(tmp_path, root, lambda _: {"decode": "1", "routed_experts/few": "2"})
+    assert changed.sha_of("decode") == recorded.sha_of("decode") == recorded.sha_of("moe_layer")
+    assert changed.sha_of("moe_layer") == changed.sha_of("decode_step_moe") != recorded.sha_of("moe_layer")
+    both = current_key(tmp_path, root, lambda _: {"decode": "2", "routed_experts/few": "2"})
+    assert both.sha_of("decode") == both.sha_of("moe_layer") != "abc"
+
+
 def test_another_jax_makes_another_key(root, tmp_path):
     dataclasses.replace(key_of(root, decode="1"), jax="0").write(tmp_path)
     assert current_key(tmp_path, root, lambda _: {"decode": "1"}).kernels_sha != "abc"

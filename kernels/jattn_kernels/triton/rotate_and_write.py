@@ -205,7 +205,8 @@ def _move(source, target, is_head, is_written, cos_ptr, sin_ptr, scale_ptr, TURN
     source = source[:, None]
     target = target[:, None]
     NORMED: tl.constexpr = C.normed and TURNED
-    squares = tl.zeros([C.at_once, 1], tl.float32)
+    ROWS: tl.constexpr = C.at_once
+    squares = tl.zeros([ROWS, 1], tl.float32)
     # All loads come before the first store, which the compiler moves no load across.
     if C.rest > 0:
         outer = is_head[:, None] & is_last
