@@ -82,6 +82,7 @@ def triton_choice(workload: AttentionWorkload) -> Choice:
         kv_dtype=DTYPES[workload.kv],
         page_size=workload.page,
         num_tokens=workload.verify if workload.q_tokens is None else workload.q_tokens,
+        num_seqs=len(workload.kv_lens),
     )
     others = tile_sizes.arrangements(call)
     return Choice(tile_sizes.TILES, tile_sizes.shape_of(call), tile_sizes.by_rule(call), others)

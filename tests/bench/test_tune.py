@@ -142,6 +142,6 @@ def test_triton_takes_what_is_kept(tmp_path, monkeypatch, capsys):
 
 def call_of(workload):
     spec = workload.spec
-    return AttentionCall(
-        operation="paged_decode", spec=spec, q_dtype="bfloat16", kv_dtype="bfloat16", page_size=16, num_tokens=1
-    )
+    dtypes = {"q_dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    sizes = {"page_size": 16, "num_tokens": 1, "num_seqs": workload.batch}
+    return AttentionCall(operation="paged_decode", spec=spec, **dtypes, **sizes)

@@ -19,7 +19,7 @@ from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn_kernels.call import Device
 from tests.jattn.harness.compile_log import compilations
-from tests.jattn.harness.tiny import CONFIG, VOCAB, one_variant, run, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, all_variants, one_variant, run, tiny_model
 
 MIXED = dataclasses.replace(CONFIG, mixed_steps=True, prefill_seqs=2)
 
@@ -27,7 +27,8 @@ MIXED = dataclasses.replace(CONFIG, mixed_steps=True, prefill_seqs=2)
 @functools.cache
 def engine():
     """Tests share it, and leave it idle."""
-    return Engine(tiny_model(), MIXED)
+    with all_variants():
+        return Engine(tiny_model(), MIXED)
 
 
 @pytest.fixture
@@ -217,8 +218,8 @@ HOPPER, CPU = Device("gpu", (9, 0)), Device("cpu")
         (HOPPER, {}, {}, {"mixed_steps": False}, 0),
         (HOPPER, {}, {}, {"speculative": NgramDrafting()}, 0),
         (HOPPER, {}, {"implementation": "xla"}, {}, 0),
-        (HOPPER, {}, {"dtype": "float32"}, {}, 0),
-        (HOPPER, {"head_dim": 112, "v_head_dim": 112}, {}, {}, 0),
+        (HOPPER, {}, {"dtype": "float32"}, {}, 15),
+        (HOPPER, {"head_dim": 112, "v_head_dim": 112}, {}, {}, 15),
         (CPU, {}, {}, {}, 0),
         (CPU, {}, {}, {"mixed_steps": True}, 15),
         (CPU, {}, {}, {"mixed_steps": True, "speculative": NgramDrafting()}, 0),

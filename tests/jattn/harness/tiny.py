@@ -21,6 +21,7 @@ VOCAB = 512
 CONFIG = EngineConfig(
     num_pages=17, page_size=4, max_num_seqs=4, max_context_len=64, prefill_tokens=16, prefill_seqs=1, max_stop_ids=1
 )
+_VARIANTS, _ASKED = step_plans.VARIANTS, step_plans._asked
 
 
 @functools.cache
@@ -46,7 +47,8 @@ def tiny_model():
 @functools.cache
 def tiny_engine():
     """One bucket for each step, so that tokens compare exactly. Tests share it, and leave it idle."""
-    return Engine(tiny_model(), CONFIG)
+    with all_variants():
+        return Engine(tiny_model(), CONFIG)
 
 
 @functools.cache
@@ -55,6 +57,13 @@ def drafting_engine():
     drafter = NgramDrafting(num_draft_tokens=3)
     with one_variant("full"):
         return Engine(tiny_model(), dataclasses.replace(CONFIG, num_pages=19, speculative=drafter))
+
+
+@contextlib.contextmanager
+def all_variants() -> Iterator[None]:
+    """Engines made inside compile all variants, though tests around have one: other tests share them."""
+    with mock.patch.multiple(step_plans, VARIANTS=_VARIANTS, _asked=_ASKED):
+        yield
 
 
 @contextlib.contextmanager
