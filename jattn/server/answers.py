@@ -3,19 +3,22 @@
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jattn.server.bodies import flag, shortened, typed
+from jattn.server.bodies import flag, read_object, shortened, typed
 from jattn.server.errors import ApiError
 from jattn.server.event_stream import KEEP_ALIVE, EventStream, as_json, event, while_connected
+from jattn.server.offload import offloaded
 from jattn.server.output_stream import OutputStream, merged
+from jattn.server.sampling_fields import sampling_params
 from jattn.server.service import Service
 from jattn.serving import request as engine_request
 from jattn.serving.frontend.outputs import Delta, RequestOutput, gather
+from jattn.serving.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class Call:
         )
 
 
+@runtime_checkable
 class Form(Protocol):
     """How an endpoint words its answers.
 
@@ -84,10 +88,19 @@ class Form(Protocol):
         ...
 
 
-async def respond(
-    request: Request, service: Service, call: Call, of_prompts: list[list[engine_request.Request]], form: Form
-) -> Response:
-    """Serves requests, and words what comes of them."""
+Asked = tuple[Call, Form, list[list[engine_request.Request]]]
+
+
+async def respond(request: Request, read: Callable[[Service, Request, dict[str, Any]], Asked]) -> Response:
+    """Serves what a body asks for, and words what comes of it.
+
+    Args:
+        read: What the endpoint makes of a body.
+    """
+    service: Service = request.app.state.service
+    body, num_bytes = await read_object(request, service.options.max_body_bytes)
+    service.check_serving()
+    call, form, of_prompts = await offloaded(num_bytes, read, service, request, body)
     if call.streamed:
         return EventStream(_events(service, call, of_prompts, form), service.options.slow_client_seconds)
     content = await while_connected(request.receive, _whole(service, call, of_prompts, form))
@@ -142,15 +155,30 @@ def _usage(stream: OutputStream, num_tokens: int) -> dict[str, Any]:
     }
 
 
+def read_params(
+    service: Service, call: Call, body: dict[str, Any], *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """How a body says to sample.
+
+    Raises:
+        ValueError: It cannot be done, or not streamed.
+    """
+    params = sampling_params(body, service.llm.intake.default_params, max_tokens=max_tokens, logprobs=logprobs)
+    if params.prompt_logprobs is not None and call.streamed:
+        raise ValueError("`prompt_logprobs` cannot be streamed: leave out `stream`.")
+    return params
+
+
 def make_requests(
-    service: Service, prompts: Sequence[Any], params: Any, cache_salt: str | None
+    service: Service, body: dict[str, Any], prompts: Sequence[Any], params: SamplingParams
 ) -> list[list[engine_request.Request]]:
-    """Requests of token ids, which share what is computed with others of the same salt alone.
+    """Requests of token ids, which share what is computed with others of the body's `cache_salt` alone.
 
     Raises:
         ValueError: One cannot be served.
     """
     if params.n * len(prompts) > service.options.max_queued + service.llm.engine.config.max_num_seqs:
         raise ApiError(400, f"A request must have fewer sequences. Got {params.n * len(prompts)}.")
+    cache_salt = typed(body, "cache_salt", str, "a text")
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}
     return service.llm.intake.make_requests([{"prompt_token_ids": prompt} | salt for prompt in prompts], params)

@@ -7,28 +7,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jattn.server import logprobs
-from jattn.server.answers import Call, make_requests, respond
-from jattn.server.bodies import flag, read_object, typed
+from jattn.server.answers import Asked, Call, make_requests, read_params, respond
+from jattn.server.bodies import flag, typed
 from jattn.server.chat_prompt import chat_tokens
 from jattn.server.errors import refusals
-from jattn.server.offload import offloaded
-from jattn.server.sampling_fields import refuse_unserved, sampling_params
+from jattn.server.sampling_fields import refuse_unserved
 from jattn.server.service import Service
-from jattn.serving import request as engine_request
 from jattn.serving.frontend.outputs import Completion, Delta, RequestOutput
 
 
 async def chat_completions(request: Request) -> Response:
-    service: Service = request.app.state.service
-    body, num_bytes = await read_object(request, service.options.max_body_bytes)
-    service.check_serving()
-    call, form, of_prompts = await offloaded(num_bytes, _read, service, request, body)
-    return await respond(request, service, call, of_prompts, form)
+    return await respond(request, _read)
 
 
-def _read(
-    service: Service, request: Request, body: dict[str, Any]
-) -> tuple[Call, "ChatForm", list[list[engine_request.Request]]]:
+def _read(service: Service, request: Request, body: dict[str, Any]) -> Asked:
     """What a body asks for, tokenised and checked."""
     with refusals():
         refuse_unserved(body)
@@ -41,11 +33,9 @@ def _read(
             raise ValueError(f"`top_logprobs` needs `logprobs`. Got {top}.")
         rule = "a whole number of at least 1"
         most = typed(body, "max_completion_tokens", int, rule, typed(body, "max_tokens", int, rule))
-        params = sampling_params(body, service.llm.intake.default_params, max_tokens=most, logprobs=asked)
-        if params.prompt_logprobs is not None and call.streamed:
-            raise ValueError("`prompt_logprobs` cannot be streamed: leave out `stream`.")
+        params = read_params(service, call, body, max_tokens=most, logprobs=asked)
         ids = chat_tokens(service, body)
-        of_prompts = make_requests(service, [ids], params, typed(body, "cache_salt", str, "a text"))
+        of_prompts = make_requests(service, body, [ids], params)
     form = ChatForm(call, prompt=ids, logprobs=asked, gives_prompt_logprobs=params.prompt_logprobs is not None)
     return call, form, of_prompts
 

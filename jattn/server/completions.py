@@ -8,13 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jattn.server import logprobs
-from jattn.server.answers import Call, make_requests, respond
-from jattn.server.bodies import flag, read_object, shortened, typed
+from jattn.server.answers import Asked, Call, make_requests, read_params, respond
+from jattn.server.bodies import flag, shortened, typed
 from jattn.server.errors import refusals
-from jattn.server.offload import offloaded
-from jattn.server.sampling_fields import refuse_unserved, sampling_params
+from jattn.server.sampling_fields import refuse_unserved
 from jattn.server.service import Service
-from jattn.serving import request as engine_request
 from jattn.serving.frontend.outputs import Completion, Delta, Logprobs, RequestOutput
 from jattn.serving.frontend.text import Tokenizer
 
@@ -22,16 +20,10 @@ _MAX_TOKENS = 16  # as in vLLM
 
 
 async def completions(request: Request) -> Response:
-    service: Service = request.app.state.service
-    body, num_bytes = await read_object(request, service.options.max_body_bytes)
-    service.check_serving()
-    call, form, of_prompts = await offloaded(num_bytes, _read, service, request, body)
-    return await respond(request, service, call, of_prompts, form)
+    return await respond(request, _read)
 
 
-def _read(
-    service: Service, request: Request, body: dict[str, Any]
-) -> tuple[Call, "CompletionForm", list[list[engine_request.Request]]]:
+def _read(service: Service, request: Request, body: dict[str, Any]) -> Asked:
     """What a body asks for, tokenised and checked."""
     with refusals():
         refuse_unserved(body)
@@ -40,9 +32,7 @@ def _read(
         max_tokens = typed(body, "max_tokens", int, "a whole number", _MAX_TOKENS)
         if max_tokens == 0 and echo:
             call, max_tokens = dataclasses.replace(call, computes_no_token=True), 1
-        params = sampling_params(body, service.llm.intake.default_params, max_tokens=max_tokens, logprobs=asked)
-        if params.prompt_logprobs is not None and call.streamed:
-            raise ValueError("`prompt_logprobs` cannot be streamed: leave out `stream`.")
+        params = read_params(service, call, body, max_tokens=max_tokens, logprobs=asked)
         if echo and asked is not None:
             if params.n > 1 and call.streamed:
                 raise ValueError(f"`n` must be 1 where `echo` and `logprobs` are streamed. Got {params.n}.")
@@ -51,7 +41,7 @@ def _read(
         special = flag(body, "add_special_tokens", True)
         prompts = _prompts(body.get("prompt"))
         ids = [tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts]
-        of_prompts = make_requests(service, ids, params, typed(body, "cache_salt", str, "a text"))
+        of_prompts = make_requests(service, body, ids, params)
     texts = [p if isinstance(p, str) else tokenizer.decode(p, params.skip_special_tokens) for p in prompts]
     form = CompletionForm(
         call,

@@ -1,5 +1,6 @@
 """Text to tokens and back: `/tokenize`, `/detokenize`, `/tokenizer_info`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -17,9 +18,7 @@ from jattn.serving.request import token_ids
 
 async def tokenize(request: Request) -> Response:
     """The token ids of `prompt`, or of the conversation `messages`."""
-    service: Service = request.app.state.service
-    body, num_bytes = await read_object(request, service.options.max_body_bytes)
-    return _json(await offloaded(num_bytes, _tokenized, service, body))
+    return await _told(request, _tokenized)
 
 
 def _tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
@@ -39,9 +38,7 @@ def _tokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 async def detokenize(request: Request) -> Response:
     """The text of `tokens`."""
-    service: Service = request.app.state.service
-    body, num_bytes = await read_object(request, service.options.max_body_bytes)
-    return _json(await offloaded(num_bytes, _detokenized, service, body))
+    return await _told(request, _detokenized)
 
 
 def _detokenized(service: Service, body: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +58,13 @@ async def tokenizer_info(request: Request) -> Response:
     file = template.folder / "tokenizer_config.json"
     told = read_json(file) if file.is_file() else {}
     return _json({"tokenizer_class": "PreTrainedTokenizerFast"} | told | template.special_tokens)
+
+
+async def _told(request: Request, tell: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Response:
+    """What `tell` makes of a body."""
+    service: Service = request.app.state.service
+    body, num_bytes = await read_object(request, service.options.max_body_bytes)
+    return _json(await offloaded(num_bytes, tell, service, body))
 
 
 def _json(content: dict[str, Any]) -> Response:
