@@ -1,10 +1,11 @@
-"""The command line: `jattn generate`, `jattn serve` and `jattn doctor`."""
+"""The command line: `jattn generate`, `jattn serve`, `jattn bench` and `jattn doctor`."""
 
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from jattn.cli.bench_command import bench
 from jattn.cli.generate_command import generate
 from jattn.cli.help_page import Command, Group
 from jattn.cli.output import check_output, writing
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command(cls=Command)(generate)
 app.command(cls=Command)(serve)
+app.add_typer(bench)
 
 
 def _print_version(wanted: bool) -> bool:

@@ -97,7 +97,7 @@ def serve(
 
             from jattn.serving.frontend.llm import LLM
 
-            llm = LLM(path, **_sizes_for_device(knobs))
+            llm = LLM(path, **sizes_for_device(knobs))
             name, url = options.model_names[0], url_of(listening)
             ended_well = run(
                 llm, options, listening, lifetime, lambda: typer.echo(f"Serving {name} at {url}/v1", err=True)
@@ -106,8 +106,8 @@ def serve(
             _leave()
 
 
-def _sizes_for_device(knobs: dict[str, Any]) -> dict[str, Any]:
-    """The knobs; of the sizes that were left open those that suit the device."""
+def sizes_for_device(knobs: dict[str, Any]) -> dict[str, Any]:
+    """The knobs; of the sizes that a server leaves open those that suit the device."""
     from jattn.devices import started_devices
 
     defaults = {} if started_devices()[0][0].platform == "cpu" else _SIZES

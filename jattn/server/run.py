@@ -64,6 +64,13 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def prepare_interpreter() -> None:
+    """Makes the interpreter one of a server, once all is loaded."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.collect()
+    gc.freeze()  # what is loaded stays
+
+
 def run(
     llm: LLM, options: ServiceOptions, listening: socket.socket, lifetime: Lifetime, on_ready: Callable[[], None]
 ) -> bool:
@@ -76,9 +83,7 @@ def run(
     Returns:
         Whether it has ended well: a signal ended it, and the engine's thread has ended too.
     """
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()  # what is loaded stays
+    prepare_interpreter()
     service = Service(llm, options)
     server = Server(service, lifetime, on_ready)
     server.run(sockets=[listening])

@@ -73,8 +73,7 @@ class LLM:
             logger.warning("%s", warning)
         use_persistent_cache()
         checkpoint = Checkpoint(path).for_context(config.max_context_len)
-        self.tokenizer = Tokenizer(checkpoint.path)
-        self.chat_template = ChatTemplate(checkpoint.path)
+        tokenizer, chat_template = Tokenizer(checkpoint.path), ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         drafter = config.speculative if isinstance(config.speculative, DraftModel) else None
         dtype = computing_dtype(config)
@@ -82,12 +81,25 @@ class LLM:
         check_fits(config, checkpoint, num_eos_ids=len(eos_token_ids))
         with shown("Loading weights", len(checkpoint.tensor_names), wanted=config.progress) as advance:
             model = model_class(checkpoint.architecture).from_checkpoint(checkpoint.watched(advance), dtype=dtype)
-        self.engine = Engine(
+        engine = Engine(
             model,
             config,
             draft_model=drafter.load(checkpoint, dtype=dtype) if drafter else None,
             eos_token_ids=eos_token_ids,
         )
+        self._set_up(engine, tokenizer, chat_template, default_params)
+
+    @classmethod
+    def over(cls, engine: Engine, tokenizer: Tokenizer, chat_template: ChatTemplate) -> "LLM":
+        """An LLM over an engine that was made elsewhere, as for weights that no checkpoint holds."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, tokenizer, chat_template, SamplingParams())
+        return llm
+
+    def _set_up(
+        self, engine: Engine, tokenizer: Tokenizer, chat_template: ChatTemplate, default_params: SamplingParams
+    ) -> None:
+        self.engine, self.tokenizer, self.chat_template = engine, tokenizer, chat_template
         self.intake = Intake(self.engine, self.tokenizer, default_params)
         self._latest = _Latest(RunStats(requests=0, prompt_tokens=0, num_pages=self.engine.kv_cache.num_pages))
         self._running: list[RunStats] = []

@@ -1,0 +1,31 @@
+"""A server of one's own, measured: it runs in this process on loopback, its client in another."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jattn.load.child import measured_apart
+from jattn.load.figures import Row
+from jattn.load.own import own_rate
+from jattn.load.workload import Level, Workload
+from jattn.server.in_thread import served_in_thread
+from jattn.server.service import ServiceOptions
+from jattn.serving.frontend.llm import LLM
+
+
+def measured_served(llm: LLM, workload: Workload, levels: Sequence[Level]) -> Iterator[Row]:
+    """Figures of each run, and the engine's own rate beside them: the same requests with no server.
+
+    Args:
+        workload: Each run draws from another seed, counted up from this one's.
+    """
+    with served_in_thread(llm, ServiceOptions(model_names=("model",))) as (url, service):
+        for number, level in enumerate(levels):
+            drawn = dataclasses.replace(workload, seed=workload.seed + number)
+            own = service.thread.call(lambda engine, level=level, drawn=drawn: own_rate(engine, drawn, level)).result()
+            row = measured_apart(url, drawn, level)
+            if own is not None:
+                row |= {
+                    "own_output_tokens_per_s": own,
+                    "served_share": round(row["output_tokens_per_s"] / own, 4),
+                }
+            yield row
