@@ -46,8 +46,8 @@ def serve(
         ),
     ] = None,
     chat_template: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", parser=nonempty_path, help="A jinja template in place of the checkpoint's."),
+        str | None,
+        typer.Option(metavar="FILE|TEXT", help="A jinja template in place of the checkpoint's, or the file of one."),
     ] = None,
     max_queued: Annotated[
         int,
@@ -124,8 +124,13 @@ def _leave() -> None:
     os._exit(1)
 
 
-def _read_template(file: Path) -> str:
+def _read_template(given: str) -> str:
+    """A template as it stands, or what its file has."""
+    if "{{" in given or "{%" in given:
+        return given
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"`--chat-template` must be a UTF-8 file. Got {file}: {error}.") from None
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"`--chat-template` must be a template or a UTF-8 file of one. Got {given}: {error}."
+        ) from None

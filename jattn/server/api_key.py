@@ -1,4 +1,4 @@
-"""The guard at the door: an API key on every route but those that tell of health alone."""
+"""The guard at the door: an API key on every route but the page, and those that tell of health alone."""
 
 import hashlib
 import hmac
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jattn.server.errors import ApiError
 
-OPEN = ("/health", "/ping", "/version", "/metrics")  # probes and scrapers have no key, and these hold no text
+OPEN = ("/", "/health", "/ping", "/version", "/metrics")  # browsers and probes bring no key; these hold no text
 
 
 class ApiKeyGuard:

@@ -15,11 +15,13 @@ from jattn.server.chat import chat_completions
 from jattn.server.compile_events import heard_compilations
 from jattn.server.completions import completions
 from jattn.server.errors import ApiError, on_api_error, on_bug, on_client_gone, on_http_error
+from jattn.server.page import page
 from jattn.server.service import Service
 
 _STOP_SECONDS = 10.0  # for the step under way
 
 _ROUTES = [
+    Route("/", page),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/models", state_routes.models),

@@ -1,6 +1,7 @@
 """Fixtures of floor 2: the command line's LLM, and calls that only the code under test checks."""
 
 import sys
+import time
 import types
 
 import jaxtyping
@@ -45,6 +46,35 @@ def shared_server():
 def http_server(shared_server):
     """A server that tests share; each leaves it idle."""
     yield shared_server
+    shared_server.wait_until_idle()
+
+
+@pytest.fixture
+def slow_steps(shared_server, monkeypatch):
+    """Each step of the engine takes 20 ms more."""
+    engine = shared_server.service.llm.engine
+    step = engine.step
+
+    def slow():
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slow)
+
+
+@pytest.fixture
+def second_server(shared_server):
+    """Makes a server that may die, over the engine of the shared one, which is idle meanwhile."""
+    made = []
+
+    def make(options=None, **lifetime):
+        shared_server.wait_until_idle()
+        made.append(HttpServer(shared_server.service.llm, options, **lifetime))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
     shared_server.wait_until_idle()
 
 

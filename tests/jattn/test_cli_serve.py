@@ -64,6 +64,11 @@ def test_serve_hands_on_every_flag(llm, served, tmp_path):
     assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=2, prefill_tokens=32, enable_prefix_caching=False)
 
 
+def test_serve_takes_a_template_as_it_stands(llm, served):
+    assert serve("folder", "--chat-template", "{{ messages }}\n").exit_code == 0
+    assert served["options"].chat_template == "{{ messages }}\n"
+
+
 def test_serve_takes_the_key_from_the_environment(llm, served, monkeypatch):
     monkeypatch.setenv("JATTN_API_KEY", "secret")
     assert serve("folder").exit_code == 0
@@ -81,7 +86,15 @@ def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served):
     assert not hasattr(llm, "path")
 
 
-@pytest.mark.parametrize("arguments", [("--host", "no such host"), ("--chat-template", "missing.jinja")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--host", "no such host"),
+        ("--chat-template", "missing.jinja"),
+        ("--chat-template", ""),
+        ("--chat-template", "a\0"),
+    ],
+)
 def test_serve_refuses_in_a_sentence(llm, served, arguments):
     result = serve("folder", *arguments)
     assert result.exit_code == 2

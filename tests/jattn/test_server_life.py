@@ -19,40 +19,11 @@ from jattn.server import app as app_module
 from jattn.server.api_key import OPEN, ApiKeyGuard
 from jattn.server.errors import ApiError
 from jattn.server.event_stream import EventStream
-from tests.jattn.harness.http_server import CHAT, GREEDY, HttpServer
+from tests.jattn.harness.http_server import CHAT, GREEDY
 from tests.jattn.test_server_completions import assembled, whole
 
 LONG = {**GREEDY, "max_tokens": 200}
 COMPLETIONS, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
-
-
-@pytest.fixture
-def slow_steps(shared_server, monkeypatch):
-    """Each step of the engine takes 20 ms more."""
-    engine = shared_server.service.llm.engine
-    step = engine.step
-
-    def slow():
-        time.sleep(0.02)
-        return step()
-
-    monkeypatch.setattr(engine, "step", slow)
-
-
-@pytest.fixture
-def second_server(shared_server):
-    """Makes a server that may die, over the engine of the shared one, which is idle meanwhile."""
-    made = []
-
-    def make(**lifetime):
-        shared_server.wait_until_idle()
-        made.append(HttpServer(shared_server.service.llm, **lifetime))
-        return made[-1]
-
-    yield make
-    for server in made:
-        server.stop()
-    shared_server.wait_until_idle()
 
 
 @contextlib.contextmanager

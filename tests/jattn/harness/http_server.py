@@ -33,14 +33,18 @@ def bundled_llm():
 class HttpServer:
     """A running server.
 
+    Args:
+        options: Of `ServiceOptions`, but the names.
+        lifetime: Of `Lifetime`.
+
     Attributes:
         service: What it serves with.
         server: uvicorn's.
     """
 
-    def __init__(self, llm, **lifetime):
-        options = ServiceOptions(model_names=(MODEL, "other-name"), chat_template=TEMPLATE)
-        self.service = Service(llm, options)
+    def __init__(self, llm, options=None, **lifetime):
+        options = {"chat_template": TEMPLATE} | (options or {})
+        self.service = Service(llm, ServiceOptions(model_names=(MODEL, "other-name"), **options))
         ready = threading.Event()
         self.server = Server(self.service, Lifetime(**lifetime), ready.set)
         listening = bound_socket("127.0.0.1", 0)
