@@ -1,0 +1,193 @@
+"""What the host does in a decode step, part by part, beside what the device takes: an engine alone, and its batch full.
+
+python -m bench.host_time [CHECKPOINT] [--batch N ...] [--steps N] [--temperature T] [--top-p P] [--dtype NAME]
+    [--cpu-time]
+
+A part's time is its own, without those inside it. The clock that measures the parts adds some microseconds a step to
+them; the rate is measured without it.
+"""
+
+import argparse
+import cProfile
+import functools
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+import jattn
+from bench.timing import profiled
+from jattn.compiled_steps import CompiledSteps
+from jattn.serving.engine import Engine
+from jattn.serving.executor import executor as executor_module
+from jattn.serving.executor.launch import Launch
+from jattn_models.bundled import checkpoint_path
+
+_WARM_UP_STEPS, _PROFILED_STEPS, _PROMPT = 16, 50, 8
+
+# Part: what is timed.
+_PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
+    "plan": ((Engine, "_plans"),),
+    "arrays": ((executor_module, "decode_batch"), (executor_module, "prefill_batch")),
+    "send": ((executor_module.LastSent, "__call__"),),
+    "call": ((CompiledSteps, "__call__"),),
+    "launch": ((executor_module.Executor, "_launch"),),
+    "wait": ((Launch, "read"),),
+    "take": ((Engine, "_take"), (Launch, "given")),
+    "step": ((Engine, "step"),),
+}
+
+
+class Clock:
+    """Seconds by part; what runs inside a part and is one itself counts as that alone.
+
+    Args:
+        now: Reads a clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self.seconds = dict.fromkeys(_PARTS, 0.0)
+        self._inside: list[float] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Times the parts while the context lasts."""
+        with ExitStack() as stack:
+            for part, places in _PARTS.items():
+                for owner, name in places:
+                    stack.enter_context(mock.patch.object(owner, name, self._timed(part, getattr(owner, name))))
+            yield
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inside.append(0.0)
+            start = self._now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                elapsed = self._now() - start
+                self.seconds[part] += elapsed - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += elapsed
+
+        return call
+
+
+def steps_of(engine: Engine, batch: int, steps: int, params: jattn.SamplingParams) -> Callable[[int], None]:
+    """A function that takes so many steps of an engine, in each of which all rows are decoded.
+
+    Args:
+        steps: That it may take in all.
+    """
+    rng = np.random.default_rng(0)
+    for _ in range(batch):
+        engine.add(engine.make_request(rng.integers(1, 100, size=_PROMPT).tolist(), params))
+    given = 0
+    while given < batch:
+        given += len({event.request for event in engine.step()})
+
+    def run(count: int) -> None:
+        nonlocal steps
+        steps -= count
+        assert steps >= 0, "the requests would end"
+        for _ in range(count):
+            engine.step()
+
+    return run
+
+
+def measured(
+    engine: Engine, *, steps: int, temperature: float, top_p: float = 1.0, cpu_time: bool = False
+) -> dict[str, Any]:
+    """Steps a second of a full batch, host milliseconds a step by part, Python calls, and a GPU's time."""
+    batch = engine.config.max_num_seqs
+    total = _WARM_UP_STEPS + 5 * steps + _PROFILED_STEPS * 3
+    params = jattn.SamplingParams(max_tokens=total + batch + 8, temperature=temperature, top_p=top_p, ignore_eos=True)
+    run = steps_of(engine, batch, total, params)
+    run(_WARM_UP_STEPS)
+    rates = []
+    for _ in range(3):
+        start = time.perf_counter()
+        run(steps)
+        rates.append(steps / (time.perf_counter() - start))
+    clock = Clock(time.thread_time if cpu_time else time.perf_counter)
+    with clock.running():
+        run(steps)
+    profile = cProfile.Profile()
+    profile.runcall(run, _PROFILED_STEPS)
+    row = {
+        "batch": batch,
+        "temperature": temperature,
+        "top_p": top_p,
+        "steps_per_s": round(statistics.median(rates), 1),
+        "step_ms": round(1e3 / statistics.median(rates), 4),
+        "host_ms": {part: round(seconds / steps * 1e3, 4) for part, seconds in clock.seconds.items()},
+        "python_calls": round(pstats.Stats(profile).total_calls / _PROFILED_STEPS),  # type: ignore[attr-defined]
+        "step_arguments": len(jax.tree.leaves((engine.executor.weights, engine.executor.state, engine.executor.pool))),
+    }
+    device = profiled(functools.partial(run, _PROFILED_STEPS), runs=1)
+    if device.kernel_us:
+        row["device_ms"] = round(device.busy_us / _PROFILED_STEPS / 1e3, 4)
+        row["kernels"] = round(sum(device.kernel_counts.values()) / _PROFILED_STEPS, 1)
+    while engine.has_work:
+        engine.step()
+    return row
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """A row in words."""
+    parts = ", ".join(f"{name} {ms:.3f}" for name, ms in row["host_ms"].items())
+    host = sum(ms for name, ms in row["host_ms"].items() if name != "wait")
+    device = f"; device {row['device_ms']} ms in {row['kernels']} kernels" if "device_ms" in row else ""
+    return (
+        f"Batch {row['batch']}, temperature {row['temperature']:g}, top_p {row['top_p']:g}: {row['steps_per_s']:,} "
+        f"steps a second, {row['step_ms']} ms each; host without waiting {host:.3f} ms ({parts}), "
+        f"{row['python_calls']} Python calls, {row['step_arguments']} arrays of weights, state and pool{device}."
+    )
+
+
+def engine_of(checkpoint: Path, batch: int, steps: int, dtype: str) -> Engine:
+    """An engine with one decode step of `batch` rows."""
+    context = _WARM_UP_STEPS + 5 * steps + _PROFILED_STEPS * 3 + batch + 64
+    return jattn.LLM(
+        checkpoint,
+        dtype=dtype,
+        max_num_seqs=batch,
+        smallest_decode_bucket=batch,
+        max_context_len=context,
+        prefill_tokens=64,
+        progress=False,
+    ).engine
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.host_time", description=__doc__)
+    parser.add_argument(
+        "checkpoint", type=Path, nargs="?", default=checkpoint_path(), help="the bundled one by default"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--steps", type=int, default=100, help="of each measurement")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--cpu-time", action="store_true", help="parts in CPU time of the thread: on a busy machine")
+    options = parser.parse_args(arguments)
+    for batch in options.batch:
+        engine = engine_of(options.checkpoint, batch, options.steps, options.dtype)
+        for temperature in options.temperature:
+            how = {"steps": options.steps, "top_p": options.top_p, "cpu_time": options.cpu_time}
+            print(sentence(measured(engine, temperature=temperature, **how)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
