@@ -1,7 +1,7 @@
 """What the host does in a decode step, part by part, beside what the device takes: an engine alone, and its batch full.
 
-python -m bench.host_time [CHECKPOINT] [--batch N ...] [--steps N] [--temperature T] [--top-p P] [--dtype NAME]
-    [--cpu-time]
+python -m bench.host_time [CHECKPOINT] [--batch N ...] [--steps N] [--sampling NAME ...] [--dtype NAME] [--cpu-time]
+    [--kernels N]
 
 A part's time is its own, without those inside it. The clock that measures the parts adds some microseconds a step to
 them; the rate is measured without it.
@@ -31,6 +31,13 @@ from jattn.serving.executor.launch import Launch
 from jattn_models.bundled import checkpoint_path
 
 _WARM_UP_STEPS, _PROFILED_STEPS, _PROMPT = 16, 50, 8
+
+SAMPLING = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8},
+    "nucleus": {"temperature": 0.8, "top_p": 0.9},
+    "filtered": {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+}
 
 # Part: what is timed.
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
@@ -105,13 +112,11 @@ def steps_of(engine: Engine, batch: int, steps: int, params: jattn.SamplingParam
     return run
 
 
-def measured(
-    engine: Engine, *, steps: int, temperature: float, top_p: float = 1.0, cpu_time: bool = False
-) -> dict[str, Any]:
+def measured(engine: Engine, *, steps: int, sampling: str, cpu_time: bool = False, kernels: int = 0) -> dict[str, Any]:
     """Steps a second of a full batch, host milliseconds a step by part, Python calls, and a GPU's time."""
     batch = engine.config.max_num_seqs
     total = _WARM_UP_STEPS + 5 * steps + _PROFILED_STEPS * 3
-    params = jattn.SamplingParams(max_tokens=total + batch + 8, temperature=temperature, top_p=top_p, ignore_eos=True)
+    params = jattn.SamplingParams(max_tokens=total + batch + 8, ignore_eos=True, **SAMPLING[sampling])
     run = steps_of(engine, batch, total, params)
     run(_WARM_UP_STEPS)
     rates = []
@@ -126,8 +131,7 @@ def measured(
     profile.runcall(run, _PROFILED_STEPS)
     row = {
         "batch": batch,
-        "temperature": temperature,
-        "top_p": top_p,
+        "sampling": sampling,
         "steps_per_s": round(statistics.median(rates), 1),
         "step_ms": round(1e3 / statistics.median(rates), 4),
         "host_ms": {part: round(seconds / steps * 1e3, 4) for part, seconds in clock.seconds.items()},
@@ -138,6 +142,7 @@ def measured(
     if device.kernel_us:
         row["device_ms"] = round(device.busy_us / _PROFILED_STEPS / 1e3, 4)
         row["kernels"] = round(sum(device.kernel_counts.values()) / _PROFILED_STEPS, 1)
+        row["longest"] = device.rows(per=_PROFILED_STEPS)[:kernels]
     while engine.has_work:
         engine.step()
     return row
@@ -149,8 +154,8 @@ def sentence(row: dict[str, Any]) -> str:
     host = sum(ms for name, ms in row["host_ms"].items() if name != "wait")
     device = f"; device {row['device_ms']} ms in {row['kernels']} kernels" if "device_ms" in row else ""
     return (
-        f"Batch {row['batch']}, temperature {row['temperature']:g}, top_p {row['top_p']:g}: {row['steps_per_s']:,} "
-        f"steps a second, {row['step_ms']} ms each; host without waiting {host:.3f} ms ({parts}), "
+        f"Batch {row['batch']}, {row['sampling']}: {row['steps_per_s']:,} steps a second, "
+        f"{row['step_ms']} ms each; host without waiting {host:.3f} ms ({parts}), "
         f"{row['python_calls']} Python calls, {row['step_arguments']} arrays of weights, state and pool{device}."
     )
 
@@ -177,16 +182,22 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--steps", type=int, default=100, help="of each measurement")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 0.8])
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--sampling", choices=SAMPLING, nargs="+", default=["greedy", "drawn", "nucleus"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--cpu-time", action="store_true", help="parts in CPU time of the thread: on a busy machine")
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="how many kernels of a GPU to tell of, the longest first"
+    )
     options = parser.parse_args(arguments)
     for batch in options.batch:
         engine = engine_of(options.checkpoint, batch, options.steps, options.dtype)
-        for temperature in options.temperature:
-            how = {"steps": options.steps, "top_p": options.top_p, "cpu_time": options.cpu_time}
-            print(sentence(measured(engine, temperature=temperature, **how)), flush=True)
+        for sampling in options.sampling:
+            row = measured(
+                engine, steps=options.steps, sampling=sampling, cpu_time=options.cpu_time, kernels=options.kernels
+            )
+            print(sentence(row), flush=True)
+            for kernel in row.get("longest", ()):
+                print(f"  {kernel['us']} us in {kernel['count']} launches a step: {kernel['kernel'][:100]}")
 
 
 if __name__ == "__main__":
