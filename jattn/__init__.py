@@ -8,6 +8,7 @@ from typing import Any
 _HOMES = {
     "LLM": "jattn.serving.frontend.llm",
     "SamplingParams": "jattn.serving.sampling_params",
+    "StructuredOutputsParams": "jattn.serving.structured.params",
     "EngineConfig": "jattn.serving.config",
     "NgramDrafting": "jattn.serving.steps.drafting",
     "DraftModel": "jattn.serving.steps.draft_model",

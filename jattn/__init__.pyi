@@ -10,5 +10,6 @@ from jattn.serving.sampling_params import SamplingParams as SamplingParams
 from jattn.serving.steps.draft_model import DraftModel as DraftModel
 from jattn.serving.steps.drafting import NgramDrafting as NgramDrafting
 from jattn.serving.steps.logprobs import Logprob as Logprob
+from jattn.serving.structured.params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str

@@ -51,6 +51,10 @@ class CompiledSteps:
             raise KeyError(f"No step was compiled for {key}. Compiled: {', '.join(map(str, self._executables))}.")
         return self._executables[key]
 
+    def __or__(self, other: "CompiledSteps") -> "CompiledSteps":
+        """These and others, which replace those of the same keys."""
+        return CompiledSteps(self._executables | other._executables)
+
     def __call__(self, key: Hashable, *arguments: Any) -> Any:
         return self[key](*arguments)
 

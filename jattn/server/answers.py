@@ -12,10 +12,11 @@ from starlette.responses import Response
 from jattn.server.bodies import flag, read_object, shortened, typed
 from jattn.server.errors import ApiError
 from jattn.server.event_stream import KEEP_ALIVE, EventStream, as_json, event, while_connected
-from jattn.server.offload import offloaded
+from jattn.server.offload import LONG, offloaded
 from jattn.server.output_stream import OutputStream, merged
 from jattn.server.sampling_fields import sampling_params
 from jattn.server.service import Service
+from jattn.server.structured_fields import asks_for_structure
 from jattn.serving import request as engine_request
 from jattn.serving.frontend.outputs import Delta, RequestOutput, gather
 from jattn.serving.sampling_params import SamplingParams
@@ -100,7 +101,8 @@ async def respond(request: Request, read: Callable[[Service, Request, dict[str, 
     service: Service = request.app.state.service
     body, num_bytes = await read_object(request, service.options.max_body_bytes)
     service.check_serving()
-    call, form, of_prompts = await offloaded(num_bytes, read, service, request, body)
+    takes_long = num_bytes > LONG or asks_for_structure(body)
+    call, form, of_prompts = await offloaded(takes_long, read, service, request, body)
     if call.streamed:
         return EventStream(_events(service, call, of_prompts, form), service.options.slow_client_seconds)
     content = await while_connected(request.receive, _whole(service, call, of_prompts, form))

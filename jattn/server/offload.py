@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Callable
 
-_LONG = 20_000  # bytes, tokenised in about 10 ms
+LONG = 20_000  # bytes, tokenised in about 10 ms
 
 
 async def offloaded[**Arguments, Result](
-    num_bytes: int, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
+    takes_long: bool, work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> Result:
-    """Calls `work`, in another thread if it has many bytes to do."""
-    if num_bytes > _LONG:
+    """Calls `work`, in another thread if it takes long."""
+    if takes_long:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)

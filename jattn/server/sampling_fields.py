@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jattn.server.bodies import shortened
+from jattn.server.structured_fields import structured_outputs
 from jattn.serving.sampling_params import SamplingParams
 
 MOST_SEQUENCES = 128  # of a prompt; each is a request of its own
@@ -47,8 +48,6 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "priority": (0,),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "use_beam_search": (False,),
 }
@@ -84,7 +83,8 @@ def sampling_params(
         given["seed"] = seed if seed == -1 else seed % 2**32  # clients send 64 bits
     elif seed is not None:
         raise ValueError(f"`seed` must be a whole number. Got {shortened(seed)}.")
-    params = dataclasses.replace(defaults, max_tokens=max_tokens, logprobs=logprobs, **given)
+    form = structured_outputs(dict(body))
+    params = dataclasses.replace(defaults, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form, **given)
     if params.n > MOST_SEQUENCES:
         raise ValueError(f"`n` must be at most {MOST_SEQUENCES}. Got {params.n}.")
     return params

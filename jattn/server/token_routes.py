@@ -11,7 +11,7 @@ from jattn.server.bodies import flag, read_object, shortened, typed
 from jattn.server.chat_prompt import chat_tokens
 from jattn.server.errors import refusals
 from jattn.server.event_stream import as_json
-from jattn.server.offload import offloaded
+from jattn.server.offload import LONG, offloaded
 from jattn.server.service import Service
 from jattn.serving.request import token_ids
 
@@ -64,7 +64,7 @@ async def _told(request: Request, tell: Callable[[Service, dict[str, Any]], dict
     """What `tell` makes of a body."""
     service: Service = request.app.state.service
     body, num_bytes = await read_object(request, service.options.max_body_bytes)
-    return _json(await offloaded(num_bytes, tell, service, body))
+    return _json(await offloaded(num_bytes > LONG, tell, service, body))
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jattn.serving.request import Request, SamplingParams, token_ids
 from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.structured.grammar import Grammar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,13 @@ class Admission:
         return min(self.config.max_logprobs, self.vocab_size)
 
     def make_request(
-        self, number: int, prompt: Any, params: SamplingParams, *, cache_salt: str | None = None
+        self,
+        number: int,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        grammar: Grammar | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         """A request within the bounds.
 
@@ -36,6 +43,10 @@ class Admission:
         config = self.config
         if params.bad_words:
             raise ValueError(f"`bad_words` need a tokenizer, which `LLM` has. Got {params.bad_words!r}.")
+        if params.structured_outputs is not None and grammar is None:
+            raise ValueError(
+                f"`structured_outputs` need a tokenizer, which `LLM` has. Got {params.structured_outputs!r}."
+            )
         params = _with_whole_vocabulary(params, self.vocab_size)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ValueError(f"`cache_salt` must be None or a text that is not empty. Got {cache_salt!r}.")
@@ -58,6 +69,7 @@ class Admission:
             params=params,
             limit=min(len(prompt) + (params.max_tokens or config.max_context_len), config.max_context_len),
             stop_ids=stop_ids,
+            grammar=grammar,
             cache_salt=cache_salt,
         )
         self._check_full(request)

@@ -108,6 +108,14 @@ class EngineConfig:
             "has fewer to compile, and the text is the same."
         ),
     ] = True
+    structured_steps: Annotated[
+        bool,
+        Knob(
+            "Whether the steps for structured output are compiled at start-up; otherwise when the first request for it "
+            "comes, which waits for them.",
+            flag=True,
+        ),
+    ] = False
     max_logit_bias: Annotated[int, Knob("Tokens that a request may give a bias.")] = 300
     max_logprobs: Annotated[int, Knob("Likeliest tokens whose log-probabilities a request may ask for.")] = 20
     smallest_decode_bucket: Annotated[int, Knob("Rows of the smallest decode step; more are compiled by doubling.")] = 8

@@ -18,11 +18,12 @@ from jattn.serving.resolved_config import resolved
 from jattn.serving.scheduler import Scheduler
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.logprobs import Logprob
+from jattn.serving.structured.grammar import Grammar
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenEvent:
-    """A token that the host has just read, and whether it was the request's last; None where an error came instead.
+    """A token that the host has just read, and whether it was the request's last; None where the request ended instead.
 
     Attributes:
         logprobs: Of the token and the likeliest ones, by token id; None if not asked for.
@@ -44,6 +45,9 @@ class Engine:
         config: What was asked for; what it leaves open is filled in.
         draft_model: The one that a `DraftModel` drafts with; else None.
         eos_token_ids: Tokens that end any request that does not ignore them.
+
+    Attributes:
+        vocab_size: Tokens that the model gives logits for.
 
     Raises:
         ValueError: A size cannot be served, or the pool does not fit the memory.
@@ -76,18 +80,23 @@ class Engine:
             max_chunk_tokens=config.max_chunk_tokens,
             num_draft_tokens=config.num_draft_tokens,
         )
-        self._admission = Admission(config, model.vocab_size, frozenset(eos_token_ids))
+        self.vocab_size, self.eos_token_ids = model.vocab_size, frozenset(eos_token_ids)
+        self._admission = Admission(config, self.vocab_size, self.eos_token_ids)
         self._num_requests = 0
         self._aborting: deque[Request] = deque()
         self._busy = False
         self._cut_short = False
 
-    def make_request(self, prompt: Any, params: SamplingParams, *, cache_salt: str | None = None) -> Request:
+    def make_request(
+        self, prompt: Any, params: SamplingParams, *, grammar: Grammar | None = None, cache_salt: str | None = None
+    ) -> Request:
         """A request that fits this engine, not queued yet.
 
         Args:
             prompt: Token ids.
             params: How to go on from there.
+            grammar: What `params.structured_outputs` comes to, at its beginning; the steps for it must have been
+                compiled (`prepare_structured`) when the request is added.
             cache_salt: Requests share what is computed with those alone that have the same one: whoever does not know
                 it cannot tell by the time to the first token whether somebody has sent a prompt. None is one of them.
 
@@ -95,7 +104,9 @@ class Engine:
             ValueError: The prompt is empty, too long, or holds an id that is no token; too many stop tokens, biases
                 or log-probabilities; the request could outgrow the pool; `cache_salt` is empty.
         """
-        request = self._admission.make_request(self._num_requests, prompt, params, cache_salt=cache_salt)
+        request = self._admission.make_request(
+            self._num_requests, prompt, params, grammar=grammar, cache_salt=cache_salt
+        )
         self.scheduler.check(request)
         self._num_requests += 1
         return request
@@ -120,18 +131,26 @@ class Engine:
         with self._guarded():
             return self.kv_cache.clear()
 
+    def prepare_structured(self) -> None:
+        """Compiles the steps of requests with a grammar, if that is still to be done; from any thread, steps go on."""
+        self.executor.prepare_structured()
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def step(self) -> list[TokenEvent]:
-        """Launches the next decodes and prefills, in one launch if that may be, then reads the launches before."""
+        """Launches the next decodes and prefills, in one launch if that may be, then reads the launches before.
+
+        Where a grammar must have followed the tokens of these to say what comes next, only the forward pass is launched
+        ahead, and the choice of tokens behind it.
+        """
         with self._guarded():
             events = self._read(0) if self.scheduler.must_preempt() else []
             before = len(self.executor.in_flight)
             for plan in self._plans():
                 self.executor.submit(plan)
-            return events + self._read(len(self.executor.in_flight) - before)
+            return events + self._read(len(self.executor.in_flight) - before) + self._sample()
 
     def _plans(self) -> list[Plan]:
         """The next launches."""
@@ -170,8 +189,16 @@ class Engine:
     def _finish_if_complete(self, request: Request) -> None:
         if request.generated and request.generated[-1] in request.stop_ids:
             self.scheduler.finish(request, "stop")
+        elif reason := self._end_of_grammar(request):
+            self.scheduler.finish(request, reason)
         elif request.num_tokens >= request.limit:
             self.scheduler.finish(request, "length")
+
+    def _end_of_grammar(self, request: Request) -> FinishReason | None:
+        if request.grammar is None:
+            return None
+        request.grammar.follow(request.generated)
+        return request.grammar.finish_reason
 
     def _read(self, keep: int) -> list[TokenEvent]:
         """Waits for all launches but the `keep` newest."""
@@ -181,6 +208,15 @@ class Engine:
                 request.prompt_logprobs[place] = logprobs
             for given in launch.given():
                 self._take(given, events)
+        return events
+
+    def _sample(self) -> list[TokenEvent]:
+        """Launches the choice of tokens that forward passes wait for; ends requests that no token may follow."""
+        events = []
+        for request in self.executor.sample():
+            if reason := request.grammar and request.grammar.finish_reason:
+                self.scheduler.finish(request, reason)
+                events.append(TokenEvent(request, None, reason))
         return events
 
     def _take(self, given: Given, events: list[TokenEvent]) -> None:

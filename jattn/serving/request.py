@@ -8,6 +8,7 @@ from typing import Literal
 from jattn.serving.sampling_params import SamplingParams as SamplingParams
 from jattn.serving.sampling_params import token_ids as token_ids
 from jattn.serving.steps.logprobs import Logprob
+from jattn.serving.structured.grammar import Grammar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -63,6 +64,7 @@ class Request:
         prompt: Token ids.
         limit: Tokens at most, prompt included.
         stop_ids: Tokens that end it.
+        grammar: Which tokens may come next; None if any may.
         cache_salt: Requests share pages of the prefix cache with those alone that have the same one.
         generated: Tokens read back from the device so far.
         logprobs: Of each of them, by token id, if asked for.
@@ -85,6 +87,7 @@ class Request:
     params: SamplingParams
     limit: int
     stop_ids: frozenset[int]
+    grammar: Grammar | None = None
     cache_salt: str | None = None
     generated: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
@@ -123,6 +126,11 @@ class Request:
         """Why it ended by an error, in a sentence; None if it did not."""
         if self.finish_reason != "error":
             return None
+        if self.grammar is not None:
+            return (
+                f"No token may come after {self.num_tokens} tokens: the structured output that is asked for allows "
+                "none of those that the request's other parameters do, or the model's logits are not finite."
+            )
         return (
             f"The model's logits after {self.num_tokens} tokens are NaN or infinite: "
             "the weights are not finite, or the dtype is too narrow for them."

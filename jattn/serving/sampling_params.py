@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jattn.arguments import whole_number
+from jattn.serving.structured.params import StructuredOutputsParams
 
 
 @typing.no_type_check  # it checks its values itself, and takes any integer type
@@ -47,7 +48,9 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Whether there is a text.
         truncate_prompt_tokens: Serve the prompt's last tokens alone, so many of them; -1 as many as the context takes.
-        spaces_between_special_tokens, structured_outputs, output_kind: Of vLLM; here they can only be left as they are.
+        structured_outputs: What the text must look like, a `StructuredOutputsParams`; `LLM` has the tokenizer for it.
+            Where nothing may follow any more, the text ends, with no end token and even if `ignore_eos`.
+        spaces_between_special_tokens, output_kind: Of vLLM; here they can only be left as they are.
 
     Raises:
         ValueError: A value is out of its range.
@@ -77,7 +80,7 @@ class SamplingParams:
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool = True
-    structured_outputs: None = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: None = None
 
     def __post_init__(self):
@@ -125,6 +128,10 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise ValueError(f"`stop` needs `detokenize`: there is no text to look in. Got stop={self.stop!r}.")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                f"`structured_outputs` must be None or a StructuredOutputsParams. Got {self.structured_outputs!r}."
+            )
         for name, only in _NOT_SERVED.items():
             if getattr(self, name) is not only:
                 raise ValueError(f"`{name}` must be {only}: nothing else is served yet. Got {getattr(self, name)!r}.")
@@ -155,7 +162,7 @@ class SamplingParams:
 
 
 _MOST_SEQUENCES = 16384  # of a prompt; as in vLLM
-_NOT_SERVED = {"spaces_between_special_tokens": True, "structured_outputs": None, "output_kind": None}
+_NOT_SERVED = {"spaces_between_special_tokens": True, "output_kind": None}
 _FLOAT32_MAX = 3.4028234e38  # the device computes in float32
 
 _NUMBERS = {

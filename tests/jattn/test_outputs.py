@@ -27,7 +27,8 @@ def byte_tokenizer(tmp_path_factory):
 
 def new_request(**asked):
     params = SamplingParams(max_tokens=1000, **asked)
-    return Request(number=0, prompt=[5, 6, 7], params=params, limit=1000, stop_ids=frozenset(params.stop_token_ids))
+    stop_ids = frozenset({1, *params.stop_token_ids})
+    return Request(number=0, prompt=[5, 6, 7], params=params, limit=1000, stop_ids=stop_ids)
 
 
 def finish(request, reason):
@@ -135,6 +136,12 @@ def test_stop_string_does_not_end_a_text_before_min_tokens(tokenizer, min_tokens
     assert len(tokens) == 5
     deltas = read_all(tokenizer, new_request(stop="x", min_tokens=min_tokens), tokens)
     assert text_of(deltas) == expected
+
+
+def test_text_that_ends_where_its_grammar_does_has_all_of_its_tokens(tokenizer):
+    tokens = tokenizer.encode("ab", add_special_tokens=False)
+    deltas = read_all(tokenizer, new_request(), tokens, reason="stop")
+    assert (text_of(deltas), deltas[-1].stop_reason) == ("ab", None)
 
 
 def test_sequence_that_ends_without_a_token_gives_what_was_held(tokenizer):

@@ -27,7 +27,7 @@ from jattn.serving.request import Request, SamplingParams, token_ids
         ("truncate_prompt_tokens", 0),
         ("bad_words", ("a", "")),
         ("detokenize", 1),
-        ("structured_outputs", {"json": {}}),
+        ("structured_outputs", {"json": {}}),  # no mapping: the class
         ("output_kind", 2),
         ("spaces_between_special_tokens", False),
         ("seed", 2**32),

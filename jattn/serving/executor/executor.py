@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
@@ -16,12 +17,14 @@ from jattn.model import CausalLM
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.last_sent import LastSent
-from jattn.serving.executor.launch import Launch, wait_for
+from jattn.serving.executor.launch import Forward, Launch, wait_for
+from jattn.serving.executor.masks import masks_of
 from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.state import empty_state
 from jattn.serving.executor.step_plans import StepKey, note_key, step_key, step_plans
+from jattn.serving.executor.structured_plans import forward_key, sample_key, structured_plans
 from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
@@ -32,6 +35,9 @@ from jattn.serving.steps.verification import SpeculativeSteps
 
 class Executor:
     """Runs plans with one model: `submit` enqueues a launch, `read` waits for the oldest ones.
+
+    Of a launch that gives tokens to requests with a grammar, `submit` enqueues the forward pass alone, and `sample` the
+    choice of tokens, once all launches before it are read and the grammars have followed.
 
     A call that raises may have consumed pool and loop state: `restart` makes new ones, without any request's keys.
 
@@ -64,20 +70,57 @@ class Executor:
         self.pool, self.state = self._make_pool(), self._make_state()
         parts = (graph, backend, min(config.max_logprobs, model.vocab_size))
         steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
-        plans = step_plans(steps, (self.weights, self.state, self.pool), config, self._mixed_rows)
+        held = self.weights, self.state, self.pool
+        plans = step_plans(steps, held, config, self._mixed_rows)
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), held)
+        arguments = (steps, shapes, config, self._mixed_rows, model.vocab_size)
+        self._structured_plans = functools.partial(structured_plans, *arguments)
+        self._vocab_size = model.vocab_size
+        self._preparing = threading.Lock()
+        self._is_prepared = config.structured_steps
+        plans |= self._structured_plans() if config.structured_steps else {}
         self.compiled_steps = compile_steps(plans, progress=config.progress)
         self.in_flight: deque[Launch] = deque()
+        self._forwards: deque[Forward] = deque()
         self._on_device = LastSent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
-        self._finalizer = weakref.finalize(self, wait_for, self.in_flight)
+        self._finalizer = weakref.finalize(self, _wait_for_all, self.in_flight, self._forwards)
 
     def may_mix(self, decoding: Sequence[Request]) -> bool:
         """Whether one launch can decode these requests beside prompts, and gains by it."""
         return len(decoding) <= self._mixed_rows and all(request.num_tokens <= LONGEST_MIXED for request in decoding)
 
-    def submit(self, plan: Plan) -> Launch:
-        """Enqueues a launch."""
-        return self._submit_prefill(plan) if plan.chunks else self._submit_decode(plan.decoding)
+    def prepare_structured(self) -> None:
+        """Compiles the steps of launches with grammars, unless they are; from any thread, while others run."""
+        with self._preparing:
+            if not self._is_prepared:
+                more = compile_steps(self._structured_plans(), progress=self.config.progress)
+                self.compiled_steps = self.compiled_steps | more
+                self._is_prepared = True
+
+    def submit(self, plan: Plan) -> None:
+        """Enqueues a launch, or its forward pass."""
+        if plan.chunks:
+            self._submit_prefill(plan)
+        else:
+            self._submit_decode(plan.decoding)
+
+    def sample(self) -> list[Request]:
+        """Enqueues the choice of tokens behind each forward pass, under the masks that the grammars give now.
+
+        Returns:
+            The requests with a grammar among them; one whose grammar has ended is given a token of no meaning.
+        """
+        requests = []
+        while self._forwards:
+            forward = self._forwards[0]
+            masks = masks_of(forward.requests, forward.sample_key.size, self._vocab_size)
+            unsampled = dataclasses.replace(forward.output, prompt_logprobs=None)
+            output, self.state = self.compiled_steps(forward.sample_key, self.weights, self.state, unsampled, masks)
+            self._enqueued(forward.sampled(output))
+            self._forwards.popleft()
+            requests += [request for request in forward.requests if request and request.grammar]
+        return [request for request in requests if not request.finished]
 
     def read(self, keep: int) -> Iterator[Launch]:
         """The launches under way, oldest first, but for the `keep` newest: each once it has run."""
@@ -88,22 +131,23 @@ class Executor:
 
     def restart(self) -> None:
         """Forgets all launches, after they have run, and begins with a new pool and state."""
-        wait_for(self.in_flight)
+        _wait_for_all(self.in_flight, self._forwards)
         self.in_flight.clear()
+        self._forwards.clear()
         self.pool = self.state = None  # their memory is needed for the new ones
         self.pool, self.state = self._make_pool(), self._make_state()
         self._on_device = LastSent()  # what was sent may be what failed
 
-    def _submit_decode(self, requests: Sequence[Request]) -> Launch:
+    def _submit_decode(self, requests: Sequence[Request]) -> None:
         bucket = smallest_bucket(self.config.decode_buckets, len(requests))
         rows = decode_batch(requests, bucket, self.config)
         if self.config.debug_checks:
             assert self.state is not None
             check_decode(self.state, rows, self.config)
-        key = step_key("decode", bucket, requests, self.config)
-        return self._launch(key, Plan(requests), requests, self._on_device(rows))
+        key = self._key("decode", bucket, requests, requests)
+        self._launch(key, Plan(requests), requests, self._on_device(rows))
 
-    def _submit_prefill(self, plan: Plan) -> Launch:
+    def _submit_prefill(self, plan: Plan) -> None:
         for parts in note_launches(plan.chunks, self.config):
             key = note_key(self.config)
             notes = prefill_batch(parts, key.size, self.config, key.variant)
@@ -111,26 +155,42 @@ class Executor:
         plan = dataclasses.replace(plan, chunks=behind_notes(plan.chunks, self.config))
         num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
+        giving = [*plan.decoding, *(chunk.request for chunk in plan.chunks if chunk.is_last)]
         served = [*plan.decoding, *(chunk.request for chunk in plan.chunks)]
-        key = step_key("prefill", bucket, served, self.config)
+        key = self._key("prefill", bucket, served, giving)
         rows = decode_batch(plan.decoding, self._mixed_rows, self.config)
         batch = prefill_batch(plan.chunks, bucket, self.config, key.variant)
         if self.config.debug_checks:
             assert self.state is not None
             check_prefill(self.state, rows, batch, self.config)
-        giving = [*plan.decoding, *(chunk.request for chunk in plan.chunks if chunk.is_last)]
         by_row = {request.row: request for request in giving}
         requests = [by_row.get(row) for row in range(self.config.max_num_seqs)]
-        return self._launch(key, plan, requests, rows, batch)
+        self._launch(key, plan, requests, rows, batch)
 
-    def _launch(self, key: StepKey, plan: Plan, requests: Sequence[Request | None], *arguments: Any) -> Launch:
+    def _key(
+        self, kind: Literal["decode", "prefill"], size: int, served: Sequence[Request], giving: Sequence[Request]
+    ) -> StepKey:
+        """The step that serves requests, or its forward pass if one that is given a token has a grammar."""
+        if any(request.grammar for request in giving):
+            return forward_key(kind, size, self.config)
+        return step_key(kind, size, served, self.config)
+
+    def _launch(self, key: StepKey, plan: Plan, requests: Sequence[Request | None], *arguments: Any) -> None:
         """Enqueues a step.
 
         It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
         page freed while a launch still writes to it is safe in the hands of its next owner.
         """
         output, self.state, self.pool = self.compiled_steps(key, self.weights, self.state, self.pool, *arguments)
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
-        launch = Launch(output, requests, plan.chunks)
+        if key.kind in ("forward_decode", "forward_prefill"):
+            self._forwards.append(Forward(output, sample_key(key, self.config), requests, plan.chunks))
+        else:
+            self._enqueued(Launch(output, requests, plan.chunks))
+
+    def _enqueued(self, launch: Launch) -> None:
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), launch.output)
         self.in_flight.append(launch)
-        return launch
+
+
+def _wait_for_all(launches: Sequence[Launch], forwards: Sequence[Forward]) -> None:
+    wait_for([*launches, *forwards])

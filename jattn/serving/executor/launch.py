@@ -8,10 +8,11 @@ from typing import NamedTuple
 import jax
 
 from jattn.serving.executor.batches import prompt_places
+from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.plan import Chunk
 from jattn.serving.request import Request
 from jattn.serving.steps.logprobs import Logprob
-from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput
+from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Unsampled
 
 
 class Given(NamedTuple):
@@ -77,7 +78,28 @@ class Launch:
             begin += chunk.stop - chunk.start
 
 
-def wait_for(launches: Iterable[Launch]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A forward pass under way, whose tokens are chosen once the host knows which may come.
+
+    Attributes:
+        output: What it leaves on the device.
+        sample_key: The step that chooses.
+        requests, chunks: The launch's.
+    """
+
+    output: Unsampled
+    sample_key: StepKey
+    requests: Sequence[Request | None]
+    chunks: Sequence[Chunk]
+
+    def sampled(self, output: StepOutput) -> Launch:
+        """The launch, once its tokens are chosen."""
+        output = dataclasses.replace(output, prompt_logprobs=self.output.prompt_logprobs)
+        return Launch(output, self.requests, self.chunks)
+
+
+def wait_for(launches: Iterable[Launch | Forward]) -> None:
     """Returns once they have run, whether or not they failed."""
     for launch in launches:
         with contextlib.suppress(jax.errors.JaxRuntimeError):

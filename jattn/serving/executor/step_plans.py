@@ -15,10 +15,10 @@ class StepKey(NamedTuple):
     """A compiled step.
 
     Attributes:
-        size: Rows of a decode, tokens of a prefill or a note.
+        size: Rows of a decode or a choice of tokens, tokens of a prefill or a note.
     """
 
-    kind: Literal["decode", "prefill", "note"]
+    kind: Literal["decode", "prefill", "note", "forward_decode", "forward_prefill", "sample_decode", "sample_prefill"]
     size: int
     variant: Variant
 

@@ -11,6 +11,7 @@ from jattn.serving.frontend.bad_words import without_bad_words
 from jattn.serving.frontend.prompts import listed
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import Request, SamplingParams
+from jattn.serving.structured.compiler import GrammarCompiler
 
 
 class Intake:
@@ -25,10 +26,11 @@ class Intake:
         self.default_params = default_params
         self._engine = engine
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(self._tokenizer_json, engine.eos_token_ids)
         self._lock = threading.Lock()  # the engine counts its requests
 
     def make_requests(self, prompts: Any, sampling_params: Any = None) -> list[list[Request]]:
-        """A request for each sequence of each prompt.
+        """A request for each sequence of each prompt. The first one with structured output takes seconds.
 
         Args:
             prompts: `Prompt`, one or several.
@@ -53,11 +55,26 @@ class Intake:
             self._truncated(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, params)
             for (prompt, _), params in zip(prompts, sampling_params, strict=True)
         ]
+        grammars = [
+            params.structured_outputs and self._grammars.compile(params.structured_outputs)
+            for params in sampling_params
+        ]
         with self._lock:
-            return [
-                [self._engine.make_request(tokens, params.of_sequence(i), cache_salt=salt) for i in range(params.n)]
-                for tokens, (_, salt), params in zip(ids, prompts, sampling_params, strict=True)
+            requests = [
+                [
+                    self._engine.make_request(
+                        tokens, params.of_sequence(i), grammar=grammar and grammar.fork(), cache_salt=salt
+                    )
+                    for i in range(params.n)
+                ]
+                for tokens, (_, salt), params, grammar in zip(ids, prompts, sampling_params, grammars, strict=True)
             ]
+        if any(grammars):
+            self._engine.prepare_structured()
+        return requests
+
+    def _tokenizer_json(self) -> tuple[str, int]:
+        return self._tokenizer.to_json(), max(self._engine.vocab_size, self._tokenizer.vocab_size)
 
     def _truncated(self, prompt: Any, params: SamplingParams) -> Any:
         """The prompt's last tokens, as many as asked for; at most those that leave room for one token."""

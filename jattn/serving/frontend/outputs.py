@@ -172,7 +172,8 @@ class SequenceReader:
         request, params = self.request, self.request.params
         is_first, begin = self._num_read == 0, self._num_read
         self._num_read += len(tokens)
-        skips_stop_token = reason == "stop" and not params.include_stop_str_in_output
+        at_stop_token = reason == "stop" and tokens != () and tokens[-1] in request.stop_ids
+        skips_stop_token = at_stop_token and not params.include_stop_str_in_output
         text = self._decoder.push(() if skips_stop_token or not params.detokenize else tokens)
         if reason:
             text += self._decoder.finish()
@@ -182,7 +183,7 @@ class SequenceReader:
             reason = "stop"
         elif reason:
             text += self._stop.finish()
-            stop_reason = tokens[-1] if reason == "stop" and tokens[-1] in params.stop_token_ids else None
+            stop_reason = tokens[-1] if at_stop_token and tokens[-1] in params.stop_token_ids else None
         self.finished = reason is not None
         logprobs = None
         if params.logprobs is not None:

@@ -45,6 +45,10 @@ class Tokenizer:
         """Tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizer.json` has it."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The tokens of `text`, with those that the checkpoint puts around a sequence (begin of text, mostly).
 

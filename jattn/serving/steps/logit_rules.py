@@ -5,7 +5,7 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jattn.pytree import pytree
 
@@ -96,6 +96,26 @@ class TokenHistory:
             in_prompt=jnp.repeat(self.in_prompt, length, axis=0),
             output_counts=counts.at[place, before].add(1, mode="drop"),
         )
+
+
+@pytree(kw_only=True)
+class TokenMasks:
+    """The tokens that may come in each row.
+
+    Attributes:
+        in_force: Whether the row has a mask; if not, all may come.
+        bits: A bit for each token, 32 in a word, the lowest one first; 1 if the token may come.
+    """
+
+    in_force: Bool[Array, " B"]
+    bits: UInt32[Array, "B words"]
+
+
+def apply_masks(logits: Float[Array, "B V"], masks: TokenMasks) -> Float[Array, "B V"]:
+    """The logits, -inf for tokens that may not come."""
+    bits = (masks.bits[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    is_allowed = bits.reshape(bits.shape[0], -1)[:, : logits.shape[1]] > 0
+    return jnp.where(is_allowed | ~masks.in_force[:, None], logits, -jnp.inf)
 
 
 def empty_history(num_rows: int, vocab_size: int, max_context_len: int) -> TokenHistory:

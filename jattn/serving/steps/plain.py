@@ -12,7 +12,7 @@ from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
 from jattn.pytree import pytree
-from jattn.serving.steps.logit_rules import apply_rules
+from jattn.serving.steps.logit_rules import TokenMasks, apply_masks, apply_rules
 from jattn.serving.steps.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import decode_pass, owners, ragged_pass
@@ -22,7 +22,7 @@ from jattn.serving.steps.sampler import sample
 Variant = Literal["greedy", "plain", "full"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
-NO_TOKEN = -1  # in a token's place: the row's logits were not finite
+NO_TOKEN = -1  # in a token's place: the row's logits were not finite, or left no token that may come
 UNUSED = -2  # in a token's place: the row has no more of them from this step
 
 
@@ -72,12 +72,31 @@ class StepOutput:
 
 
 @pytree(kw_only=True)
+class Unsampled:
+    """What a forward pass leaves to choose tokens from.
+
+    Attributes:
+        hidden: At each place that may give a token.
+        rows: The loop state's row of each sequence.
+        live: Whether the sequence gives a token.
+        drafts: The tokens drafted for each sequence, whose places follow its own; None of a step that verifies none.
+        prompt_logprobs: Those that `StepOutput` is to have.
+    """
+
+    hidden: Float[Array, "N D"]
+    rows: Int[Array, " B"]
+    live: Bool[Array, " B"]
+    drafts: Int[Array, "B drafts"] | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+
+
+@pytree(kw_only=True)
 class Choice:
     """The token chosen at each of N places.
 
     Attributes:
-        tokens: Whatever, where the logits are not finite.
-        broken: Whether the logits are not finite.
+        tokens: Whatever, where it is broken.
+        broken: Whether the logits are not finite, or no token may come.
         stopped: Whether the token is a stop token of its row.
     """
 
@@ -89,6 +108,9 @@ class Choice:
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The steps of one model; static, so that weights, state and pool are all arguments.
+
+    Each is a forward pass and the choice of tokens. These are steps of their own too: between them the host may find
+    out which tokens may come, while the pass runs.
 
     Attributes:
         graph: The model without its arrays (`nnx.split`).
@@ -117,6 +139,21 @@ class Steps:
         Args:
             plan: The rows that decode, as in `decode`; none, if the step has no places for them.
         """
+        unsampled, state, pool = self.forward_prefill(weights, state, pool, plan, batch, variant=variant)
+        output, state = self.sample(weights, state, unsampled, variant=variant)
+        return dataclasses.replace(output, prompt_logprobs=unsampled.prompt_logprobs), state, pool
+
+    def forward_prefill(
+        self,
+        weights: Any,
+        state: LoopState,
+        pool: KVPool,
+        plan: Int[Array, "D plan"],
+        batch: PrefillBatch,
+        *,
+        variant: Variant,
+    ) -> tuple[Unsampled, LoopState, KVPool]:
+        """`prefill` but for the choice of tokens."""
         state = state.put(batch.rows, batch.values).with_pages(plan)
         decoding, num_rows = plan[:, 0], state.finished.shape[0]
         live = ~state.finished.at[decoding].get(mode="fill", fill_value=True)
@@ -138,8 +175,7 @@ class Steps:
         gives = jnp.concatenate([batch.is_last, live])
         gives = jnp.zeros(num_rows, jnp.bool_).at[rows].set(gives, mode="drop")
         every = jnp.arange(num_rows, dtype=jnp.int32)
-        output, state = self._sampled(weights, hidden[last], state, every, live=gives, variant=variant)
-        return dataclasses.replace(output, prompt_logprobs=prompt), state, pool
+        return Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_logprobs=prompt), state, pool
 
     def decode(
         self,
@@ -155,14 +191,65 @@ class Steps:
         Args:
             plan: The rows and their last pages, as `LoopState.with_pages` takes them.
         """
+        unsampled, state, pool = self.forward_decode(weights, state, pool, plan, variant=variant)
+        output, state = self.sample(weights, state, unsampled, variant=variant)
+        return output, state, pool
+
+    def forward_decode(
+        self,
+        weights: Any,
+        state: LoopState,
+        pool: KVPool,
+        plan: Int[Array, "B plan"],
+        *,
+        variant: Variant,
+    ) -> tuple[Unsampled, LoopState, KVPool]:
+        """`decode` but for the choice of tokens."""
         rows, state = plan[:, 0], state.with_pages(plan)
         values = state.take(rows)
         live = (rows < state.finished.shape[0]) & ~values.finished
         batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live)
         hidden, pool = self._forward(weights, pool, batch)
         state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
-        output, state = self._sampled(weights, hidden, state, rows, live=live, variant=variant)
-        return output, state, pool
+        return Unsampled(hidden=hidden, rows=rows, live=live), state, pool
+
+    def sample(
+        self,
+        weights: Any,
+        state: LoopState,
+        unsampled: Unsampled,
+        masks: TokenMasks | None = None,
+        *,
+        variant: Variant,
+    ) -> tuple[StepOutput, LoopState]:
+        """The live rows' next tokens, drawn with each row's key for the position they will have. State is donated.
+
+        A row whose logits are not finite, or that no token is left to, has finished, and yields NO_TOKEN.
+
+        Args:
+            masks: Of the rows of `unsampled`; None where all tokens may come.
+        """
+        rows, live = unsampled.rows, unsampled.live
+        values = state.take(rows)
+        logits = self._logits(weights, unsampled.hidden)
+        choice = choose(logits, values, variant, masks)
+        tokens = choice.tokens
+        rows = jnp.where(live, rows, state.finished.shape[0])
+        state = dataclasses.replace(
+            state,
+            last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
+            finished=state.finished.at[rows].set(choice.stopped | choice.broken, mode="drop"),
+        )
+        state = state.with_tokens(rows, values.seq_lens, tokens)
+        output = StepOutput(tokens=jnp.where(choice.broken, NO_TOKEN, tokens))
+        if variant != "full":
+            return output, state
+        assert state.history
+        assert values.rules
+        state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
+        wanted = live & values.rules.in_force & values.rules.wants_logprobs
+        logprobs = token_logprobs(logits, tokens, wanted, top=self.max_logprobs)
+        return dataclasses.replace(output, logprobs=logprobs), state
 
     def note(self, state: LoopState, batch: PrefillBatch, *, variant: Variant) -> LoopState:
         """The state once parts of sequences are on record that no prefill computes, as the pool has their keys.
@@ -216,45 +303,27 @@ class Steps:
     def _logits(self, weights, hidden):
         return self._model(weights).compute_logits(hidden)
 
-    def _sampled(self, weights, hidden, state, rows, *, live, variant):
-        """The live rows' next tokens, drawn with each row's key for the position they will have.
 
-        A row whose logits are not finite has finished, and yields NO_TOKEN.
-        """
-        values = state.take(rows)
-        logits = self._logits(weights, hidden)
-        choice = choose(logits, values, variant)
-        tokens = choice.tokens
-        rows = jnp.where(live, rows, state.finished.shape[0])
-        state = dataclasses.replace(
-            state,
-            last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
-            finished=state.finished.at[rows].set(choice.stopped | choice.broken, mode="drop"),
-        )
-        state = state.with_tokens(rows, values.seq_lens, tokens)
-        output = StepOutput(tokens=jnp.where(choice.broken, NO_TOKEN, tokens))
-        if variant != "full":
-            return output, state
-        state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
-        wanted = live & values.rules.in_force & values.rules.wants_logprobs
-        logprobs = token_logprobs(logits, tokens, wanted, top=self.max_logprobs)
-        return dataclasses.replace(output, logprobs=logprobs), state
-
-
-def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant) -> Choice:
+def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant, masks: TokenMasks | None = None) -> Choice:
     """Chooses a token at each place as its row asks.
 
     Args:
         values: The row of each place; `seq_lens` is the position of the token to be chosen.
+        masks: Of each place; None where all tokens may come.
     """
     ruled = logits
     if variant == "full":
         assert values.rules
         assert values.history
         ruled = apply_rules(logits, values.rules, values.history, values.stop_ids, values.seq_lens)
+    if masks is not None:
+        ruled = apply_masks(ruled, masks)
     tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
     stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
-    return Choice(tokens=tokens, broken=not_finite(logits), stopped=stopped)
+    broken = not_finite(logits)
+    if masks is not None:
+        broken |= jnp.all(ruled == -jnp.inf, axis=1)
+    return Choice(tokens=tokens, broken=broken, stopped=stopped)
 
 
 def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:

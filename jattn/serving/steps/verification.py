@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jattn.kv_pool import KVPool
-from jattn.serving.steps.drafting import Drafter
+from jattn.serving.steps.drafting import NO_DRAFT, Drafter
+from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.steps.logprobs import token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import verify_pass
-from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Variant, choose
+from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Unsampled, Variant, choose
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class SpeculativeSteps(Steps):
 
     drafter: Drafter
 
-    def decode(
+    def forward_decode(
         self,
         weights: Any,
         state: LoopState,
@@ -38,8 +39,8 @@ class SpeculativeSteps(Steps):
         plan: Int[Array, "B plan"],
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState, KVPool]:
-        """One token or more for each row, and else as `Steps.decode`.
+    ) -> tuple[Unsampled, LoopState, KVPool]:
+        """Drafts tokens for each row and computes them with it, so that it may be given several; else as `Steps` do.
 
         Keys are written for all drafted tokens; those that are not accepted lie past the row's length, where the next
         step's go.
@@ -54,15 +55,32 @@ class SpeculativeSteps(Steps):
         # In place of a token that is not drafted any one will do; the newest harms no row that it is in already.
         tokens = jnp.concatenate([last, jnp.where(drafts >= 0, drafts, last)], axis=1)
         hidden, pool = self._forward(weights, pool, verify_pass(pool, values.page_table, tokens, values.seq_lens, live))
-        output, state = self._verified(weights, hidden, state, rows, drafts, live=live, variant=variant)
-        return output, state, pool
+        return Unsampled(hidden=hidden, rows=rows, live=live, drafts=drafts), state, pool
 
-    def _verified(self, weights, hidden, state, rows, drafts, *, live, variant):
-        """The tokens that the live rows are given, chosen as `Steps._sampled` would one by one."""
+    def sample(
+        self,
+        weights: Any,
+        state: LoopState,
+        unsampled: Unsampled,
+        masks: TokenMasks | None = None,
+        *,
+        variant: Variant,
+    ) -> tuple[StepOutput, LoopState]:
+        """The tokens that the live rows are given, chosen as `Steps.sample` would one by one.
+
+        A row with a mask is given one: which tokens may come after it the host does not know yet.
+        """
+        if unsampled.drafts is None:
+            return super().sample(weights, state, unsampled, masks, variant=variant)
+        rows, live, drafts = unsampled.rows, unsampled.live, unsampled.drafts
+        if masks is not None:
+            drafts = jnp.where(masks.in_force[:, None], NO_DRAFT, drafts)
+            masks = jax.tree.map(lambda leaf: jnp.repeat(leaf, drafts.shape[1] + 1, axis=0), masks)
         values = state.take(rows)
         at_places = _at_places(values, drafts, variant)
-        logits = self._logits(weights, hidden)
-        choice = choose(logits, at_places, variant)
+        logits = self._logits(weights, unsampled.hidden)
+        choice = choose(logits, at_places, variant, masks)
+        assert values.tokens
         by_row = (drafts.shape[0], drafts.shape[1] + 1)
         positions = at_places.seq_lens.reshape(by_row)
         chosen = jnp.where(choice.broken, NO_TOKEN, choice.tokens).reshape(by_row)
@@ -87,6 +105,7 @@ class SpeculativeSteps(Steps):
         if variant != "full":
             return output, state
         assert at_places.rules
+        assert state.history
         state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), choice.tokens))
         wanted = is_given.reshape(-1) & at_places.rules.in_force & at_places.rules.wants_logprobs
         logprobs = token_logprobs(logits, choice.tokens, wanted, top=self.max_logprobs)
