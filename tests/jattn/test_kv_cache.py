@@ -87,6 +87,20 @@ def test_pages_that_nobody_owns_are():
     assert (heir.pages[:2], len(set(heir.pages)), kv_cache.num_free) == (pages, 4, 0)
 
 
+def test_what_is_found_is_not_given_away_for_what_is_lacking():
+    """Though it is free for the longest time."""
+    kv_cache = make_manager(4)
+    first, other, heir = make_request(4), make_request(4, cache_salt="other"), make_request(9)
+    places = []
+    for request in (first, other):
+        kv_cache.allocate(request, 4)
+        kv_cache.register(request, 4)
+        places += request.pages
+        kv_cache.free(request)
+    assert kv_cache.allocate(heir, 9)
+    assert (heir.pages[0], len(set(heir.pages)), heir.num_cached_tokens) == (places[0], 3, 4)
+
+
 def test_what_others_compute_meanwhile_takes_the_place_of_own_pages():
     kv_cache = make_manager(9)
     first, heir = make_request(), make_request()

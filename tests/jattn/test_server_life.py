@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import ctypes
 import dataclasses
 import faulthandler
+import gc
 import json
+import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ from jattn.server import app as app_module
 from jattn.server.api_key import OPEN, ApiKeyGuard
 from jattn.server.errors import ApiError
 from jattn.server.event_stream import EventStream
+from jattn.serving.request import Request
 from tests.jattn.harness.http_server import CHAT, GREEDY
 from tests.jattn.test_server_completions import assembled, whole
 
@@ -276,19 +281,39 @@ def test_the_second_signal_waits_for_nobody(second_server, slow_steps):
     server.join()
 
 
+def held():
+    """What the process has: memory in MiB, open files, objects, and those of them that are requests."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free within the process is not held
+    pages, objects = int(Path("/proc/self/statm").read_text().split()[1]), gc.get_objects()
+    requests = sum(isinstance(thing, Request) for thing in objects)
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir("/proc/self/fd")), len(objects), requests
+
+
 @pytest.mark.slow
 def test_a_thousand_streams_dropped_at_random_leave_nothing(http_server):
-    """Eight clients at once, each of which leaves after some events, or none."""
-    threads, counts = set(threading.enumerate()), np.random.default_rng(0).integers(0, 12, 1000)
+    """Eight clients at once, each of which leaves before its answer begins, or after some events."""
+    threads, random = set(threading.enumerate()), np.random.default_rng(0)
 
-    def drop(count):
-        with http_server.response("POST", COMPLETIONS, LONG | {"stream": True, "n": 1 + count % 3}) as response:
-            for _ in range(2 * count):
-                response.readline()
+    def drop(count, seconds):
+        with http_server.asked("POST", COMPLETIONS, LONG | {"stream": True, "n": 1 + count % 3}) as connection:
+            time.sleep(seconds)
+            if count:
+                with connection.getresponse() as response:
+                    for _ in range(2 * count):
+                        response.readline()
 
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(drop, counts.tolist()))
-    http_server.wait_until_idle()
+        found = []
+        for _ in range(10):
+            list(pool.map(drop, random.integers(0, 12, 100).tolist(), random.uniform(0, 0.02, 100).tolist()))
+            http_server.wait_until_idle()
+            found.append(held())
     assert set(threading.enumerate()) <= threads
     assert not http_server.service.metrics._times
+    memory, files, objects, requests = zip(*found, strict=True)
+    assert np.median(memory[5:]) < np.median(memory[:5]) + 8, memory  # 16 KiB a stream; single ones go up and down
+    assert max(objects[5:]) < max(objects[:5]) + 500, objects  # one of each stream would be as many
+    assert len(set(files)) == 1, files
+    assert max(requests) <= 8, requests  # those of the last launches, and no more
     assert whole(http_server.post(COMPLETIONS, GREEDY))

@@ -21,6 +21,31 @@ STREAMS = {
     "completion_stop": (COMPLETIONS, {**GREEDY, "stop": [" sys"]}),
     "chat": (CHATS, {**CHAT, "max_tokens": 4, "stream_options": {"include_usage": True}}),
     "chat_several": (CHATS, {**CHAT, "max_tokens": 2, "n": 2}),
+    "completion_of_vllm_bench": (
+        COMPLETIONS,
+        {
+            "model": MODEL,
+            "prompt": PROMPT,
+            "repetition_penalty": 1.0,
+            "temperature": 0.0,
+            "max_tokens": 3,
+            "logprobs": 1,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        },
+    ),
+    "chat_of_aiperf": (
+        CHATS,
+        {
+            "messages": CHAT["messages"],
+            "model": MODEL,
+            "max_completion_tokens": 3,
+            "temperature": 0,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            "ignore_eos": True,
+        },
+    ),
+    "chat_of_langchain": (CHATS, {**CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}),
 }
 
 
