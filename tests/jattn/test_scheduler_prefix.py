@@ -98,3 +98,31 @@ def test_preempted_request_finds_what_it_has_generated():
         for request in scheduler.plan_decode():
             request.generated.append(100 + len(request.generated))
     assert on_record(kv_cache, second.tokens) >= 8 > len(second.prompt)
+
+
+def served(scheduler, number, prompt):
+    """A request that has its prompt's launches behind it."""
+    request = make_request(number, prompt)
+    scheduler.add(request)
+    while request.status is not RequestStatus.RUNNING:
+        scheduler.plan_prefill()
+    return request
+
+
+def test_error_takes_the_prompt_off_the_record():
+    scheduler, kv_cache = make_scheduler()
+    request = served(scheduler, 0, range(10))
+    assert on_record(kv_cache, request.prompt) == 8
+    scheduler.finish(request, "error")
+    assert on_record(kv_cache, request.prompt) == 0
+    assert kv_cache.num_free == kv_cache.num_pages
+
+
+def test_restart_takes_everything_off_the_record():
+    """What the launches under way were to write may never be written."""
+    scheduler, kv_cache = make_scheduler()
+    ended, running = served(scheduler, 0, range(10)), served(scheduler, 1, range(50, 60))
+    scheduler.finish(ended, "stop")
+    kv_cache.reset(scheduler.restart())
+    assert [on_record(kv_cache, request.prompt) for request in (ended, running)] == [0, 0]
+    assert kv_cache.num_free == kv_cache.num_pages
