@@ -34,14 +34,14 @@ def engine():
 @pytest.fixture
 def launches(monkeypatch):
     """Of each launch of the shared engine: the kind of step, the requests that decode, and the tokens of prompts."""
-    steps, seen = engine().executor.compiled_steps, []
+    submit, seen = engine().executor.submit, []
 
-    def spied(key, weights, state, pool, plan, *prompts):
-        num_decodes = int(np.sum(plan[:, 0] < MIXED.max_num_seqs))
-        seen.append((key[0], num_decodes, sum(int(batch.cu_q_lens[-1]) for batch in prompts)))
-        return steps(key, weights, state, pool, plan, *prompts)
+    def spied(plan):
+        num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        seen.append(("prefill" if plan.chunks else "decode", len(plan.decoding), num_tokens))
+        return submit(plan)
 
-    monkeypatch.setattr(engine().executor, "compiled_steps", spied)
+    monkeypatch.setattr(engine().executor, "submit", spied)
     return seen
 
 

@@ -29,6 +29,7 @@ from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.draft_model import TargetAndDraft
+from jattn.serving.steps.packing import packed
 from jattn.serving.steps.plain import Steps
 from jattn.serving.steps.verification import SpeculativeSteps
 
@@ -151,7 +152,7 @@ class Executor:
         for parts in note_launches(plan.chunks, self.config):
             key = note_key(self.config)
             notes = prefill_batch(parts, key.size, self.config, key.variant)
-            self.state = self.compiled_steps(key, self.state, notes)
+            self.state = self.compiled_steps(key, self.state, packed((notes,)))
         plan = dataclasses.replace(plan, chunks=behind_notes(plan.chunks, self.config))
         num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
         bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
@@ -165,7 +166,7 @@ class Executor:
             check_prefill(self.state, rows, batch, self.config)
         by_row = {request.row: request for request in giving}
         requests = [by_row.get(row) for row in range(self.config.max_num_seqs)]
-        self._launch(key, plan, requests, rows, batch)
+        self._launch(key, plan, requests, packed((rows, batch)))
 
     def _key(
         self, kind: Literal["decode", "prefill"], size: int, served: Sequence[Request], giving: Sequence[Request]

@@ -1,13 +1,14 @@
 """Which steps an engine compiles, and which of them a launch takes."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from jattn.compiled_steps import FINER_FROM, StepPlan
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.packing import Packing, on_packed, packed
 from jattn.serving.steps.plain import VARIANTS, Steps, Variant
 
 
@@ -52,13 +53,18 @@ def step_plans(
         for size in config.prefill_buckets:
             if _served("prefill", size, variant, config) != variant:
                 continue
-            arguments = (*held, decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant))
-            plans[StepKey("prefill", size, variant)] = StepPlan(prefill, arguments, donate=(1, 2))
+            sent = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
+            plans[StepKey("prefill", size, variant)] = _taking_packed(prefill, held, sent, donate=(1, 2))
     if config.enable_prefix_caching and (config.full_sampling or config.speculative):
         key = note_key(config)
         note = functools.partial(steps.note, variant=key.variant)
-        plans[key] = StepPlan(note, (held[1], prefill_batch([], key.size, config, key.variant)), donate=(0,))
+        sent = (prefill_batch([], key.size, config, key.variant),)
+        plans[key] = _taking_packed(note, held[1:2], sent, donate=(0,))
     return plans
+
+
+def _taking_packed(step: Callable[..., Any], held: tuple[Any, ...], sent: Any, *, donate: tuple[int, ...]) -> StepPlan:
+    return StepPlan(functools.partial(on_packed, step, Packing.of(sent)), (*held, packed(sent)), donate=donate)
 
 
 def note_key(config: ResolvedConfig) -> StepKey:

@@ -38,10 +38,12 @@ class SimulatedDevice:
         self.now = 0
         self.prefills = []  # tokens of each, without and with padding
         monkeypatch.setattr(executor_module, "compile_steps", lambda plans, *, progress: self)
+        monkeypatch.setattr(executor_module, "packed", lambda arrays: arrays)
         self.engine = Engine(Sizes(), config)
 
     def __call__(self, key, weights, state, pool, *arguments):
-        plan, *prompts = arguments
+        (sent,) = arguments
+        plan, *prompts = sent if key.kind == "prefill" else [sent]
         num_tokens = int(np.sum(plan[:, 0] < self._num_rows)) + sum(int(batch.cu_q_lens[-1]) for batch in prompts)
         if prompts:
             assert num_tokens <= key[1]
