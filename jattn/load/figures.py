@@ -25,7 +25,7 @@ _RATES = {
     "total_tokens_per_s": "all tokens a second",
     "own_output_tokens_per_s": "the engine's own",
     "served_share": "served of the engine's own",
-    "device_idle_share": "device idle",
+    "found_idle_share": "launches that found the device idle",
 }
 
 

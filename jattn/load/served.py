@@ -22,7 +22,12 @@ def measured_served(llm: LLM, workload: Workload, levels: Sequence[Level]) -> It
         for number, level in enumerate(levels):
             drawn = dataclasses.replace(workload, seed=workload.seed + number)
             own = service.thread.call(lambda engine, level=level, drawn=drawn: own_rate(engine, drawn, level)).result()
+            before = dataclasses.replace(llm.engine.executor.stats)
             row = measured_apart(url, drawn, level)
+            after = llm.engine.executor.stats
+            row["found_idle_share"] = round(
+                (after.found_idle - before.found_idle) / max(1, after.launches - before.launches), 4
+            )
             if own is not None:
                 row |= {
                     "own_output_tokens_per_s": own,

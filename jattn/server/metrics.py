@@ -52,6 +52,11 @@ _HISTOGRAMS = {
     "request_num_preemptions": ("How often a request lost its pages.", (0, 1, 2, 5, 10)),
     "iteration_tokens_total": ("Tokens read after a step.", _STEP_TOKENS),
 }
+_OWN_COUNTERS = {
+    "launches": "Steps that were enqueued on the device.",
+    "launches_found_idle": "Those that found the device idle amid work: the host was late.",
+    "host_seconds": "Steps on the host, without its waits for the device.",
+}
 _LABELS = ("model_name", "engine")
 
 
@@ -95,6 +100,12 @@ class Metrics:
         self.compiled = Counter("jattn:compiles", "Compilations since the start.", _LABELS, registry=registry).labels(
             *values
         )
+        self._own = {
+            name: Counter(f"jattn:{name}", text, _LABELS, registry=registry).labels(*values)
+            for name, text in _OWN_COUNTERS.items()
+        }
+        self._own_totals = {"launches": 0, "launches_found_idle": 0}
+        self._launch_stats = engine.executor.stats
         self._success = Counter(
             "vllm:request_success", "Requests that have ended.", (*_LABELS, "finished_reason"), registry=registry
         )
@@ -140,10 +151,19 @@ class Metrics:
             times = self._times[request]
             times.started = now - report.seconds
             self._observe("request_queue_time_seconds", max(0.0, times.started - times.arrived))
+        self._own["host_seconds"].inc(report.host_seconds)
+        self._count_launches()
         cache = self._pool.prefix_cache_stats
         self._count("prefix_cache_queries", cache.queries - self._cache_queries)
         self._count("prefix_cache_hits", cache.hits - self._cache_hits)
         self._cache_queries, self._cache_hits = cache.queries, cache.hits
+
+    def _count_launches(self) -> None:
+        stats = self._launch_stats
+        totals = {"launches": stats.launches, "launches_found_idle": stats.found_idle}
+        for name, total in totals.items():
+            self._own[name].inc(total - self._own_totals[name])
+        self._own_totals = totals
 
     def progressed(self, progress: Progress, now: float) -> None:
         request, times = progress.request, self._times[progress.request]

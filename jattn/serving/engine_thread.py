@@ -39,12 +39,14 @@ class StepReport:
         progress: Of each request that has new tokens or has ended, once.
         started: Requests that got a row and pages for the first time.
         seconds: How long the step took the host, its wait for the device included.
+        host_seconds: The same without that wait.
         num_tokens: Tokens that the host has read.
     """
 
     progress: tuple[Progress, ...]
     started: tuple[Request, ...] = ()
     seconds: float = 0.0
+    host_seconds: float = 0.0
     num_tokens: int = 0
 
 
@@ -170,6 +172,8 @@ class EngineThread:
 
     def _step(self) -> None:
         restarts = self._failures > 0  # what the call that was cut short had read is told by no event
+        stats = self._engine.executor.stats
+        waited = stats.waited_seconds
         began = self._step_began = time.monotonic()
         try:
             events = self._engine.step()
@@ -178,11 +182,13 @@ class EngineThread:
             events, restarts = [], True
             self._note_failure(error)
         self._step_began = None
+        seconds = time.monotonic() - began
         requests = list(self._live) if restarts else dict.fromkeys(event.request for event in events)
         report = StepReport(
             progress=tuple(found for request in requests if (found := self._progress(request))),
             started=tuple(self._started()),
-            seconds=time.monotonic() - began,
+            seconds=seconds,
+            host_seconds=max(0.0, seconds - (stats.waited_seconds - waited)),
             num_tokens=sum(event.token is not None for event in events),
         )
         self._deliver(report)

@@ -23,6 +23,7 @@ def test_served_rate_stands_beside_the_engines_own(monkeypatch, capsys, tmp_path
         assert row["input_tokens"] >= 5 * (16 + 6)
         assert 5 * 3 <= row["output_tokens"] <= 5 * 9
         assert row["served_share"] == round(row["output_tokens_per_s"] / row["own_output_tokens_per_s"], 4)
+        assert 0 <= row["found_idle_share"] <= 1
         assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p99"]
     assert "served of the engine's own" in capsys.readouterr().out
 

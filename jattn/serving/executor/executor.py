@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from jattn.model import CausalLM
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.last_sent import LastSent
-from jattn.serving.executor.launch import Forward, Launch, wait_for
+from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for
 from jattn.serving.executor.masks import masks_of
 from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
 from jattn.serving.executor.notes import behind_notes, note_launches
@@ -49,6 +50,9 @@ class Executor:
 
     Raises:
         ValueError: The pool does not fit the memory.
+
+    Attributes:
+        stats: Counts of launches.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Executor:
         self.compiled_steps = compile_steps(plans, progress=config.progress)
         self.in_flight: deque[Launch] = deque()
         self._forwards: deque[Forward] = deque()
+        self.stats = LaunchStats()
         self._on_device = LastSent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
         self._finalizer = weakref.finalize(self, _wait_for_all, self.in_flight, self._forwards)
@@ -126,7 +131,9 @@ class Executor:
     def read(self, keep: int) -> Iterator[Launch]:
         """The launches under way, oldest first, but for the `keep` newest: each once it has run."""
         while len(self.in_flight) > keep:
+            start = time.perf_counter()
             launch = self.in_flight[0].read()  # under way until it is read: `restart` waits for it
+            self.stats.waited_seconds += time.perf_counter() - start
             self.in_flight.popleft()
             yield launch
 
@@ -182,6 +189,8 @@ class Executor:
         It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
         page freed while a launch still writes to it is safe in the hands of its next owner.
         """
+        self.stats.launches += 1
+        self.stats.found_idle += bool(self.in_flight) and not self._forwards and self.in_flight[-1].has_run
         output, self.state, self.pool = self.compiled_steps(key, self.weights, self.state, self.pool, *arguments)
         if key.kind in ("forward_decode", "forward_prefill"):
             self._forwards.append(Forward(output, sample_key(key, self.config), requests, plan.chunks))

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -13,6 +13,21 @@ from jattn.serving.plan import Chunk
 from jattn.serving.request import Request
 from jattn.serving.steps.logprobs import Logprob
 from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Unsampled
+
+
+@dataclasses.dataclass
+class LaunchStats:
+    """How host and device kept pace, since the engine was made.
+
+    Attributes:
+        launches: Steps that were enqueued.
+        found_idle: Those that found the device idle though a step was under way: the host was late.
+        waited_seconds: The host's wait for launches to run and their output to come.
+    """
+
+    launches: int = 0
+    found_idle: int = 0
+    waited_seconds: float = 0.0
 
 
 class Given(NamedTuple):
@@ -44,6 +59,12 @@ class Launch:
     output: StepOutput
     requests: Sequence[Request | None]
     chunks: Sequence[Chunk]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the device has done it; asking waits for nothing."""
+        tokens: Any = self.output.tokens
+        return tokens.is_ready()
 
     def read(self) -> "Launch":
         """The launch with its output on the host, once it has run."""

@@ -54,16 +54,17 @@ def step_plans(
             if _served("prefill", size, variant, config) != variant:
                 continue
             sent = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
-            plans[StepKey("prefill", size, variant)] = _taking_packed(prefill, held, sent, donate=(1, 2))
+            plans[StepKey("prefill", size, variant)] = taking_packed(prefill, held, sent, donate=(1, 2))
     if config.enable_prefix_caching and (config.full_sampling or config.speculative):
         key = note_key(config)
         note = functools.partial(steps.note, variant=key.variant)
         sent = (prefill_batch([], key.size, config, key.variant),)
-        plans[key] = _taking_packed(note, held[1:2], sent, donate=(0,))
+        plans[key] = taking_packed(note, held[1:2], sent, donate=(0,))
     return plans
 
 
-def _taking_packed(step: Callable[..., Any], held: tuple[Any, ...], sent: Any, *, donate: tuple[int, ...]) -> StepPlan:
+def taking_packed(step: Callable[..., Any], held: tuple[Any, ...], sent: Any, *, donate: tuple[int, ...]) -> StepPlan:
+    """The plan of a step whose last arguments, `sent` by the host, come as one (`packed`)."""
     return StepPlan(functools.partial(on_packed, step, Packing.of(sent)), (*held, packed(sent)), donate=donate)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jattn.compiled_steps import StepPlan
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.masks import empty_masks
-from jattn.serving.executor.step_plans import StepKey
+from jattn.serving.executor.step_plans import StepKey, taking_packed
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.plain import Steps, Unsampled, Variant
 
@@ -52,8 +52,8 @@ def structured_plans(
         key, arguments = forward_key("decode", size, config), (*held, decode_batch([], size, config))
         plans[key] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
     for size in config.prefill_buckets:
-        rows, batch = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
-        plans[forward_key("prefill", size, config)] = StepPlan(prefill, (*held, rows, batch), donate=(1, 2))
+        sent = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
+        plans[forward_key("prefill", size, config)] = taking_packed(prefill, held, sent, donate=(1, 2))
     smallest = plans[forward_key("decode", config.decode_buckets[0], config)]
     left = jax.eval_shape(smallest.function, *smallest.arguments)[0]
     for forward in list(plans):
