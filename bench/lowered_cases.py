@@ -53,6 +53,7 @@ def _others() -> Iterator[tuple[str, Hashed]]:
     yield from _shared_prefixes()
     yield from _rotations()
     yield from _mixtures()
+    yield from _products()
     norms = [(16, 1024, "bfloat16"), (16, 4096, "bfloat16"), (3, 8192, "float16")]
     for tokens, columns, dtype in norms:
         x, scale = _array((tokens, columns), dtype), _array((2, columns), dtype)
@@ -74,6 +75,14 @@ def _others() -> Iterator[tuple[str, Hashed]]:
         functools.partial(lowered_hash, jattn_kernels.write_latent_pages, latent, *parts, slots),
     )
     yield "copy_pages", functools.partial(lowered_hash, jattn_kernels.copy_pages, pages, slots, slots)
+
+
+def _products() -> Iterator[tuple[str, Hashed]]:
+    """Of few rows with weights."""
+    for rows, depth, columns in ((1, 2048, 5120), (8, 4096, 2048), (3, 2048, 128)):
+        operands = _array((rows, depth), "bfloat16"), _array((2, depth, columns), "bfloat16")
+        case = functools.partial(lowered_hash, jattn_kernels.matmul, *operands, layer_index=_array((), "int32"))
+        yield f"matmul/{rows}x{depth}x{columns}", case
 
 
 def _schedules() -> Iterator[tuple[str, Hashed]]:

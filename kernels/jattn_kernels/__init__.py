@@ -3,6 +3,7 @@
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import mixture_of_experts, routed_experts
 from jattn_kernels.head_norms import HeadNorms, normed_heads
+from jattn_kernels.matmul import matmul
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
@@ -22,6 +23,7 @@ __all__ = [
     "lse_from_base2",
     "lse_to_base2",
     "make_schedule",
+    "matmul",
     "merge_state",
     "merge_states",
     "mixture_of_experts",

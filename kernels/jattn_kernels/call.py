@@ -167,7 +167,29 @@ class ExpertsCall:
     operation: Literal["mixture_of_experts"] = "mixture_of_experts"
 
 
-Call = AttentionCall | NormCall | ExpertsCall
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulCall:
+    """The static facts of one product with weights; hashable.
+
+    Attributes:
+        num_rows, depth, columns: Of [num_rows, depth] @ [depth, columns].
+        dtype, kernel_dtype: Names of those of the rows and of the weights.
+        out_dtype: Name of the result's; products are summed in float32.
+        device, modes: As in AttentionCall.
+    """
+
+    num_rows: int
+    depth: int
+    columns: int
+    dtype: str
+    kernel_dtype: str
+    out_dtype: str
+    device: Device = dataclasses.field(default_factory=lambda: default_device())
+    modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
+    operation: Literal["matmul"] = "matmul"
+
+
+Call = AttentionCall | NormCall | ExpertsCall | MatmulCall
 
 
 @typing.no_type_check

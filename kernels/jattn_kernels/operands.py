@@ -189,4 +189,15 @@ class ExpertsOperands:
     down_bias: Float[Array, "L E D"] | None = None
 
 
-Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulOperands:
+    """All arrays of a product with weights; `layer_index` names the layer of `kernel`."""
+
+    x: Float[Array, "T D"]
+    kernel: Float[Array, "L D F"]
+    layer_index: Int[Array, ""]
+
+
+Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands | MatmulOperands

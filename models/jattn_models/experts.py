@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jattn.experts import routed_experts
 from jattn.parallel import Parallel
 from jattn.routing import Routing
-from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights, wide_matmul
+from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights
 from jattn_models.router import Router
 
 
@@ -129,5 +129,5 @@ class MixtureOfExperts(nnx.Module):
         """What the expert that every token goes to returns, over all devices."""
         if self.shared_gate is None:
             return shared(x)
-        weights = jax.nn.sigmoid(wide_matmul(x, self.shared_gate.kernel[...]))
+        weights = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
         return (shared(x).astype(jnp.float32) * weights).astype(x.dtype)

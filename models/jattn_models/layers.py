@@ -9,39 +9,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
+from jattn.matmul import matmul
 from jattn.norm import rms_norm
 from jattn.parallel import Parallel
 
-_LEAST_ROWS = 8  # of a product of bfloat16 into float32 that goes to the tensor cores
-# Numbers of a kernel up to which XLA makes a product of one row a sum of vectors: it takes three times as long, 28.6 us
-# against 8.2 for [4096, 2048] on an H200.
-_MOST_OF_A_SUM = 2**23
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-
-
-def matmul(x: Float[Array, "*batch D"], kernel: Float[Array, "D F"]) -> Float[Array, "*batch F"]:
-    """x @ kernel in their dtype; float32 stays float32 on devices that would round it to less."""
-    if x.shape[:-1] == (1,) and x.dtype != jnp.float32 and kernel.size <= _MOST_OF_A_SUM:
-        return _of_padded(lambda x: jnp.matmul(x, kernel), x)
-    return jnp.matmul(x, kernel, precision=precision(x))
-
-
-def wide_matmul(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float32[Array, "T F"]:
-    """x @ kernel in float32 whatever their dtype, with no rounding before the end."""
-    # For fewer rows XLA first converts the whole kernel to float32: 1.2 ms of a step of Llama-3-8B on an H200.
-    return _of_padded(lambda x: jnp.matmul(x, kernel, precision=precision(x), preferred_element_type=jnp.float32), x)
-
-
-def _of_padded(product: Callable[[Array], Array], x: Float[Array, "T D"]) -> Float[Array, "T F"]:
-    """A product of at least 8 rows; did it see which of them are taken, XLA would multiply those alone."""
-    rows = x.shape[0]
-    if rows >= _LEAST_ROWS:
-        return product(x)
-    return jax.lax.optimization_barrier(product(jnp.pad(x, ((0, _LEAST_ROWS - rows), (0, 0)))))[:rows]
 
 
 def precision(x: Array) -> jax.lax.Precision | None:
@@ -54,16 +30,16 @@ def random_weights(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Pa
     return nnx.Param(nnx.initializers.normal(_INITIAL_DEVIATION)(rngs.params(), shape, dtype))
 
 
-class Linear(nnx.Module):
-    """A projection, without bias unless asked for; its kernel is [inputs, outputs]."""
+class OfLayer(NamedTuple):
+    """A layer's weights, read from the stack of all layers' where they are used.
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs):
-        self.kernel = random_weights(rngs, (inputs, outputs), dtype)
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+    Attributes:
+        stack: [L, ...].
+        number: Of the layer.
+    """
 
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
-        y = matmul(x, self.kernel[...])
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+    stack: Array
+    number: Int[Array, ""]
 
 
 class ReadInPlace(nnx.Param):
@@ -76,20 +52,21 @@ class ReadInPlace(nnx.Param):
         return (value.stack, value.number) if isinstance(value, OfLayer) else (value, None)
 
 
+class Linear(nnx.Module):
+    """A projection, without bias unless asked for; its kernel is [inputs, outputs]."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs):
+        self.kernel = ReadInPlace(random_weights(rngs, (inputs, outputs), dtype)[...])
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "*batch D"], *, out_dtype: Any = None) -> Float[Array, "*batch F"]:
+        stack, layer = self.kernel.stack_and_layer
+        y = matmul(x, stack, layer_index=layer, out_dtype=out_dtype)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
+
+
 class NormScale(ReadInPlace):
     """The scale of a norm: [D]."""
-
-
-class OfLayer(NamedTuple):
-    """A layer's weights, read from the stack of all layers' where they are used.
-
-    Attributes:
-        stack: [L, ...].
-        number: Of the layer.
-    """
-
-    stack: Array
-    number: Int[Array, ""]
 
 
 class RMSNorm(nnx.Module):
@@ -200,5 +177,8 @@ class Vocabulary(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """float32 whatever the dtype of the weights: close logits stay apart."""
-        kernel = self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
-        return self.parallel.gather_logits(wide_matmul(hidden, kernel))
+        if self.lm_head is None:  # the kernels take no transposed weights but as a copy
+            logits = matmul(hidden, self.embedding[...].T, out_dtype=jnp.float32, implementation="xla")
+        else:
+            logits = self.lm_head(hidden, out_dtype=jnp.float32)
+        return self.parallel.gather_logits(logits)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from jattn.matmul import matmul
 from jattn.routing import Routing, route
-from jattn_models.layers import random_weights, wide_matmul
+from jattn_models.layers import ReadInPlace, random_weights
 
 
 class Router(nnx.Module):
@@ -24,13 +25,14 @@ class Router(nnx.Module):
         self, hidden_size: int, routing: Routing, *, biased: bool, choice_biased: bool, dtype: Any, rngs: nnx.Rngs
     ):
         self.routing = routing
-        self.kernel = random_weights(rngs, (hidden_size, routing.num_experts), dtype)
+        self.kernel = ReadInPlace(random_weights(rngs, (hidden_size, routing.num_experts), dtype)[...])
         self.bias = nnx.Param(jnp.zeros(routing.num_experts, dtype)) if biased else None
         self.choice_bias = nnx.Param(jnp.zeros(routing.num_experts, jnp.float32)) if choice_biased else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
         """A number an expert for each token."""
-        logits = wide_matmul(x, self.kernel[...])
+        stack, layer = self.kernel.stack_and_layer
+        logits = matmul(x, stack, layer_index=layer, out_dtype=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
 
     def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:

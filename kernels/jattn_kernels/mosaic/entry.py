@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call
-from jattn_kernels.mosaic.sm90 import paged_decode, rms_norm, rotate_and_write
+from jattn_kernels.mosaic.sm90 import paged_decode, rms_norm, rotate_and_write, skinny_matmul
 from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.operands import Operands
@@ -18,6 +18,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
+    "matmul": skinny_matmul.matmul,
 }
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.make_schedule,

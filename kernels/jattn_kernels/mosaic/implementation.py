@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, NormCall, Operation
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall, Operation
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
 
@@ -50,7 +50,23 @@ def refuses(call: Call) -> str | None:
             return _refuses_norm(call)
         case ExpertsCall():
             return _refuses_experts(call)
+        case MatmulCall():
+            return _refuses_matmul(call)
     return _refuses_attention(call)
+
+
+def _refuses_matmul(call: MatmulCall) -> str | None:
+    from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_ROWS, MOST_WEIGHTS
+
+    if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
+        return f"`mosaic` does not take {call.dtype} rows and {call.kernel_dtype} weights."
+    is_small = call.depth * call.columns <= MOST_WEIGHTS and not (call.depth % 64 or call.columns % 64)
+    if not 1 <= call.num_rows <= MOST_ROWS or not is_small:
+        return (
+            f"`mosaic` takes 1 to {MOST_ROWS} rows, and weights of multiples of 64 and at most {MOST_WEIGHTS:,} "
+            f"numbers, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
+        )
+    return None
 
 
 def _refuses_experts(call: ExpertsCall) -> str | None:

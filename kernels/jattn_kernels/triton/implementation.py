@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, NormCall
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
@@ -39,6 +39,8 @@ def refuses(call: Call) -> str | None:
             return _refuses_norm(call)
         case ExpertsCall():
             return _refuses_experts(call)
+        case MatmulCall():
+            return "`triton` does not do matmul."
     if call.operation == "rotate_and_write":
         return _refuses_rotation(call)
     return _refuses_attention(call)

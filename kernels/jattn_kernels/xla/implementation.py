@@ -10,6 +10,7 @@ from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
 from jattn_kernels.xla import attention, experts
+from jattn_kernels.xla.matmul import matmul
 from jattn_kernels.xla.rotate_and_write import rotate_and_write
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -40,6 +41,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "rotate_and_write": rotate_and_write,
     "rms_norm": _rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
+    "matmul": matmul,
 }
 
 

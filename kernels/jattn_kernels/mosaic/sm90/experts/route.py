@@ -22,6 +22,7 @@ from jaxtyping import Array, Float32, Int32
 
 from jattn_kernels.lowering.expert_groups import GROUP, ExpertGroups, most_slots, most_tiles
 from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.experts.choice import (
     OF_EXPERTS,
     OF_TOKENS,
@@ -31,7 +32,6 @@ from jattn_kernels.mosaic.sm90.experts.choice import (
     keep_choice,
     whole_groups,
 )
-from jattn_kernels.mosaic.sm90.experts.indexed import gather, scatter
 from jattn_kernels.routing_spec import Routing
 
 _THREADS = 128

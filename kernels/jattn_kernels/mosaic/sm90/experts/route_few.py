@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32
 from jattn_kernels.lowering.expert_groups import GROUP, ExpertGroups, most_slots, most_tiles
 from jattn_kernels.lowering.routing import LEAST_SUM
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.experts.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.routing_spec import Routing
 
 _ROWS = 64  # of the mixture, at most: each against every other

@@ -18,8 +18,9 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
     """target[places[i]] = values[i] for each i whose place is not below 0; of equal places one remains.
 
     Args:
-        target: [N] int32, in global or shared memory.
-        places, values: int32, both of this layout; or one value for all.
+        target: [N] of the values' dtype, in global or shared memory; on a GPU any contiguous one, by its flat places.
+        places: int32, of this layout.
+        values: Of this layout; or an int32 for all.
     """
     if tiles.interpret_params() is not None:
 
@@ -35,10 +36,12 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(arrays)))
     def store_registers(ctx, target, places, *of_places):
         del ctx
-        for i, place in enumerate(map(_scalar, places.registers.flat)):
-            with mgpu.when(_is_a_place(place)):
-                value = _scalar(of_places[0].registers.flat[i]) if of_places else _constant(place.type, values)
-                llvm.store(value, _address(target, place))
+        for i, register in enumerate(places.registers.flat):
+            of_register = _scalars(of_places[0].registers.flat[i]) if of_places else None
+            for j, place in enumerate(_scalars(register)):
+                with mgpu.when(_is_a_place(place)):
+                    value = of_register[j] if of_register else _constant(place.type, values)
+                    llvm.store(value, utils.getelementptr(utils.memref_ptr(target), [place], value.type))
 
     store_registers(target, *arrays)
 
@@ -86,7 +89,13 @@ def _address(ref: Any, place: Any) -> Any:
 
 
 def _scalar(register: Any) -> Any:
-    """The number of a register that holds one, as itself or as a vector of one."""
+    """The first number of a register."""
+    return _scalars(register)[0]
+
+
+def _scalars(register: Any) -> list[Any]:
+    """The numbers of a register, which is one or a vector of some."""
     if not isinstance(register.type, ir.VectorType):
-        return register
-    return llvm.extractelement(register, arith.constant(ir.IntegerType.get_signless(32), 0))
+        return [register]
+    i32 = ir.IntegerType.get_signless(32)
+    return [llvm.extractelement(register, arith.constant(i32, i)) for i in range(register.type.shape[0])]

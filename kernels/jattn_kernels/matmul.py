@@ -1,0 +1,95 @@
+"""Products with weights, which may lie in a stack of those of all layers: few rows wait for memory alone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn_kernels.call import MatmulCall, modes_of
+from jattn_kernels.dispatch import choose
+from jattn_kernels.implementation import Implementation
+from jattn_kernels.operands import MatmulOperands
+from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_layer_index, same_dtype
+from jattn_kernels.xla.implementation import XLA
+
+
+def matmul(
+    x: Float[Array, "*rows D"],
+    kernel: Float[Array, "*L D F"],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "*rows F"]:
+    """x @ kernel, summed in float32; float32 is not rounded to less on the way.
+
+    A kernel of its own on Hopper for up to 8 rows: it reads the weights at the memory's speed, where they lie.
+
+    Args:
+        kernel: [D, F], or [L, D, F] with `layer_index`.
+        layer_index: Which of the stack's layers; may be traced.
+        out_dtype: Of the result; x's if None.
+        implementation: Which one to use; None takes the kernel where it serves the call.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
+        NotImplementedError: The implementation that was asked for does not serve the call.
+    """
+    operands = _operands(x, kernel, layer_index)
+    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
+    if out_dtype.name not in FLOATS:
+        raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
+    out = _run(operands, implementation, out_dtype=out_dtype.name)
+    return out.reshape(*x.shape[:-1], kernel.shape[-1])
+
+
+def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
+    check_are_arrays(x=x, kernel=kernel)
+    same_dtype("x", x, "kernel", kernel)
+    if x.dtype.name not in FLOATS:
+        raise ValueError(f"`x` must be one of {', '.join(FLOATS)}. Got x.dtype={x.dtype}.")
+    is_stacked = kernel.ndim == 3
+    if x.ndim < 1 or kernel.ndim not in (2, 3) or is_stacked != (layer_index is not None):
+        raise ValueError(
+            "`kernel` must be [D, F], or [L, D, F] and `layer_index` given. "
+            f"Got x.shape={x.shape}, kernel.shape={kernel.shape}, "
+            f"layer_index={None if layer_index is None else 'given'}."
+        )
+    if x.shape[-1] != kernel.shape[-2]:
+        raise ValueError(
+            f"`x` must have a column for each row of `kernel`. Got x.shape={x.shape}, kernel.shape={kernel.shape}."
+        )
+    if layer_index is not None:
+        check_layer_index(layer_index, kernel.shape[0])
+    return MatmulOperands(
+        x=jnp.asarray(x).reshape(-1, x.shape[-1]),
+        kernel=jnp.asarray(kernel) if is_stacked else jnp.asarray(kernel)[None],
+        layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
+    )
+
+
+def _run(operands: MatmulOperands, implementation: str | None, **facts: Any) -> Any:
+    num_rows, depth = operands.x.shape
+    call = MatmulCall(
+        num_rows=num_rows,
+        depth=depth,
+        columns=operands.kernel.shape[2],
+        dtype=operands.x.dtype.name,
+        kernel_dtype=operands.kernel.dtype.name,
+        modes=modes_of(operands),
+        **facts,
+    )
+    return _product(choose(call, implementation).implementation, call, operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _product(implementation: Implementation, call: MatmulCall, operands: MatmulOperands) -> Any:
+    return implementation.run(call, operands)
+
+
+@_product.defjvp
+def _product_jvp(implementation, call, primals, tangents):
+    del implementation
+    return jax.jvp(functools.partial(XLA.run, call), primals, tangents)

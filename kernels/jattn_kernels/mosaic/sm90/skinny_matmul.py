@@ -1,0 +1,181 @@
+"""A product of few rows on Hopper, as fast as its weights are read.
+
+grid (blocks)            an SM each; takes every blocks-th work tile: some columns, a share of the depth
+  consumer warpgroup     acc^T += w^T x^T: columns of the weights on wgmma's 64 rows, the rows of x on its columns
+  producer warpgroup     TMA: weights and rows of x, stages ahead, across work tiles
+  full                   producer -> consumer: a stage has arrived
+  empty                  consumer -> producer: the stage may be overwritten
+
+The depth is split so that all SMs have as much to read (split-K). Each split's sums stand by themselves, in float32:
+whoever reads them next adds them up, always in the same order.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jattn_kernels.call import MatmulCall
+from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.operands import MatmulOperands
+
+MOST_ROWS = 8  # what a wgmma has at least
+# Numbers of a layer's weights from which on cuBLAS is as fast: on an H200 [2048, 5120] and [4096, 2048] take 12.5 us
+# here and 15.9 there, each of [4096, 4096] and the larger ones the same, and the sum of the splits comes on top.
+MOST_WEIGHTS = 12 * 2**20
+_DEPTH = 128  # of a stage: a copy of 16 KB
+_STAGES = 11
+_MOST_SPLITS = 16
+
+
+class _Scratch(NamedTuple):
+    kernel: Any  # (stages, 128, 64)
+    x: Any  # (stages, 8, 128)
+    full: Any
+    empty: Any
+
+
+def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
+    """x @ kernel; XLA adds up the splits, beside whatever it does with them next."""
+    product = _Product(
+        rows=call.num_rows,
+        depth=call.depth,
+        columns=call.columns,
+        splits=num_splits(call),
+    )
+    run = launch.kernel(
+        product.body,
+        out_type=jax.ShapeDtypeStruct((product.splits, product.rows, product.columns), jnp.float32),
+        grid=(product.num_blocks,),
+        grid_names=("block",),
+        num_threads=2,
+        kernel_name="skinny_matmul",
+    )
+    sums = run(operands.x, operands.kernel, operands.layer_index.reshape(1))
+    return sums.sum(axis=0).astype(call.out_dtype)
+
+
+def num_splits(call: MatmulCall) -> int:
+    """The fewest splits of the depth that make the longest share of an SM shortest."""
+    sms, steps, blocks = tiles.num_sms(), pl.cdiv(call.depth, _DEPTH), pl.cdiv(call.columns, WGMMA_ROWS)
+
+    def longest_share(splits: int) -> int:
+        return pl.cdiv(blocks * splits, sms) * pl.cdiv(steps, splits)
+
+    return min(range(1, min(steps, _MOST_SPLITS) + 1), key=longest_share)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product:
+    rows: int
+    depth: int
+    columns: int
+    splits: int
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of columns."""
+        return pl.cdiv(self.columns, WGMMA_ROWS)
+
+    @property
+    def num_blocks(self) -> int:
+        return min(self.column_blocks * self.splits, tiles.num_sms())
+
+    def body(self, x: Any, kernel: Any, layer: Any, sums: Any) -> None:
+        scratch = _Scratch(
+            kernel=tiles.tile((_STAGES, _DEPTH, WGMMA_ROWS), kernel.dtype),
+            x=tiles.tile((_STAGES, MOST_ROWS, _DEPTH), x.dtype),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+            empty=plgpu.Barrier(num_barriers=_STAGES),
+        )
+
+        def warpgroup(scratch: _Scratch) -> None:
+            number = lax.axis_index("warpgroup")
+            pl.when(number == 0)(functools.partial(self._consume, sums, scratch))
+            pl.when(number == 1)(functools.partial(self._produce, x, kernel, layer, scratch))
+
+        pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
+
+    def _for_each_tile(self, visit: Any) -> Any:
+        """Calls `visit(split, block, first step, steps, steps before it)` for each work tile; the steps in all.
+
+        Tiles of neighbouring columns are those of neighbours.
+        """
+        own, steps = lax.axis_index("block"), pl.cdiv(self.depth, _DEPTH)
+
+        def visit_tile(i, done):
+            number = own + i * self.num_blocks
+            split, block = lax.div(number, self.column_blocks), lax.rem(number, self.column_blocks)
+            first, end = (lax.div((split + side) * steps, self.splits) for side in range(2))
+            visit(split, block, first, end - first, done)
+            return done + end - first
+
+        tiles_here = lax.div(self.column_blocks * self.splits - own + self.num_blocks - 1, self.num_blocks)
+        return lax.fori_loop(0, tiles_here, visit_tile, jnp.int32(0))
+
+    def _produce(self, x: Any, kernel: Any, layer: Any, scratch: _Scratch) -> None:
+        number = layer[0]
+
+        def copy_tile(split, block, first, steps, done):
+            del split
+            columns = pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)
+
+            @pl.loop(0, steps)
+            def copy_step(k):
+                stage = lax.rem(done + k, _STAGES)
+                pl.when(done + k >= _STAGES)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
+                depth = pl.ds((first + k) * _DEPTH, _DEPTH)
+                plgpu.copy_gmem_to_smem(
+                    kernel.at[number, depth, columns], scratch.kernel.at[stage], scratch.full.at[stage]
+                )
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(0, MOST_ROWS), depth], scratch.x.at[stage], scratch.full.at[stage])
+
+        steps = self._for_each_tile(copy_tile)
+
+        @pl.loop(jnp.maximum(steps, _STAGES), steps + _STAGES)
+        def wait_for_the_last(step):
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, _STAGES)])
+
+    def _consume(self, sums: Any, scratch: _Scratch) -> None:
+        def multiply_tile(split, block, first, steps, done):
+            del first
+
+            def product(acc):
+                @pl.loop(0, steps)
+                def multiply_step(k):
+                    stage = lax.rem(done + k, _STAGES)
+                    plgpu.barrier_wait(scratch.full.at[stage])
+                    x = scratch.x.at[stage].transpose((1, 0))
+                    plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
+                    plgpu.wgmma_wait(1)  # that of the last step is done
+
+                    @pl.when(k > 0)
+                    def free():
+                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, _STAGES)])
+
+                return acc[...]
+
+            result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, MOST_ROWS))
+            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, _STAGES)])
+            self._store(sums, split, block, result)
+
+        self._for_each_tile(multiply_tile)
+
+    def _store(self, sums: Any, split: Any, block: Any, result: jax.Array) -> None:
+        """A work tile's sums, turned: Pallas stores no such tile of float32 that way."""
+        begin = block * WGMMA_ROWS
+        if tiles.interpret_params() is not None:
+            sums[split, :, pl.ds(begin, WGMMA_ROWS)] = result.T[: self.rows]
+            return
+        layout = plgpu.Layout.WGMMA
+        column, row = (plgpu.broadcasted_iota(jnp.int32, result.shape, axis, layout=layout) for axis in range(2))
+        place = (split * self.rows + row) * self.columns + begin + column
+        scatter(sums, jnp.where(row < self.rows, place, -1), result, layout)

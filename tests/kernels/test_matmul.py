@@ -1,0 +1,134 @@
+"""Products with weights against NumPy, their kernel under the interpreter, lowered for CUDA, and on a GPU."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn_kernels import matmul
+from jattn_kernels.call import Device
+from tests.kernels.harness.interpreter import interpreted
+
+
+def operands(rows, depth, columns, *, layers=2, dtype="bfloat16"):
+    """Rows, and the weights of some layers: NaN in all but the last."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
+    kernel = jnp.asarray(rng.standard_normal((layers, depth, columns)), dtype)
+    return x, kernel.at[:-1].set(jnp.nan)
+
+
+def assert_product(out, x, kernel):
+    """`out` is x @ kernel, to its own last place and what a sum in float32 loses."""
+    expected = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    unit = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(kernel, np.float64))
+    tolerance = float(jnp.finfo(out.dtype).eps) * np.abs(expected) + 1e-6 * unit
+    assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= tolerance)
+
+
+def of_last_layer(product, **options):
+    """`product` with the number of the last layer traced."""
+    return jax.jit(lambda x, kernel, layer: product(x, kernel, layer_index=layer, **options))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "out_dtype"),
+    [(1, "bfloat16", None), (3, "bfloat16", "float32"), (9, "float16", None), (2, "float32", None)],
+)
+def test_product_with_a_layer_of_the_stack(rows, dtype, out_dtype):
+    x, kernel = operands(rows, 40, 24, dtype=dtype)
+    out = of_last_layer(matmul, out_dtype=out_dtype)(x, kernel, jnp.int32(1))
+    assert out.dtype == (out_dtype or dtype)
+    assert_product(out, x, kernel[1])
+    np.testing.assert_array_equal(out, matmul(x, kernel[1], out_dtype=out_dtype))
+
+
+def test_rows_may_have_any_axes():
+    x, kernel = operands(6, 8, 16, layers=1, dtype="float32")
+    np.testing.assert_array_equal(matmul(x.reshape(2, 3, 8), kernel[0]), matmul(x, kernel[0]).reshape(2, 3, 16))
+
+
+def test_product_has_the_gradient_of_its_formula():
+    x, kernel = operands(2, 8, 16, layers=1, dtype="float32")
+    got = jax.grad(lambda x, k: jnp.sum(jnp.sin(matmul(x, k, layer_index=0))), argnums=(0, 1))(x, kernel)
+    expected = jax.grad(lambda x, k: jnp.sum(jnp.sin(x @ k[0])), argnums=(0, 1))(x, kernel)
+    for actual, exact in zip(got, expected, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU, of few SMs so that each has several work tiles."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "dtype"),
+    [(1, 512, 128, "bfloat16"), (8, 320, 64, "float16"), (3, 64, 192, "bfloat16")],
+)
+def test_kernel_without_races(hopper, rows, depth, columns, dtype):
+    x, kernel = operands(rows, depth, columns, dtype=dtype)
+    with interpreted():
+        out = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+    assert_product(out, x, kernel[1])
+
+
+def test_kernel_rounds_once(hopper):
+    x, kernel = operands(2, 256, 64)
+    with interpreted():
+        out = of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1))
+        wide = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128)])
+def test_kernel_lowers_for_cuda(hopper, rows, depth, columns):
+    shapes = ((rows, depth), "bfloat16"), ((4, depth, columns), "bfloat16"), ((), "int32")
+    traced = of_last_layer(matmul).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "dtype"),
+    [(9, 64, 64, "bfloat16"), (1, 72, 64, "bfloat16"), (1, 64, 72, "bfloat16"), (1, 64, 64, "float32")],
+)
+def test_what_the_kernel_does_not_take_is_refused_and_done_by_xla(hopper, rows, depth, columns, dtype):
+    x, kernel = operands(rows, depth, columns, layers=1, dtype=dtype)
+    assert_product(matmul(x, kernel[0], implementation="xla"), x, kernel[0])
+    with pytest.raises(NotImplementedError, match=r"1 to 8 rows|does not take float32"):
+        matmul(x, kernel[0], implementation="mosaic")
+
+
+def test_large_weights_are_left_to_cublas(hopper):
+    x, kernel = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((1, 4096), (4096, 4096)))
+    text = jax.jit(matmul).trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" not in text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "match"),
+    [
+        (jnp.ones((39, 8)), {}, "`x` must have a column"),
+        (jnp.ones((2, 40, 8)), {}, "`layer_index` given"),
+        (jnp.ones((40, 8)), {"layer_index": 0}, "`kernel` must be"),
+        (jnp.ones((2, 40, 8)), {"layer_index": 2}, "`layer_index`"),
+        (jnp.ones((40, 8)), {"out_dtype": "int32"}, "`out_dtype`"),
+        (jnp.ones((40, 8), jnp.int32), {}, "`x` and `kernel` must have one dtype"),
+        ([1.0] * 40, {}, "`kernel`"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(kernel, given, match):
+    with pytest.raises(ValueError, match=match):
+        inspect.unwrap(matmul)(jnp.ones((2, 40)), kernel, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("depth", "columns", "dtype"), [(2048, 5120, "bfloat16"), (4096, 2048, "float16"), (320, 64, "bfloat16")]
+)
+def test_kernel_on_a_gpu(rows, depth, columns, dtype):
+    x, kernel = operands(rows, depth, columns, dtype=dtype)
+    assert_product(of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1)), x, kernel[1])
