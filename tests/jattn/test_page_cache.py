@@ -102,6 +102,15 @@ def test_what_follows_a_page_that_is_gone_is_not_found(cache):
     assert [page for _, page in cache.match(chain[:2], [b"b"])] == pages[1:]  # whoever has the chain has the pages
 
 
+def test_what_followed_a_page_does_not_follow_what_it_holds_next(cache):
+    _, pages = on_record(cache, b"a", b"b")
+    cache.forget(pages[:1])
+    cache.free(pages[:1])
+    assert pages[0] in cache.allocate(cache.num_free)
+    cache.register(["root"], [b"x"], pages[:1])
+    assert found(cache, b"x", b"b") == pages[:1]
+
+
 def test_forgotten_pages_stay_their_owners_and_are_free_without_a_content(cache):
     _, pages = on_record(cache, b"a", b"b")
     cache.forget(pages)
