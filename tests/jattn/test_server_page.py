@@ -1,5 +1,6 @@
 """The page at `/`: one file that names no other host; and in a browser, as a person uses it."""
 
+import json
 import re
 import shutil
 
@@ -54,10 +55,10 @@ def opened(window):
     assert not [line for line in window.complaints() if "Failed to load resource" not in line]  # of 4xx answers
 
 
-def sent(window, text, *, answers):
-    """Sends a text, and gives the last answer once it is the so-many-th that is whole."""
+def sent(window, text):
+    """Sends a text, and gives the answer once it is whole."""
     window.type("#input", text.replace("\n", SHIFT + ENTER + SHIFT) + ENTER)
-    window.wait_for(f"document.querySelectorAll('small').length === {answers}")
+    window.wait_for("!running && document.querySelector('article:last-of-type small')")
     return window.run("return [...document.querySelectorAll('.assistant .said')].at(-1).textContent")
 
 
@@ -67,11 +68,11 @@ def test_the_page_chats(http_server, opened):
     window.wait_for("document.querySelector('.hint')")
     assert window.text("h1") == ["jattn stdlib-llama"]
     messages = []
-    for words, answers in (("import os", 1), ("import\nsys", 2)):
+    for words in ("import os", "import\nsys"):
         messages.append({"role": "user", "content": words})
         asked = {"messages": messages, "temperature": 0, "max_tokens": 10}
         expected = http_server.post("/v1/chat/completions", asked)
-        answer = sent(window, words, answers=answers)
+        answer = sent(window, words)
         assert answer == expected["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": answer})
         told = window.text("small")[-1]
@@ -91,9 +92,12 @@ def test_the_page_continues_a_text_where_there_is_no_chat_template(second_server
     assert window.run("return document.querySelector('#mode').options[0].disabled")
     asked = {"prompt": PROMPT, "max_tokens": 10, "temperature": 0}
     (first,) = server.post("/v1/completions", asked)["choices"]
-    assert sent(window, PROMPT, answers=1) == first["text"]
+    assert sent(window, PROMPT) == first["text"]
     (second,) = server.post("/v1/completions", asked | {"prompt": PROMPT + first["text"]})["choices"]
-    assert sent(window, "", answers=2) == second["text"]
+    assert sent(window, "") == second["text"]
+    (seen,), (told,) = window.text("#log"), window.text("small")
+    assert seen.split() == [*(PROMPT + first["text"] + second["text"]).split(), *told.split()]
+    assert seen.split("\n")[1] == (first["text"] + second["text"]).split("\n")[0]  # no line is broken
 
 
 @pytest.mark.slow
@@ -129,7 +133,7 @@ def test_the_page_asks_for_the_key(second_server, opened):
         window.run("document.querySelector('#key').value = ''")
         window.type("#key", key + ENTER)
     window.wait_for("document.querySelector('.hint')")
-    assert sent(window, "import os", answers=1)
+    assert sent(window, "import os")
 
 
 @pytest.mark.slow
@@ -141,6 +145,42 @@ def test_the_page_tells_what_is_wrong_and_keeps_the_words(http_server, opened):
     window.wait_for("document.querySelector('.error')")
     assert window.text(".error")[0].startswith("`temperature` must be finite and at least 0")
     assert (window.text("article"), window.run("return document.querySelector('#input').value")) == ([], "import os")
+
+
+def answering(window, *events):
+    """Chats are answered by these events, whatever is asked."""
+    content = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    window.run(
+        "const [real, content] = [window.fetch, arguments[0]];"
+        "window.fetch = (path, options) => path.startsWith('v1/chat') ? new Response(content) : real(path, options)",
+        content,
+    )
+
+
+def delta(**fields):
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": None}]}
+
+
+@pytest.mark.slow
+def test_the_page_shows_reasoning_apart(http_server, opened):
+    window = opened(http_server)
+    window.wait_for("document.querySelector('.hint')")
+    events = [{"role": "assistant", "content": ""}, {"reasoning": "Hm"}, {"reasoning": "."}, {"content": "<b>4</b>"}]
+    answering(window, *(delta(**fields) for fields in events))
+    assert sent(window, "2 + 2") == "<b>4</b>"
+    assert window.text(".assistant .thought") == ["Hm."]
+    assert window.run("return turns.at(-1).content") == "<b>4</b>"
+
+
+@pytest.mark.slow
+def test_the_page_keeps_what_came_before_an_error(http_server, opened):
+    window = opened(http_server)
+    window.wait_for("document.querySelector('.hint')")
+    answering(window, delta(content="So far"), {"error": {"message": "The server is shutting down."}})
+    window.type("#input", "x" + ENTER)
+    window.wait_for("document.querySelector('.error')")
+    assert window.text(".said") == ["x", "So far"]
+    assert window.text(".error") == ["The server is shutting down."]
 
 
 @pytest.mark.slow
