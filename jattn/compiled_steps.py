@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,46 @@ class StepPlan:
     donate: tuple[int, ...] = ()
     unrolled: bool = False
 
+    def without_arrays(self) -> "StepPlan":
+        """The same plan of shapes alone, which holds no memory and outlives arrays that are donated."""
+        return dataclasses.replace(self, arguments=jax.tree.map(_described, self.arguments))
+
+
+def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """How a step came to be.
+
+    Attributes:
+        seconds: Of tracing, lowering and compiling it, or of loading it.
+        loaded: Whether it was on disk.
+    """
+
+    seconds: float
+    loaded: bool
+
 
 class CompiledSteps:
-    """Executables by key. A call never compiles: another shape, dtype or key is an error."""
+    """Executables by key. A call never compiles: another shape, dtype or key is an error.
 
-    def __init__(self, executables: Mapping[Hashable, jax.stages.Compiled]):
+    Attributes:
+        records: How each came to be, as far as known.
+    """
+
+    def __init__(
+        self,
+        executables: Mapping[Hashable, jax.stages.Compiled],
+        records: Mapping[Hashable, StepRecord] | None = None,
+    ):
         self._executables = dict(executables)
+        self.records = dict(records or {})
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._executables
 
     def __getitem__(self, key: Hashable) -> jax.stages.Compiled:
         """The executable of a bucket.
@@ -53,28 +89,34 @@ class CompiledSteps:
 
     def __or__(self, other: "CompiledSteps") -> "CompiledSteps":
         """These and others, which replace those of the same keys."""
-        return CompiledSteps(self._executables | other._executables)
+        return CompiledSteps(self._executables | other._executables, self.records | other.records)
 
     def __call__(self, key: Hashable, *arguments: Any) -> Any:
         return self[key](*arguments)
 
 
-def compile_steps(plans: Mapping[Hashable, StepPlan], *, progress: bool = False) -> CompiledSteps:
+def compile_steps(
+    plans: Mapping[Hashable, StepPlan], *, progress: bool = False, only: Collection[Hashable] | None = None
+) -> CompiledSteps:
     """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`.
 
     Where JAX has a cache folder, steps are kept there, and those that are there are loaded instead.
+
+    Args:
+        only: The others are loaded if they are on disk, and left out if not; None is all.
     """
     cache, names = step_cache(), {}
-    with ThreadPoolExecutor(_COMPILING_AT_ONCE) as pool:
+    # Threads that compile are called after whoever asked for it.
+    with ThreadPoolExecutor(_COMPILING_AT_ONCE, threading.current_thread().name) as pool:
+        records: dict[Hashable, StepRecord] = {}
+        executables: dict[Hashable, jax.stages.Compiled] = {}
         if cache is not None:
             names = _names(plans)
-            loaded = zip(names, pool.map(cache.load, names.values()), strict=True)
-            executables = {key: step for key, step in loaded if step is not None}
-        else:
-            executables = {}
-        missing = {key: plan for key, plan in plans.items() if key not in executables}
-        if not missing:
-            return CompiledSteps({key: executables[key] for key in plans})
+            for key, (step, seconds) in zip(names, pool.map(_timed(cache.load), names.values()), strict=True):
+                if step is not None:
+                    executables[key], records[key] = step, StepRecord(seconds, loaded=True)
+        wanted = plans if only is None else only
+        missing = {key: plan for key, plan in plans.items() if key in wanted and key not in executables}
 
         def compiled(key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
             step = lowered.compile()
@@ -82,13 +124,31 @@ def compile_steps(plans: Mapping[Hashable, StepPlan], *, progress: bool = False)
                 cache.store(names[key], step)
             return step
 
-        bar = shown("Compiling steps", len(missing), wanted=progress)
-        with bar as advance, without_jax_cache() if names else contextlib.nullcontext():
-            compiling = {pool.submit(compiled, key, _lowered(plan)): key for key, plan in missing.items()}
-            for done in as_completed(compiling):
-                executables[compiling[done]] = done.result()
-                advance()
-    return CompiledSteps({key: executables[key] for key in plans})
+        if missing:
+            bar = shown("Compiling steps", len(missing), wanted=progress)
+            with bar as advance, without_jax_cache() if names else contextlib.nullcontext():
+                compiling = {}
+                for key, plan in missing.items():
+                    lowered, lowering = _timed(_lowered)(plan)
+                    compiling[pool.submit(_timed(compiled), key, lowered)] = key, lowering
+                for done in as_completed(compiling):
+                    key, lowering = compiling[done]
+                    executables[key], seconds = done.result()
+                    records[key] = StepRecord(lowering + seconds, loaded=False)
+                    advance()
+    there = [key for key in plans if key in executables]
+    return CompiledSteps({key: executables[key] for key in there}, {key: records[key] for key in there})
+
+
+def _timed[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, tuple[Result, float]]:
+    """The same function, with the seconds that it took."""
+
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Result, float]:
+        start = time.perf_counter()
+        result = function(*args, **kwargs)
+        return result, time.perf_counter() - start
+
+    return call
 
 
 def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:

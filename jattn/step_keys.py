@@ -20,7 +20,7 @@ import jax
 
 from jattn_kernels.dispatch import implementations
 
-_FORMAT = 1  # of the files that are named
+_FORMAT = 2  # of the files that are named
 _STARTED = time.time()
 _BY_VERSION = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")  # packages that nobody edits in place
 _ALWAYS = ("jattn", "jattn_kernels")
@@ -105,8 +105,9 @@ def _shape(leaf: Any) -> tuple[Any, ...]:
     sharding = getattr(leaf, "sharding", None)
     if sharding is not None and len(sharding.device_set) > 1:
         raise NoName("Several devices share an argument.")
-    devices = None if sharding is None else [device.id for device in sharding.device_set]
-    facts = (getattr(leaf, "weak_type", False), getattr(leaf, "committed", None), devices)
+    committed = getattr(leaf, "committed", sharding is not None)  # a shape's sharding is
+    devices = [device.id for device in sharding.device_set] if sharding is not None and committed else None
+    facts = (getattr(leaf, "weak_type", False), devices)
     return tuple(leaf.shape), jax.numpy.dtype(leaf.dtype).name, *facts
 
 

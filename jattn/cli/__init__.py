@@ -1,4 +1,4 @@
-"""The command line: `jattn generate`, `jattn serve`, `jattn bench` and `jattn doctor`."""
+"""The command line: `jattn generate`, `jattn serve`, `jattn compile`, `jattn bench` and `jattn doctor`."""
 
 from importlib.metadata import version
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from jattn.cli.bench_command import bench
+from jattn.cli.compile_command import compile_checkpoint
 from jattn.cli.generate_command import generate
 from jattn.cli.help_page import Command, Group
 from jattn.cli.output import check_output, writing
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command(cls=Command)(generate)
 app.command(cls=Command)(serve)
+app.command(name="compile", cls=Command)(compile_checkpoint)
 app.add_typer(bench)
 
 

@@ -24,7 +24,7 @@ def _bench() -> None:
     pass
 
 
-@takes_knobs(max_num_seqs=None, prefill_tokens=None, max_context_len=None)
+@takes_knobs(without=["compile_in_background"], max_num_seqs=None, prefill_tokens=None, max_context_len=None)
 def bench_serve(
     checkpoint: Annotated[
         Path | None,

@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 import typer
@@ -14,17 +14,22 @@ from jattn.serving.config import Knob, knobs
 _PANEL = "Engine"
 
 
-def takes_knobs(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_knobs(
+    *, without: Collection[str] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: the command has a flag for each knob that the command line has, and gets their values as keywords.
 
     Args:
+        without: Those that have none for this command.
         defaults: Of those whose default is another one for this command; None is for the command to choose.
     """
-    return lambda command: _with_flags(command, defaults)
+    return lambda command: _with_flags(command, defaults, without)
 
 
-def _with_flags(command: Callable[..., None], defaults: dict[str, Any]) -> Callable[..., None]:
-    found = {name: (field, knob) for name, (field, knob) in knobs().items() if knob.flag}
+def _with_flags(
+    command: Callable[..., None], defaults: dict[str, Any], without: Collection[str]
+) -> Callable[..., None]:
+    found = {name: (field, knob) for name, (field, knob) in knobs().items() if knob.flag and name not in without}
     flags = [
         inspect.Parameter(
             name,
@@ -49,7 +54,7 @@ def _with_flags(command: Callable[..., None], defaults: dict[str, Any]) -> Calla
 def _annotation(name: str, field: Any, knob: Knob, default: Any) -> Any:
     kind = typing.get_args(field.type)[0]
     declared = [f"--{name.replace('_', '-')}"]
-    if kind == bool | None or field.default is True:
+    if kind == bool | None or default is True:
         declared = [f"{declared[0]}/--no-{declared[0][2:]}"]
     options = typer.Option(*declared, help=knob.help, rich_help_panel=_PANEL)
     if knob.choices:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -109,6 +109,26 @@ def _write(text: str, **style: bool) -> None:
     with writing():
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
+
+
+def print_steps(records: Mapping[Any, Any], console: Console) -> None:
+    """Prints which steps there are, how long they took, and how many of them were on disk: a line a kind and variant.
+
+    Args:
+        records: By `StepKey`.
+    """
+    table = Table("steps", "variant", "sizes", "on disk", "seconds", box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    kinds: dict[tuple[str, str], list[Any]] = {}
+    for key in records:
+        kinds.setdefault((key.kind, key.variant), []).append(key)
+    for (kind, variant), keys in kinds.items():
+        loaded = sum(records[key].loaded for key in keys)
+        seconds = sum(records[key].seconds for key in keys)
+        sizes = ", ".join(str(key.size) for key in sorted(keys))
+        table.add_row(kind.replace("_", " "), variant, sizes, f"{loaded} of {len(keys)}", f"{seconds:.1f}")
+    console.print(table)
 
 
 def print_summary(stats: Any) -> None:

@@ -7,14 +7,14 @@ import typer
 
 from jattn.cli.inputs import default_checkpoint, model_folder, nonempty_path
 from jattn.cli.knob_flags import takes_knobs
-from jattn.cli.output import logged, starting
+from jattn.cli.output import logged, print_steps, starting
 from jattn.cli.sentences import sentences_for_errors
 from jattn.cli.speculation import DraftLayersFlag, DraftModelFlag, NumDraftTokensFlag, SpeculativeFlag, drafter
 
 _SIZES = {"max_num_seqs": 256, "prefill_tokens": 2048}  # of a GPU; on a CPU compiling so many steps takes minutes
 
 
-@takes_knobs(max_num_seqs=None, prefill_tokens=None)
+@takes_knobs(max_num_seqs=None, prefill_tokens=None, compile_in_background=True)
 def serve(
     checkpoint: Annotated[
         Path | None,
@@ -99,11 +99,20 @@ def serve(
 
             llm = LLM(path, **sizes_for_device(knobs))
             name, url = options.model_names[0], url_of(listening)
+            _tell_steps(llm.engine.executor)
             ended_well = run(
                 llm, options, listening, lifetime, lambda: typer.echo(f"Serving {name} at {url}/v1", err=True)
             )
         if not ended_well:
             _leave()
+
+
+def _tell_steps(executor: Any) -> None:
+    from rich.console import Console
+
+    print_steps(executor.compiled_steps.records, Console(stderr=True))
+    if left := executor.background.left:
+        typer.echo(f"Steps that are compiled while the server serves: {left}", err=True)
 
 
 def sizes_for_device(knobs: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,12 @@ class Metrics:
         pages = pool.num_pages
         for name, (text, read) in gauges.items():
             Gauge(f"vllm:{name}", text, _LABELS, registry=registry).labels(*values).set_function(read)
+        background = engine.executor.background
+        for name, text, read in (
+            ("steps_to_compile", "Steps that are still compiled in the background.", lambda: background.left),
+            ("steps_not_compiled", "Steps of which that failed.", lambda: len(background.failed)),
+        ):
+            Gauge(f"jattn:{name}", text, _LABELS, registry=registry).labels(*values).set_function(read)
         Gauge(
             "vllm:cache_config_info", "The pool.", (*_LABELS, "block_size", "num_gpu_blocks"), registry=registry
         ).labels(*values, pool.page_size, pages).set(1)

@@ -139,6 +139,14 @@ class EngineConfig:
             "tokens, which are fewer than `max_context_len`."
         ),
     ] = None
+    compile_in_background: Annotated[
+        bool,
+        Knob(
+            "Whether the engine serves once its largest steps are compiled, and smaller ones follow meanwhile: until "
+            "then a launch takes the next larger step, padded.",
+            flag=True,
+        ),
+    ] = False
     debug_checks: Annotated[
         bool,
         Knob("Whether to check page tables, lengths and slots before each launch, and wait for it; slow.", flag=True),

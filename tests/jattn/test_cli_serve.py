@@ -34,7 +34,7 @@ def serve(*arguments):
 def test_serve_hands_on_the_defaults(llm, served):
     result = serve("folder")
     assert result.exit_code == 0, result.stderr
-    assert EngineConfig(**llm.options) == EngineConfig()  # of a CPU
+    assert EngineConfig(**llm.options) == EngineConfig(compile_in_background=True)  # sizes of a CPU
     options = served["options"]
     assert (llm.path, options.model_names, options.api_keys) == (Path("folder"), ("folder",), ())
     assert (options.max_queued, options.max_body_bytes) == (4096, 32 * 2**20)
@@ -46,9 +46,11 @@ def test_serve_has_larger_sizes_on_a_gpu(llm, served, monkeypatch):
     gpu = types.SimpleNamespace(platform="gpu")
     monkeypatch.setattr("jattn.devices.started_devices", lambda: ([gpu], []))
     assert serve("folder").exit_code == 0
-    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=256, prefill_tokens=2048)
+    assert EngineConfig(**llm.options) == EngineConfig(
+        max_num_seqs=256, prefill_tokens=2048, compile_in_background=True
+    )
     assert serve("folder", "--max-num-seqs", 7).exit_code == 0
-    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=7, prefill_tokens=2048)
+    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=7, prefill_tokens=2048, compile_in_background=True)
 
 
 def test_serve_hands_on_every_flag(llm, served, tmp_path):
@@ -56,6 +58,7 @@ def test_serve_hands_on_every_flag(llm, served, tmp_path):
     template.write_text("{{ messages }}")
     flags = "--api-key one --api-key two --served-model-name a --served-model-name b --max-queued 3 --max-body-mib 0.5"
     flags += " --drain-seconds 2 --watchdog-seconds 9 --max-num-seqs 2 --prefill-tokens 32 --no-enable-prefix-caching"
+    flags += " --no-compile-in-background"
     assert serve("folder", "--chat-template", template, *flags.split()).exit_code == 0
     options = served["options"]
     assert (options.model_names, options.api_keys) == (("a", "b"), ("one", "two"))
@@ -107,3 +110,20 @@ def test_serve_leaves_with_a_code_if_the_engine_cannot_go_on(llm, served, monkey
     served["ended_well"] = False
     assert serve("folder").exit_code == 0
     assert left == [True]
+
+
+def test_serve_tells_which_steps_there_are_and_how_many_follow(llm, served):
+    lines = serve("folder").stderr.splitlines()
+    assert [line.split() for line in lines[:2]] == [
+        ["steps", "variant", "sizes", "on", "disk", "seconds"],
+        ["decode", "greedy", "4,", "8", "1", "of", "2", "1.8"],
+    ]
+    assert "Steps that are compiled while the server serves: 3" in lines
+
+
+def test_compile_tells_what_it_has_kept(llm, monkeypatch):
+    result = run("compile", "folder", "--max-num-seqs", 7)
+    assert result.exit_code == 0, result.stderr
+    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=7)
+    assert "1 of 2" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("Kept in ")

@@ -13,8 +13,9 @@ import jax
 from flax import nnx
 
 from jattn.backend import backend_class
-from jattn.compiled_steps import compile_steps, smallest_bucket
+from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps, smallest_bucket
 from jattn.model import CausalLM
+from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.last_sent import LastSent
@@ -24,7 +25,7 @@ from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.state import empty_state
-from jattn.serving.executor.step_plans import StepKey, note_key, step_key, step_plans
+from jattn.serving.executor.step_plans import StepKey, largest_steps, note_key, step_key, step_plans
 from jattn.serving.executor.structured_plans import forward_key, sample_key, structured_plans
 from jattn.serving.plan import Plan
 from jattn.serving.request import Request
@@ -53,6 +54,7 @@ class Executor:
 
     Attributes:
         stats: Counts of launches.
+        background: What is compiled while others serve; until it is, a launch takes the next larger step.
     """
 
     def __init__(
@@ -84,7 +86,13 @@ class Executor:
         self._preparing = threading.Lock()
         self._is_prepared = config.structured_steps
         plans |= self._structured_plans() if config.structured_steps else {}
-        self.compiled_steps = compile_steps(plans, progress=config.progress)
+        self._merging = threading.Lock()
+        self.compiled_steps, later = _compiled(plans, config)
+        self.background = BackgroundCompilation(len(later))
+        if later:
+            # Without a reference to the executor, which may go while steps are compiled for it.
+            self.background.start(later, functools.partial(_add_steps, weakref.ref(self)))
+            weakref.finalize(self, self.background.stop)
         self.in_flight: deque[Launch] = deque()
         self._forwards: deque[Forward] = deque()
         self.stats = LaunchStats()
@@ -100,9 +108,13 @@ class Executor:
         """Compiles the steps of launches with grammars, unless they are; from any thread, while others run."""
         with self._preparing:
             if not self._is_prepared:
-                more = compile_steps(self._structured_plans(), progress=self.config.progress)
-                self.compiled_steps = self.compiled_steps | more
+                self.add_steps(compile_steps(self._structured_plans(), progress=self.config.progress))
                 self._is_prepared = True
+
+    def add_steps(self, steps: CompiledSteps) -> None:
+        """Takes more steps, from any thread."""
+        with self._merging:
+            self.compiled_steps = self.compiled_steps | steps
 
     def submit(self, plan: Plan) -> None:
         """Enqueues a launch, or its forward pass."""
@@ -147,12 +159,11 @@ class Executor:
         self._on_device = LastSent()  # what was sent may be what failed
 
     def _submit_decode(self, requests: Sequence[Request]) -> None:
-        bucket = smallest_bucket(self.config.decode_buckets, len(requests))
-        rows = decode_batch(requests, bucket, self.config)
+        key = self._key("decode", len(requests), requests, requests)
+        rows = decode_batch(requests, key.size, self.config)
         if self.config.debug_checks:
             assert self.state is not None
             check_decode(self.state, rows, self.config)
-        key = self._key("decode", bucket, requests, requests)
         self._launch(key, Plan(requests), requests, self._on_device(rows))
 
     def _submit_prefill(self, plan: Plan) -> None:
@@ -162,12 +173,11 @@ class Executor:
             self.state = self.compiled_steps(key, self.state, packed((notes,)))
         plan = dataclasses.replace(plan, chunks=behind_notes(plan.chunks, self.config))
         num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
-        bucket = smallest_bucket(self.config.prefill_buckets, num_tokens)
         giving = [*plan.decoding, *(chunk.request for chunk in plan.chunks if chunk.is_last)]
         served = [*plan.decoding, *(chunk.request for chunk in plan.chunks)]
-        key = self._key("prefill", bucket, served, giving)
+        key = self._key("prefill", num_tokens, served, giving)
         rows = decode_batch(plan.decoding, self._mixed_rows, self.config)
-        batch = prefill_batch(plan.chunks, bucket, self.config, key.variant)
+        batch = prefill_batch(plan.chunks, key.size, self.config, key.variant)
         if self.config.debug_checks:
             assert self.state is not None
             check_prefill(self.state, rows, batch, self.config)
@@ -178,10 +188,20 @@ class Executor:
     def _key(
         self, kind: Literal["decode", "prefill"], size: int, served: Sequence[Request], giving: Sequence[Request]
     ) -> StepKey:
-        """The step that serves requests, or its forward pass if one that is given a token has a grammar."""
-        if any(request.grammar for request in giving):
-            return forward_key(kind, size, self.config)
-        return step_key(kind, size, served, self.config)
+        """The smallest step that is ready and serves requests, or its forward pass if one that is given a token has a
+        grammar."""
+        buckets = self.config.decode_buckets if kind == "decode" else self.config.prefill_buckets
+        while True:
+            bucket = smallest_bucket(buckets, size)
+            if any(request.grammar for request in giving):
+                key = forward_key(kind, bucket, self.config)
+            else:
+                key = step_key(kind, bucket, served, self.config)
+            if not self.background.left and not self.background.failed:
+                return key
+            if bucket == buckets[-1] or key in self.compiled_steps:
+                return key
+            size = bucket + 1
 
     def _launch(self, key: StepKey, plan: Plan, requests: Sequence[Request | None], *arguments: Any) -> None:
         """Enqueues a step.
@@ -200,6 +220,20 @@ class Executor:
     def _enqueued(self, launch: Launch) -> None:
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), launch.output)
         self.in_flight.append(launch)
+
+
+def _compiled(plans: dict[Any, StepPlan], config: ResolvedConfig) -> tuple[Any, dict[Any, StepPlan]]:
+    """The steps without which nobody is served, and those that are on disk; and the plans of the others."""
+    if not config.compile_in_background:
+        return compile_steps(plans, progress=config.progress), {}
+    steps = compile_steps(plans, progress=config.progress, only=largest_steps(plans))
+    return steps, {key: plan.without_arrays() for key, plan in plans.items() if key not in steps}
+
+
+def _add_steps(executor: "weakref.ref[Executor]", steps: CompiledSteps) -> None:
+    found = executor()
+    if found is not None:
+        found.add_steps(steps)
 
 
 def _wait_for_all(launches: Sequence[Launch], forwards: Sequence[Forward]) -> None:

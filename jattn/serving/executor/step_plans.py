@@ -1,7 +1,7 @@
 """Which steps an engine compiles, and which of them a launch takes."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 from jattn.compiled_steps import FINER_FROM, StepPlan
@@ -61,6 +61,14 @@ def step_plans(
         sent = (prefill_batch([], key.size, config, key.variant),)
         plans[key] = taking_packed(note, held[1:2], sent, donate=(0,))
     return plans
+
+
+def largest_steps(keys: Collection[StepKey]) -> set[StepKey]:
+    """Those that serve any launch, in place of smaller ones."""
+    most: dict[str, int] = {}
+    for key in keys:
+        most[key.kind] = max(key.size, most.get(key.kind, 0))
+    return {key for key in keys if key.size == most[key.kind]}
 
 
 def taking_packed(step: Callable[..., Any], held: tuple[Any, ...], sent: Any, *, donate: tuple[int, ...]) -> StepPlan:

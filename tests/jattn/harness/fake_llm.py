@@ -6,6 +6,8 @@ import types
 from typer.testing import CliRunner
 
 from jattn import cli
+from jattn.compiled_steps import StepRecord
+from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.request import DraftCounts
 
 
@@ -41,6 +43,15 @@ class FakeLLM:
         encode=lambda text, *, add_special_tokens: "special " * add_special_tokens + f"tokens of {text}"
     )
     init_error = stream_error = None
+    records = {  # noqa: RUF012
+        StepKey("decode", 8, "greedy"): StepRecord(1.5, loaded=False),
+        StepKey("decode", 4, "greedy"): StepRecord(0.25, loaded=True),
+    }
+    engine = types.SimpleNamespace(
+        executor=types.SimpleNamespace(
+            compiled_steps=types.SimpleNamespace(records=records), background=types.SimpleNamespace(left=3)
+        )
+    )
 
     def __init__(self, path, **options):
         type(self).path, type(self).options = path, options

@@ -1,0 +1,65 @@
+"""Steps that are compiled while others serve: a thread takes them one by one, and tells of those that fail."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Hashable, Mapping
+
+from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
+from jattn.progress import logger
+
+THREAD = "jattn-compile"  # how the names of the threads that compile here begin
+
+
+@dataclasses.dataclass
+class BackgroundCompilation:
+    """What is still to be compiled.
+
+    Attributes:
+        left: Steps that are neither compiled nor given up.
+        failed: Why those that were given up were, by key; launches go on taking the next larger step.
+    """
+
+    left: int
+    failed: dict[Hashable, str] = dataclasses.field(default_factory=dict)
+    _stopping: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self, plans: Mapping[Hashable, StepPlan], add: Callable[[CompiledSteps], None]) -> None:
+        """Begins.
+
+        Args:
+            add: Takes each step once it is compiled, in the thread.
+        """
+        self._thread = threading.Thread(target=self._run, args=(dict(plans), add), name=THREAD, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Compiles no step after the one under way; does not wait for that."""
+        self._stopping.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether all is done within so many seconds, or as long as it takes."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self.left == 0
+
+    def _run(self, plans: dict[Hashable, StepPlan], add: Callable[[CompiledSteps], None]) -> None:
+        start, num_plans = time.perf_counter(), len(plans)
+        for key, plan in plans.items():
+            if self._stopping.is_set() or not threading.main_thread().is_alive():
+                return
+            try:
+                add(compile_steps({key: plan}))
+            except Exception as error:  # a smaller step is not needed to serve
+                if not threading.main_thread().is_alive():
+                    return  # the interpreter ends, and lets nothing begin
+                self.failed[key] = " ".join(str(error).split()) or type(error).__name__
+                logger.error("The step %s cannot be compiled; a larger one serves in its place", key, exc_info=error)
+            self.left -= 1
+        logger.info(
+            "Compiled in the background: %d of %d steps in %.1f s",
+            num_plans - len(self.failed),
+            num_plans,
+            time.perf_counter() - start,
+        )

@@ -1,0 +1,87 @@
+"""An engine that serves while its smaller steps are compiled gives the same tokens, and tells of what fails."""
+
+import dataclasses
+import gc
+import threading
+
+import pytest
+
+from jattn.serving.engine import Engine
+from jattn.serving.executor import background
+from jattn.serving.executor.step_plans import StepKey, largest_steps
+from tests.jattn.harness.tiny import CONFIG, one_variant, plans_of, run, sampled, tiny_model
+
+SMALLER = {StepKey("decode", 2, "plain"), StepKey("prefill", 8, "plain")}
+SIZES = dataclasses.replace(
+    CONFIG, smallest_decode_bucket=2, smallest_prefill_bucket=8, compile_in_background=True, enable_prefix_caching=False
+)
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Compiling in the background waits for this event; it takes the plans that it is given from `seen`."""
+    gate, compile_steps = threading.Event(), background.compile_steps
+
+    def when_let(plans):
+        assert gate.wait(60)
+        return compile_steps(plans)
+
+    monkeypatch.setattr(background, "compile_steps", when_let)
+    yield gate
+    gate.set()
+
+
+def serve(engine):
+    return run(engine, [engine.make_request([3, 1, 4], sampled(seed=1, max_tokens=5))])
+
+
+def test_larger_steps_serve_until_the_smaller_ones_are_there(held, monkeypatch):
+    with one_variant("plain"):
+        engine = Engine(tiny_model(), SIZES)
+        executor, keys = engine.executor, []
+        launch = executor._launch
+        monkeypatch.setattr(executor, "_launch", lambda key, *rest: keys.append(key) or launch(key, *rest))
+        assert executor.background.left == 2
+        assert not any(key in executor.compiled_steps for key in SMALLER)
+        before = serve(engine)
+        assert {(key.kind, key.size) for key in keys} == {("prefill", 16), ("decode", 4)}
+        held.set()
+        assert executor.background.wait(120.0)
+        assert all(key in executor.compiled_steps for key in SMALLER)
+        keys.clear()
+        assert serve(engine) == before
+        assert set(keys) == SMALLER
+        assert not executor.background.failed
+
+
+def test_step_that_cannot_be_compiled_is_told_and_done_without(monkeypatch, caplog):
+    def failing(plans):
+        raise RuntimeError("no room\nfor it")
+
+    monkeypatch.setattr(background, "compile_steps", failing)
+    with one_variant("plain"):
+        engine = Engine(tiny_model(), SIZES)
+        assert engine.executor.background.wait(60.0)
+        assert engine.executor.background.failed == dict.fromkeys(SMALLER, "no room for it")
+        assert "cannot be compiled; a larger one serves in its place" in caplog.text
+        assert len(serve(engine)[0]) == 5
+
+
+def test_engine_that_goes_stops_compiling(held):
+    with one_variant("plain"):
+        engine = Engine(tiny_model(), SIZES)
+        compiling = engine.executor.background
+        del engine
+        gc.collect()
+        held.set()
+        assert not compiling.wait(60.0)
+        assert compiling.left == 1  # the one under way was finished
+
+
+def test_largest_steps_are_one_of_each_kind_and_variant():
+    keys = plans_of(dataclasses.replace(CONFIG, prefill_tokens=2048, max_num_seqs=32)).executor.compiled_steps
+    assert largest_steps(keys) == {
+        *(StepKey("decode", 32, variant) for variant in ("greedy", "plain", "full")),
+        *(StepKey("prefill", 2048, variant) for variant in ("plain", "full")),
+        StepKey("note", 2048, "full"),
+    }
