@@ -30,7 +30,7 @@ class DecoderLayer(nnx.Module):
         attention_class: Takes what DecoderLayer takes, and says what its keys need of a pool.
     """
 
-    attention_class: ClassVar[type[Attention]] = Attention
+    attention_class: ClassVar[Any] = Attention
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
         width = config.hidden_size

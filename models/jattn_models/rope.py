@@ -62,6 +62,11 @@ class Rope:
         return self.amplitude * jnp.cos(angles), self.amplitude * jnp.sin(angles)
 
     @property
+    def logit_factor(self) -> float:
+        """On q.k, where an architecture takes it from its rotary embedding."""
+        return getattr(self.scaling, "logit_factor", 1.0)
+
+    @property
     def amplitude(self) -> float:
         """On cosines and sines."""
         return self.scaling.amplitude if self.scaling else 1.0

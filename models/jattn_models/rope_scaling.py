@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jattn_models.config_fields import positive, positives
+from jattn_models.config_fields import boolean, positive, positives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,5 +126,85 @@ class LongRopeScaling:
         return frequencies / np.array(self.factors)
 
 
-Scaling = LinearScaling | Llama3Scaling | LongRopeScaling
-SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "longrope": LongRopeScaling, "su": LongRopeScaling}
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """Low frequencies slowed down and high ones left alone, as YaRN does (arXiv:2309.00071); for texts of any length.
+
+    Attributes:
+        factor: By which low frequencies are divided.
+        beta_fast, beta_slow: Turns within the original context from which a frequency is left alone, and up to which it
+            is slowed down; it is blended between them, in steps of whole frequencies if `truncated`.
+        original_context_len: Tokens.
+        theta: Of the rotary embedding.
+        amplitude: On cosines and sines.
+        logit_factor: On q.k beside it, in the attention of DeepSeek's models.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_context_len: int
+    theta: float
+    truncated: bool
+    amplitude: float
+    logit_factor: float = 1.0
+    read: ClassVar = (
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int) -> "YarnScaling":
+        """Reads `rope_parameters`, and what of it may stand beside it."""
+        context_len = positive(config, "max_position_embeddings", int)
+        given = {"original_max_position_embeddings": context_len, "rope_theta": 10000.0, **config, **fields}
+        original = positive(given, "original_max_position_embeddings", int)
+        given = {"factor": context_len / original, "beta_fast": 32.0, "beta_slow": 1.0, **given}
+        factor = positive(given, "factor", float)
+        scales = {name: positive(fields, name, float) for name in ("mscale", "mscale_all_dim") if fields.get(name)}
+        of_all = _yarn_amplitude(factor, scales.get("mscale_all_dim", 0.0))
+        both = len(scales) == 2
+        amplitude = _yarn_amplitude(factor, scales["mscale"]) / of_all if both else _yarn_amplitude(factor, 1.0)
+        return cls(
+            factor=factor,
+            beta_fast=positive(given, "beta_fast", float),
+            beta_slow=positive(given, "beta_slow", float),
+            original_context_len=original,
+            theta=positive(given, "rope_theta", float),
+            truncated=boolean(fields, "truncate", default=True),
+            amplitude=positive({"attention_factor": amplitude, **fields}, "attention_factor", float),
+            logit_factor=of_all**2,
+        )
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        count = len(frequencies)
+        low, high = (self._number_of(turns, count) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncated:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * count - 1)
+        slowed = np.clip((np.arange(count) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
+        return slowed * frequencies / self.factor + (1 - slowed) * frequencies
+
+    def _number_of(self, turns: float, count: int) -> float:
+        """Which of `count` frequencies turns so often within the original context."""
+        return count * math.log(self.original_context_len / (2 * math.pi * turns)) / math.log(self.theta)
+
+
+def _yarn_amplitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
+SCALINGS = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "longrope": LongRopeScaling,
+    "su": LongRopeScaling,
+    "yarn": YarnScaling,
+}

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-Sharded = Literal["outputs", "inputs"] | None
-_AXES = {"outputs": -1, "inputs": -2}
+Sharded = Literal["outputs", "inputs", "heads"] | None  # heads: the first of three axes
+_AXES = {"outputs": -1, "inputs": -2, "heads": -3}
 
 
 @dataclasses.dataclass(frozen=True)

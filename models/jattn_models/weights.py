@@ -20,6 +20,19 @@ Widths = int | tuple[int, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
+class OfHeads:
+    """Which of a head's outputs in a tensor a leaf has.
+
+    Attributes:
+        width: Outputs of a head in the tensor.
+        order: The numbers of those that the leaf has, in its order.
+    """
+
+    width: int
+    order: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """Where a leaf comes from.
 
@@ -29,11 +42,14 @@ class Source:
         sharded: Along which axis several devices share it: the outputs, each block by itself; the inputs, or the
             embedding's tokens; None where each device has all of it.
         numbers: What fills a placeholder of the names, such as `{layer}`; the leaf has a leading axis for each.
+        of_heads: Some of each head's outputs are in the leaf, which is a kernel or [heads, outputs of a head, inputs];
+            None where all are. Such a leaf has one part.
     """
 
     parts: Mapping[str, Widths]
     sharded: Sharded = None
     numbers: Mapping[str, range] = dataclasses.field(default_factory=dict)
+    of_heads: OfHeads | None = None
 
     def places(self) -> Iterator[tuple[int, ...]]:
         """The leading indices, the last axis fastest; a configuration may claim more than any memory holds."""
@@ -102,6 +118,8 @@ def _check_names(sources: list[Source], checkpoint: Checkpoint, unread: tuple[st
 
 
 def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint: Checkpoint, rank: Rank) -> Any:
+    if source.of_heads is not None:
+        return _leaf_of_heads(abstract, source, source.of_heads, checkpoint, rank)
     leaf = None
     share = abstract.shape[len(source.numbers) :]
     shape = whole_shape(share, source.sharded, rank.size)
@@ -120,6 +138,24 @@ def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint
                 leaf = _placed(leaf, tensor, place, start, transposed=transposed)
                 start += piece[-1].stop - piece[-1].start
         assert start == share[-1], f"{path} is not filled"
+    return leaf
+
+
+def _leaf_of_heads(
+    abstract: jax.ShapeDtypeStruct, source: Source, of_heads: OfHeads, checkpoint: Checkpoint, rank: Rank
+) -> Any:
+    (part,), leaf, taken = source.parts, None, len(of_heads.order)
+    share, size = abstract.shape[len(source.numbers) :], 1 if source.sharded is None else rank.size
+    is_kernel = len(share) == 2
+    heads, inputs = (share[1] // taken, share[0]) if is_kernel else (share[0], share[2])
+    rows = heads * of_heads.width
+    own = (slice(rank.number * rows, (rank.number + 1) * rows), slice(0, inputs)) if size > 1 else None
+    for place in source.places():
+        tensor = _tensor(checkpoint, source.name(part, place), (rows * size, inputs), own)
+        tensor = tensor.reshape(heads, of_heads.width, inputs)[:, list(of_heads.order)]
+        if leaf is None:
+            leaf = jnp.zeros(abstract.shape, abstract.dtype)
+        leaf = _placed(leaf, tensor.reshape(-1, inputs) if is_kernel else tensor, place, 0, transposed=is_kernel)
     return leaf
 
 

@@ -41,7 +41,7 @@ from tests.models.harness.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 12
+    assert len(announced) == 14
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -65,8 +65,8 @@ def test_chunked_layers_are_refused_by_a_surface_without_chunks():
         paged_run("llama4", page_size=8, surface="flashinfer")
 
 
-# These have what the engine sees of the others: windows and chunks in some layers, mixtures, biases, groups.
-SERVED = ("gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
+# These have what the engine sees of the others: windows, chunks, mixtures, biases, groups, latent rows.
+SERVED = ("deepseek_v3", "gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
 
 
 # phi3_longrope is the same class as phi3.
@@ -109,7 +109,7 @@ def test_two_shares_give_the_whole_models_logits(case):
 @pytest.mark.parametrize(
     "case",
     [
-        *("llama4", "mistral", "qwen2_moe"),
+        *("deepseek_v2", "llama4", "mistral", "qwen2_moe"),
         *(pytest.param(case, marks=pytest.mark.slow) for case in ("glm4_moe", "mixtral", "qwen3_moe")),
     ],
 )
@@ -158,6 +158,9 @@ def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
 @pytest.mark.parametrize(
     ("case", "routing", "fact"),
     [
+        ("deepseek_v2", {"group_score": "two_best"}, {}),
+        ("deepseek_v2", {"num_groups": 1, "groups_per_token": 1}, {}),
+        ("deepseek_v3", {}, {"attention_scale": 20**-0.5}),
         ("glm4_moe", {"group_score": "best"}, {}),
         ("glm4_moe", {"groups_per_token": 4}, {}),
         ("glm4_moe", {"scaling_factor": 1.0}, {}),
@@ -207,7 +210,7 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
     assert chunks == ({8, None} if case == "llama4" else {None})
 
 
-@pytest.mark.parametrize("case", ["glm4_moe", "llama4", "phi3", "phi3_longrope"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "llama4", "phi3", "phi3_longrope", "yarn"])
 def test_rope_frequencies_match_transformers(case):
     with np.load(GOLDEN / case / "golden.npz") as arrays:
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)

@@ -255,7 +255,11 @@ def test_wrong_field_is_named(config_class, fields, message):
         (Gemma3Config, {"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` must be null: .* Got 50.0"),
         (MistralConfig, {"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
         (MistralConfig, {"is_causal": False}, "`is_causal` must be true: .* Got false"),
-        (Qwen2Config, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "`rope_type` must be one of .* Got 'yarn'"),
+        (
+            Qwen2Config,
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "`rope_type` must be one of .* Got 'dynamic'",
+        ),
         (Qwen2Config, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0: .* Got 0.5"),
         (MixtralConfig, {"quantization_config": {"bits": 4}}, "`quantization_config` must be absent"),
     ],

@@ -81,7 +81,10 @@ def test_wrong_field_is_named(fields, message):
         ({"mlp_bias": True}, "`mlp_bias` must be false"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config` must be absent"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, r"`rope_type` must be one of .*llama3.*\. Got 'yarn'"),
+        (
+            {"rope_scaling": {"rope_type": "proportional"}},
+            r"`rope_type` must be one of .*llama3.*\. Got 'proportional'",
+        ),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"`rope_type` must be .* Got \['linear'\]"),
         ({"rope_parameters": {"type": "dynamic"}}, r"`rope_type` must be one of .*llama3.*\. Got 'dynamic'"),
     ],

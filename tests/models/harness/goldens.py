@@ -85,7 +85,8 @@ def assert_shares_are_golden(checkpoint, tokens, expected):
     for device in both:
         assert_golden(device, expected)
     model = nnx.merge(graph, states[0])
-    assert model.kv_groups[0].num_kv_heads == model.config.num_kv_heads // 2
+    group = model.kv_groups[0]  # a latent row is all heads'
+    assert group.num_kv_heads == (1 if group.latent else model.config.num_kv_heads // 2)
 
 
 def dense_logits(model, tokens):
@@ -108,6 +109,7 @@ class DenseBackend:
         return None
 
     def forward_extend(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
+        v = jnp.pad(v, ((0, 0), (0, 0), (0, k.shape[-1] - v.shape[-1])))  # values may be narrower
         wide = (x[None].astype(jnp.float32) for x in (q, k, v))
         window = None if layer.sliding_window_size < 0 else (layer.sliding_window_size, 0)
         chunk = jnp.arange(len(q)) // (layer.chunk_size or len(q))
@@ -118,7 +120,7 @@ class DenseBackend:
             is_causal=True,
             local_window_size=window,
         )
-        return out[0].astype(q.dtype), pool
+        return out[0, ..., : layer.v_head_dim].astype(q.dtype), pool
 
     forward_decode = forward_extend
 

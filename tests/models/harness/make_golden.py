@@ -46,6 +46,29 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+# Of attention, and the mixtures behind it.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 WINDOW = {"sliding_window": 8}
 # Of the architectures but Llama: small, and long enough for the greedy tokens.
 SMALL = {
@@ -182,6 +205,29 @@ CASES = {
             "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **SMALL,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **SMALL,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 20,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+    "yarn": ("Llama", {**GQA, "rope_parameters": YARN}),
 }
 
 

@@ -1,0 +1,114 @@
+"""LatentAttention: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed, through the pass's backend.
+
+A token's keys and values of all heads are made from one compressed row. Here they are not made: queries take up the
+keys' projection and outputs the values', so that attention reads the rows themselves.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jattn.backend import AttentionLayer, forward
+from jattn.kv_pool import KVGroupSpec
+from jattn.parallel import Parallel
+from jattn.rotary import rotate
+from jattn_models.decoder_config import DecoderConfig
+from jattn_models.layer_pattern import LayerKind
+from jattn_models.layers import Linear, RMSNorm, precision, random_weights
+
+_EPS = 1e-6  # of the norms of compressed rows, whatever the model's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig(DecoderConfig):
+    """A decoder's facts with latent attention; `head_dim` is that of what turns, `rope_dim`.
+
+    Attributes:
+        q_rank: Numbers of a compressed query; None if queries are not compressed.
+        kv_rank: Numbers of a compressed key and value.
+        nope_dim: Numbers of a query or key head that do not turn.
+        value_dim: Numbers of a value head.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a query head, and of the key that all heads share, that turn."""
+        return self.head_dim
+
+
+class LatentAttention(nnx.Module):
+    """Latent attention of one layer.
+
+    Args:
+        config: The model's facts.
+        kind: The layer's.
+        parallel: Its share of the heads is this device's; each device has all of the compressed rows.
+    """
+
+    def __init__(self, config: LatentConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
+        del kind
+        self.parallel = parallel
+        self.num_heads = heads = parallel.share(config.num_q_heads, "`num_attention_heads`")
+        self.kv_rank, self.rope_dim = config.kv_rank, config.rope_dim
+        scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.logit_factor
+        self.scaling = scale if config.attention_scale is None else config.attention_scale
+        width, outputs = config.hidden_size, heads * (config.nope_dim + config.rope_dim)
+        if config.q_rank is None:
+            self.q_a_proj, self.q_a_norm = None, None
+        else:
+            self.q_a_proj = Linear(width, config.q_rank, dtype=dtype, rngs=rngs)
+            self.q_a_norm = RMSNorm(config.q_rank, eps=_EPS, dtype=dtype)
+        self.q_proj = Linear(config.q_rank or width, outputs, dtype=dtype, rngs=rngs)
+        self.kv_a_proj = Linear(width, config.kv_rank + config.rope_dim, dtype=dtype, rngs=rngs)
+        self.kv_a_norm = RMSNorm(config.kv_rank, eps=_EPS, dtype=dtype)
+        self.k_up = random_weights(rngs, (heads, config.nope_dim, config.kv_rank), dtype)
+        self.v_up = random_weights(rngs, (heads, config.value_dim, config.kv_rank), dtype)
+        self.o_proj = Linear(heads * config.value_dim, width, dtype=dtype, rngs=rngs)
+
+    def layer(self, layer_index: Int[Array, ""] | int) -> AttentionLayer:
+        """What a backend must know of one of these layers."""
+        return AttentionLayer(
+            layer_id=layer_index,
+            tp_q_head_num=self.num_heads,
+            tp_k_head_num=1,
+            tp_v_head_num=1,
+            head_dim=self.kv_rank + self.rope_dim,
+            v_head_dim=self.kv_rank,
+            scaling=self.scaling,
+            kv="latent",
+        )
+
+    def kv_group(self, num_layers: int) -> KVGroupSpec:
+        """The pool that so many of these layers need."""
+        return KVGroupSpec(
+            name="latents",
+            num_layers=num_layers,
+            num_kv_heads=1,
+            head_dim=self.kv_rank + self.rope_dim,
+            v_head_dim=self.kv_rank,
+            latent=True,
+        )
+
+    def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Any, pool: Any):
+        """The layer's addition to the residual stream, and the pool as the backend returned it."""
+        angles = this_pass.angles["global"]
+        compressed = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
+        heads = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)
+        q_nope, q_pe = jnp.split(heads, (heads.shape[-1] - self.rope_dim,), axis=-1)
+        c_kv, k_pe = jnp.split(self.kv_a_proj(x), (self.kv_rank,), axis=-1)
+        q_nope = jnp.einsum("tnd,ndc->tnc", q_nope, self.k_up[...], precision=precision(x))
+        q = jnp.concatenate([q_nope, rotate(q_pe, *angles)], axis=-1)
+        row = jnp.concatenate([self.kv_a_norm(c_kv)[:, None], rotate(k_pe[:, None], *angles)], axis=-1)
+        layer, values = self.layer(layer_index), row[..., : self.kv_rank]
+        rest = (this_pass.forward_batch, this_pass.metadata, pool)
+        out, pool = forward(this_pass.backend, q, row, values, layer, *rest)
+        out = jnp.einsum("tnc,nvc->tnv", out, self.v_up[...], precision=precision(x))
+        return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool
