@@ -74,6 +74,12 @@ class CompiledSteps:
         self._executables = dict(executables)
         self.records = dict(records or {})
 
+    @property
+    def temporary_bytes(self) -> int:
+        """What the step that needs most needs of the device beside its arguments and results; 0 where none says."""
+        found = (step.memory_analysis() for step in self._executables.values())
+        return max((analysis.temp_size_in_bytes for analysis in found if analysis is not None), default=0)
+
     def __contains__(self, key: Hashable) -> bool:
         return key in self._executables
 

@@ -45,4 +45,5 @@ def compile_checkpoint(
 
         with writing():
             print_steps(llm.engine.executor.compiled_steps.records, Console())
+            typer.echo(f"Memory: {llm.engine.executor.memory_use()}")
             typer.echo(f"Kept in {jax.config.jax_compilation_cache_dir}.")

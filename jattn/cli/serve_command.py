@@ -111,6 +111,7 @@ def _tell_steps(executor: Any) -> None:
     from rich.console import Console
 
     print_steps(executor.compiled_steps.records, Console(stderr=True))
+    typer.echo(f"Memory: {executor.memory_use()}", err=True)
     if left := executor.background.left:
         typer.echo(f"Steps that are compiled while the server serves: {left}", err=True)
 

@@ -118,6 +118,7 @@ def test_serve_tells_which_steps_there_are_and_how_many_follow(llm, served):
         ["steps", "variant", "sizes", "on", "disk", "seconds"],
         ["decode", "greedy", "4,", "8", "1", "of", "2", "1.8"],
     ]
+    assert "Memory: all of it" in lines
     assert "Steps that are compiled while the server serves: 3" in lines
 
 

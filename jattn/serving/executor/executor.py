@@ -21,6 +21,7 @@ from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for
 from jattn.serving.executor.masks import masks_of
+from jattn.serving.executor.memory import MemoryUse, memory_use
 from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
@@ -115,6 +116,10 @@ class Executor:
         """Takes more steps, from any thread."""
         with self._merging:
             self.compiled_steps = self.compiled_steps | steps
+
+    def memory_use(self) -> MemoryUse:
+        """What the engine has of the device's memory, with the steps that there are by now."""
+        return memory_use(self.weights, self.pool, self.state, self.compiled_steps)
 
     def submit(self, plan: Plan) -> None:
         """Enqueues a launch, or its forward pass."""

@@ -47,11 +47,12 @@ class FakeLLM:
         StepKey("decode", 8, "greedy"): StepRecord(1.5, loaded=False),
         StepKey("decode", 4, "greedy"): StepRecord(0.25, loaded=True),
     }
-    engine = types.SimpleNamespace(
-        executor=types.SimpleNamespace(
-            compiled_steps=types.SimpleNamespace(records=records), background=types.SimpleNamespace(left=3)
-        )
+    executor = types.SimpleNamespace(
+        compiled_steps=types.SimpleNamespace(records=records),
+        background=types.SimpleNamespace(left=3),
+        memory_use=lambda: "all of it",
     )
+    engine = types.SimpleNamespace(executor=executor)
 
     def __init__(self, path, **options):
         type(self).path, type(self).options = path, options
