@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3: latent attention, dense layers first, then mixtures with shared experts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from jattn_models import tensor_names
@@ -40,7 +40,7 @@ class DeepseekV2Config(LatentConfig):
             groups = {ours: positive(fields, theirs, int) for ours, theirs in names.items()}
         else:
             refuse(fields, "topk_method", unless="greedy")
-        return cls(**_latent_fields(fields, choice_biased=False, normalised=False, **groups))
+        return cls(**latent_fields(fields, choice_biased=False, normalised=False, **groups))
 
 
 class DeepseekV3Config(LatentConfig):
@@ -65,7 +65,7 @@ class DeepseekV3Config(LatentConfig):
         refuse(fields, "scoring_func", unless="sigmoid")
         refuse(fields, "topk_method", unless="noaux_tc")
         return cls(
-            **_latent_fields(
+            **latent_fields(
                 fields,
                 choice_biased=True,
                 scoring="sigmoid",
@@ -80,17 +80,32 @@ class DeepseekV3Config(LatentConfig):
 _WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
-def _latent_fields(fields: dict[str, Any], *, choice_biased: bool, **routing: Any) -> dict[str, Any]:
-    """The arguments of a configuration."""
+def latent_fields(
+    fields: Mapping[str, Any], *, choice_biased: bool, is_sparse: Callable[[int], bool] | None = None, **routing: Any
+) -> dict[str, Any]:
+    """The arguments of a configuration that is read as DeepSeek's are.
+
+    Args:
+        fields: With the family's defaults, and without nulls.
+        choice_biased: Whether the choice of experts has a bias.
+        is_sparse: Which layers are; those from `first_k_dense_replace` on if None.
+        routing: What else is known of it.
+
+    Raises:
+        ValueError: A field is missing or out of range.
+        NotImplementedError: The model needs something that is not built.
+    """
     refuse(fields, "moe_layer_freq", unless=1)
     refuse(fields, "rope_interleave", unless=True)
     for name in ("index_topk", "index_n_heads"):
         refuse(fields, name, unless=None, why=": sparse attention by an indexer is not built")
-    units, first_sparse = positive(fields, "moe_intermediate_size", int), whole(fields, "first_k_dense_replace")
+    units = positive(fields, "moe_intermediate_size", int)
+    if is_sparse is None:
+        is_sparse = whole(fields, "first_k_dense_replace").__le__
     rope_dim = positive(fields, "qk_rope_head_dim", int)
     factor = positive({"routed_scaling_factor": 1.0, **fields}, "routed_scaling_factor", float)
     # Heads have keys of their own only where they are made from the rows.
-    shared = shared_fields(fields | {"head_dim": rope_dim, "num_key_value_heads": 1}, read=_READ)
+    shared = shared_fields({**fields, "head_dim": rope_dim, "num_key_value_heads": 1}, read=_READ)
     return {
         **shared,
         "q_rank": positive(fields, "q_lora_rank", int) if "q_lora_rank" in fields else None,
@@ -98,7 +113,7 @@ def _latent_fields(fields: dict[str, Any], *, choice_biased: bool, **routing: An
         "nope_dim": positive(fields, "qk_nope_head_dim", int),
         "value_dim": positive(fields, "v_head_dim", int),
         "segments": segments(
-            positive(fields, "num_hidden_layers", int), lambda layer: LayerKind(sparse=layer >= first_sparse)
+            positive(fields, "num_hidden_layers", int), lambda layer: LayerKind(sparse=is_sparse(layer))
         ),
         "experts": Experts(
             routing=read_routing(fields, "n_routed_experts", scaling_factor=factor, **routing),

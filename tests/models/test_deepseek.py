@@ -8,6 +8,7 @@ import pytest
 from jattn.routing import Routing
 from jattn_models.deepseek import DeepseekV2Config, DeepseekV3Config
 from jattn_models.experts import Experts
+from jattn_models.glm4_moe_lite import Glm4MoeLiteConfig
 from jattn_models.qwen2 import Qwen2Config
 from jattn_models.rope import Rope
 from jattn_models.rope_scaling import YarnScaling
@@ -47,6 +48,22 @@ def test_absent_fields_have_hugging_faces_defaults():
 
 def test_queries_may_not_be_compressed():
     assert DeepseekV2Config.from_dict(V2 | {"q_lora_rank": None}).q_rank is None
+
+
+def test_glm_lites_defaults():
+    config = Glm4MoeLiteConfig.from_dict(SMALLEST)
+    widths = (config.q_rank, config.kv_rank, config.nope_dim, config.rope_dim, config.value_dim)
+    assert (*widths, config.context_len, config.rms_norm_eps) == (768, 512, 192, 64, 256, 202752, 1e-5)
+    assert config.experts.routing == Routing(
+        num_experts=64, per_token=4, scoring="sigmoid", normalised=True, scaling_factor=1.8, group_score="two_best"
+    )
+    assert [[kind.sparse] * len(layers) for layers, kind in config.stacks] == [[False], [True] * 3]
+
+
+@pytest.mark.parametrize("types", [["sparse"] * 3, ["sparse", "moe", "dense", "dense"], "sparse"])
+def test_glm_lites_layers_have_a_type_each(types):
+    with pytest.raises(ValueError, match="`mlp_layer_types` must be a list of 4 times 'dense' or 'sparse'"):
+        Glm4MoeLiteConfig.from_dict(SMALLEST | {"mlp_layer_types": types})
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,20 @@ CASES = {
         },
     ),
     "yarn": ("Llama", {**GQA, "rope_parameters": YARN}),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **SMALL,
+            **LATENT,
+            "num_hidden_layers": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 20,
+            "routed_scaling_factor": 1.5,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {"rope_theta": 500.0},
+        },
+    ),
 }
 
 
