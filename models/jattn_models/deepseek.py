@@ -34,7 +34,7 @@ class DeepseekV2Config(LatentConfig):
         )
         refuse(fields, "scoring_func", unless="softmax")
         refuse(fields, "norm_topk_prob", unless=False)
-        groups: dict[str, int] = {}
+        groups: dict[str, Any] = {}
         if fields["topk_method"] == "group_limited_greedy":
             names = {"num_groups": "n_group", "groups_per_token": "topk_group"}
             groups = {ours: positive(fields, theirs, int) for ours, theirs in names.items()}

