@@ -49,6 +49,18 @@ def serve(
         str | None,
         typer.Option(metavar="FILE|TEXT", help="A jinja template in place of the checkpoint's, or the file of one."),
     ] = None,
+    enable_auto_tool_choice: Annotated[
+        bool,
+        typer.Option("--enable-auto-tool-choice", help="Let models call tools where they do not have to."),
+    ] = False,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How the model writes calls of tools: hermes, llama3_json or mistral."),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How the model writes its reasoning: qwen3 or deepseek_r1."),
+    ] = None,
     max_queued: Annotated[
         int,
         typer.Option(min=0, help="Sequences that may wait beyond --max-num-seqs; more are told to come again (503)."),
@@ -84,12 +96,17 @@ def serve(
         with logged():
             from jattn.server.run import Lifetime, bound_socket, run, url_of
             from jattn.server.service import ServiceOptions
+            from jattn.server.tools.registry import check_parsers
 
+            check_parsers(tool_call_parser, reasoning_parser, enable_auto_tool_choice)
             listening = bound_socket(host, port)
             options = ServiceOptions(
                 model_names=tuple(served_model_name or ()) or (path.resolve().name,),
                 api_keys=tuple(api_key or ()),
                 chat_template=template,
+                enable_auto_tool_choice=enable_auto_tool_choice,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
                 max_queued=max_queued,
                 max_body_bytes=int(max_body_mib * 2**20),
             )

@@ -172,9 +172,17 @@ def read_params(
 
 
 def make_requests(
-    service: Service, body: dict[str, Any], prompts: Sequence[Any], params: SamplingParams
+    service: Service,
+    body: dict[str, Any],
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    grammar_after: int | None = None,
 ) -> list[list[engine_request.Request]]:
     """Requests of token ids, which share what is computed with others of the body's `cache_salt` alone.
+
+    Args:
+        grammar_after: As for `Intake.make_requests`.
 
     Raises:
         ValueError: One cannot be served.
@@ -183,4 +191,5 @@ def make_requests(
         raise ApiError(400, f"A request must have fewer sequences. Got {params.n * len(prompts)}.")
     cache_salt = typed(body, "cache_salt", str, "a text")
     salt = {} if cache_salt is None else {"cache_salt": cache_salt}
-    return service.llm.intake.make_requests([{"prompt_token_ids": prompt} | salt for prompt in prompts], params)
+    salted = [{"prompt_token_ids": prompt} | salt for prompt in prompts]
+    return service.llm.intake.make_requests(salted, params, grammar_after=grammar_after)

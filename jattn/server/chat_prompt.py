@@ -4,23 +4,31 @@ from typing import Any
 
 from jattn.server.bodies import flag, shortened, typed
 from jattn.server.service import Service
+from jattn.server.tools.messages import with_calls_for_templates
 
 
 def chat_tokens(service: Service, body: dict[str, Any]) -> list[int]:
-    """The token ids of `messages`.
+    """The token ids of `messages`; see `chat_text`."""
+    return encoded(service, body, chat_text(service, body))
+
+
+def encoded(service: Service, body: dict[str, Any], text: str) -> list[int]:
+    """The token ids of a rendered conversation."""
+    return service.llm.tokenizer.encode(text, add_special_tokens=flag(body, "add_special_tokens"))
+
+
+def chat_text(service: Service, body: dict[str, Any]) -> str:
+    """`messages` as the chat template renders them, with `tools`.
 
     Raises:
-        ValueError: The checkpoint has no chat template, or it refuses the messages; or tools are asked for, whose
-            calls nothing reads from the text.
+        ValueError: The checkpoint has no chat template, or it refuses the messages.
     """
     tools = typed(body, "tools", list, "a list", [])
-    if tools and body.get("tool_choice", "auto") != "none":
-        raise ValueError(f"`tools` are served with `tool_choice` none alone. Got {len(tools)} of them.")
     continues = flag(body, "continue_final_message")
     opens = flag(body, "add_generation_prompt", not continues)
     if continues and opens:
         raise ValueError("`continue_final_message` and `add_generation_prompt` must not both be true.")
-    messages: Any = body.get("messages")
+    messages: Any = with_calls_for_templates(body.get("messages"))
     text = service.llm.chat_template.render(
         messages,
         add_generation_prompt=opens,
@@ -28,10 +36,7 @@ def chat_tokens(service: Service, body: dict[str, Any]) -> list[int]:
         chat_template=service.options.chat_template,
         chat_template_kwargs=typed(body, "chat_template_kwargs", dict, "an object"),
     )
-    if continues:
-        text = _cut(text, messages[-1].get("content"))
-    special = flag(body, "add_special_tokens")
-    return service.llm.tokenizer.encode(text, add_special_tokens=special)
+    return _cut(text, messages[-1].get("content")) if continues else text
 
 
 def _cut(text: str, content: Any) -> str:

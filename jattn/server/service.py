@@ -26,6 +26,8 @@ class ServiceOptions:
         model_names: What clients may call the model; the first is what it calls itself.
         api_keys: One of them must come with each request; none lets everybody in.
         chat_template: In place of the checkpoint's.
+        enable_auto_tool_choice: Whether models may call tools where they do not have to.
+        tool_call_parser, reasoning_parser: Names of what reads calls and reasoning (`jattn/server/tools/registry.py`).
         max_queued: Sequences that may wait beyond those that run at once.
         max_body_bytes: Of a request.
         keep_alive_seconds: After so long without an event a stream sends a comment.
@@ -35,6 +37,9 @@ class ServiceOptions:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    enable_auto_tool_choice: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     max_queued: int = 4096
     max_body_bytes: int = 32 * 2**20
     keep_alive_seconds: float = 15.0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -54,6 +55,47 @@ def test_openai_chats(openai, options):
         assert (final.finish_reason, choice.message.content.startswith(final.message.content)) == ("stop", True)
 
 
+def test_openai_gets_the_form_that_it_asks_for(openai, options):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Answer(pydantic.BaseModel):
+        kind: Literal["a", "b"]
+        count: int = pydantic.Field(ge=0, le=99)
+
+    with openai.OpenAI(**options) as client:
+        asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 200, "seed": 1}
+        narrow = {"logit_bias": dict.fromkeys(map(str, range(1, 10)), -10)}
+        parsed = client.chat.completions.parse(**asked, **narrow, response_format=Answer).choices[0].message.parsed
+        assert isinstance(parsed, Answer)
+        form = {"extra_body": {"structured_outputs": {"choice": ["one", "two"]}}}
+        assert client.chat.completions.create(**asked, **form).choices[0].message.content in ("one", "two")
+
+
+def test_openai_calls_tools(openai, options):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}},
+        "required": ["a"],
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema | {"additionalProperties": False}}}]
+    with openai.OpenAI(**options) as client:
+        asked = {"model": MODEL, "messages": MESSAGES, "tools": tools, "max_tokens": 200, "seed": 2}
+        asked["parallel_tool_calls"] = False
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            answer = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+            with client.chat.completions.stream(**asked, tool_choice=choice) as stream:
+                final = stream.get_final_completion().choices[0]
+            for found in (answer, final):
+                (call,) = found.message.tool_calls
+                assert (call.function.name, found.finish_reason) == ("f", "tool_calls")
+                assert set(json.loads(call.function.arguments)) == {"a"}
+            assert answer.message.tool_calls[0].function.arguments == final.message.tool_calls[0].function.arguments
+            told = {"role": "tool", "tool_call_id": answer.message.tool_calls[0].id, "content": "5"}
+            messages = [*MESSAGES, answer.message, told]
+            rest = client.chat.completions.create(**asked | {"messages": messages}, tool_choice="none")
+            assert rest.choices[0].message.tool_calls is None
+
+
 def test_openai_chats_many_at_once(openai, options):
     async def run():
         async with openai.AsyncOpenAI(**options) as client:
@@ -89,12 +131,16 @@ FIELDS = [
     *("stream", "stream_options", "echo", "suffix", "model", "tools", "tool_choice", "request_id", "cache_salt"),
     *("add_special_tokens", "continue_final_message", "add_generation_prompt", "chat_template_kwargs", "tokens"),
     *("return_token_ids", "return_tokens_as_token_ids", "return_token_strs", "unheard_of"),
+    *("structured_outputs", "response_format", "parallel_tool_calls", "include_reasoning"),
 ]
 VALUES = [
     *(None, True, False, 0, 1, 2, -1, 7, 128, 2**31, 2**63, -(2**70), 0.0, 0.5, 1.0, 1e-30, 1e300, float("nan")),
     *("", "a", "import os", "\ud800", "\x00", "🙂", "x " * 300, "0", "7"),
     *([], [1], [5, 6, 7], [2048], [-1], [1.5], [[5], [6, 7]], ["a", "b"], [""], [None], [[]], [[[]]], ["a", 5]),
     *({}, {"5": 1.0}, {"-1": 1}, {"a": "b"}, {"include_usage": True}, {"include_usage": 1}, {"type": "text"}),
+    *({"regex": "a+"}, {"json": {"type": "x"}}, {"choice": ["a"]}, {"type": "json_object"}, {"grammar": "root ::= x"}),
+    *("required", {"type": "function", "function": {"name": "f"}}, [{"type": "function", "function": {"name": "f"}}]),
+    *([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],),
     *([{"role": "user", "content": "x"}], [{"role": "user"}], [{"content": "x"}], [{"role": 5, "content": []}]),
 ]
 

@@ -100,7 +100,7 @@ REFUSED = {
     "model_type": (CHATS, {**CHAT, "model": [1]}, 404, "The model [1] does not exist."),
     "no_messages": (CHATS, {}, 400, "`messages` must be a list of at least one message. Got None."),
     "image": (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "Each part of a"),
-    "tools": (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "`tools` are served with `tool_choice` none"),
+    "tools": (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "Each of `tools` must be"),
     "format": (CHATS, {**CHAT, "response_format": {"type": "x"}}, 400, "`response_format` must have the type"),
     "top_logprobs": (CHATS, {**CHAT, "top_logprobs": 2}, 400, "`top_logprobs` needs `logprobs`. Got 2."),
     "variable": (CHATS, {**CHAT, "chat_template_kwargs": {"x": 1}}, 400, "The chat template has no variable `x`."),

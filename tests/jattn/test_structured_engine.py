@@ -242,6 +242,29 @@ def test_rows_with_a_grammar_draft_nothing_and_their_neighbours_do():
     assert repeating.drafts.accepted > 0
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_grammar_may_begin_behind_a_token(drafts):
+    """Before it any token may come, as if there were no grammar; rows that wait for it draft nothing either."""
+    begin, form = 100, {"regex": "[0-9]{2}"}
+    params = dataclasses.replace(BASE, frequency_penalty=-0.5, max_tokens=40, stop_token_ids=())
+    prompt = [7, begin] * 4
+    free = expected_tokens(prompt, params)
+    asked = dataclasses.replace(params, structured_outputs=StructuredOutputsParams(**form))
+    with one_variant("full"):
+        engine = drafting_engine() if drafts else tiny_engine()
+        engine.prepare_structured()
+        place = 5
+        begins = grammar(**form).fork(free[place])
+        request = engine.make_request(prompt, asked, grammar=begins)
+        waiting = engine.make_request(prompt, asked, grammar=grammar(**form).fork(VOCAB + 1))
+        run(engine, [request, waiting])
+    place = free.index(free[place])
+    assert request.generated[: place + 1] == free[: place + 1]
+    assert re.fullmatch("[0-9]{2}", text(request.generated[place + 1 :]))
+    assert waiting.generated == free
+    assert request.drafts.drafted == waiting.drafts.drafted == 0
+
+
 def test_request_without_its_grammar_is_refused(engine):
     params = dataclasses.replace(BASE, structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(ValueError, match="`structured_outputs` need a tokenizer"):

@@ -10,6 +10,8 @@ from jattn.serving.request import Request
 from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.structured.compiler import llguidance
 
+_ALL = np.uint32(2**32 - 1)
+
 
 def empty_masks(num_rows: int, vocab_size: int) -> TokenMasks:
     """Rows in which all tokens may come, for the host to fill."""
@@ -34,12 +36,15 @@ def masks_of(requests: Sequence[Request | None], num_rows: int, vocab_size: int)
     matchers = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
     _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(rows))
     for of_row, grammar, (i, request) in zip(bits, grammars, rows, strict=True):
+        masks.in_force[i] = True  # of one that has not begun too: it may in the midst of drafted tokens
+        if not grammar.has_begun:
+            masks.bits[i] = _ALL
+            continue
         for token in grammar.end_ids - _ends(request):
             of_row[token // 32] &= ~np.uint32(1 << token % 32)
         if not of_row.any():
             grammar.end()
         masks.bits[i] = of_row[: masks.bits.shape[1]]
-        masks.in_force[i] = True
     return masks
 
 

@@ -29,12 +29,16 @@ class Intake:
         self._grammars = GrammarCompiler(self._tokenizer_json, engine.eos_token_ids)
         self._lock = threading.Lock()  # the engine counts its requests
 
-    def make_requests(self, prompts: Any, sampling_params: Any = None) -> list[list[Request]]:
+    def make_requests(
+        self, prompts: Any, sampling_params: Any = None, *, grammar_after: int | None = None
+    ) -> list[list[Request]]:
         """A request for each sequence of each prompt. The first one with structured output takes seconds.
 
         Args:
             prompts: `Prompt`, one or several.
             sampling_params: `SamplingParams`, one for all or one for each; None is the default.
+            grammar_after: The token behind which texts are to have the form that is asked for; None is from the
+                beginning.
 
         Raises:
             ValueError: One of them cannot be served.
@@ -63,7 +67,7 @@ class Intake:
             requests = [
                 [
                     self._engine.make_request(
-                        tokens, params.of_sequence(i), grammar=grammar and grammar.fork(), cache_salt=salt
+                        tokens, params.of_sequence(i), grammar=grammar and grammar.fork(grammar_after), cache_salt=salt
                     )
                     for i in range(params.n)
                 ]

@@ -15,27 +15,36 @@ class Grammar:
         begin: llguidance's matcher before the first token; others may share it, and it stays as it is.
         num_tokens: That it knows.
         end_ids: Those that it takes for the end of the text.
+        after: The token that it begins behind, as an answer begins behind a model's thoughts; None is from the first
+            token on.
+
+    Attributes:
+        has_begun: Whether it has a say in which tokens may come.
     """
 
-    def __init__(self, begin: Any, num_tokens: int, end_ids: frozenset[int]):
+    def __init__(self, begin: Any, num_tokens: int, end_ids: frozenset[int], after: int | None = None):
         self.num_tokens = num_tokens
         self.end_ids = end_ids
+        self.has_begun = after is None
+        self._after = after
         self._begin = begin
         self._matcher = begin.deep_copy()
         self._num_followed = 0
         self._ended = False
 
-    def fork(self) -> "Grammar":
-        """The same grammar for another sequence, before its first token."""
-        return Grammar(self._begin, self.num_tokens, self.end_ids)
+    def fork(self, after: int | None = None) -> "Grammar":
+        """The same grammar for another sequence, before its first token, or behind its first token `after`."""
+        return Grammar(self._begin, self.num_tokens, self.end_ids, after)
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Goes to where the sequence is after `tokens`, all that it has so far."""
         begin, self._num_followed = self._num_followed, _NOWHERE
         if begin == _NOWHERE:
-            self._matcher, begin = self._begin.deep_copy(), 0
+            self._matcher, self.has_begun, begin = self._begin.deep_copy(), self._after is None, 0
         for token in tokens[begin:]:
-            self._matcher.consume_token(token)
+            if self.has_begun:
+                self._matcher.consume_token(token)
+            self.has_begun |= token == self._after
         self._num_followed = len(tokens)
 
     def end(self) -> None:
