@@ -34,6 +34,7 @@ def _read(service: Service, request: Request, body: dict[str, Any]) -> Asked:
             raise ValueError(f"`top_logprobs` needs `logprobs`. Got {top}.")
         rule = "a whole number of at least 1"
         most = typed(body, "max_completion_tokens", int, rule, typed(body, "max_tokens", int, rule))
+        includes_reasoning = flag(body, "include_reasoning", True)
         options = service.options
         tools = asked_tools(body, options.tool_call_parser, is_auto_enabled=options.enable_auto_tool_choice)
         params = tools.params_of(read_params(service, call, body, max_tokens=most, logprobs=asked))
@@ -41,7 +42,6 @@ def _read(service: Service, request: Request, body: dict[str, Any]) -> Asked:
         thinking = Thinking.of(service, text, has_form=params.structured_outputs is not None)
         ids = encoded(service, body, text)
         of_prompts = make_requests(service, body, [ids], params, grammar_after=thinking.end_token)
-    includes_reasoning = flag(body, "include_reasoning", True)
 
     def new_message() -> Message:
         return Message(

@@ -4,6 +4,7 @@ from typing import Any
 
 from jattn.server.bodies import flag, shortened, typed
 from jattn.server.service import Service
+from jattn.server.tools.asked import tools_of
 from jattn.server.tools.messages import with_calls_for_templates
 
 
@@ -23,7 +24,7 @@ def chat_text(service: Service, body: dict[str, Any]) -> str:
     Raises:
         ValueError: The checkpoint has no chat template, or it refuses the messages.
     """
-    tools = typed(body, "tools", list, "a list", [])
+    tools = tools_of(body)
     continues = flag(body, "continue_final_message")
     opens = flag(body, "add_generation_prompt", not continues)
     if continues and opens:

@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import functools
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.jattn.harness.tiny import VOCAB
 from tests.jattn.harness.tiny_grammars import END, compiler, grammar, text, tokenizer
 
 SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
+
+NESTED = functools.reduce(lambda inner, _: {"items": inner}, range(10**5), {})
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,7 @@ SCHEMA = {"type": "object", "properties": {"é": {"type": "integer"}}}
         ({"json": [1]}, r"`json` must be a JSON schema: .* Got \[1\]"),
         ({"json": {"a": object()}}, "`json` must be a JSON schema"),
         ({"json": 5}, "`json` must be a JSON schema"),
+        ({"json": NESTED}, "`json` must be a JSON schema: .* Got one that is nested too deep"),
         ({"regex": ""}, "`regex` must be a text that is not empty. Got ''"),
         ({"regex": 5}, "`regex` must be a text"),
         ({"grammar": "\ud800"}, "`grammar` must be a text"),
@@ -63,6 +67,10 @@ def test_schemas_that_are_alike_are_equal_and_hashable():
         ({"json": {"$ref": "#/foo"}}, "'/foo' does not exist"),
         ({"grammar": "start: nothing"}, '`grammar` of .* unknown name: "nothing"'),
         ({"json": {}, "whitespace_pattern": "("}, "`json` of .* cannot be served"),
+        ({"grammar": "start: start"}, "`grammar` of .* cannot be served: NoExtensionBias"),
+        ({"grammar": "start: " + "(" * 10**5 + '"a"' + ")" * 10**5}, "too deeply nested"),
+        ({"regex": "(" * 10**5 + "a" + ")" * 10**5}, "invalid regex"),
+        ({"regex": "|".join(map(str, range(10**5)))}, "too big"),
     ],
 )
 def test_what_llguidance_refuses_is_told_with_its_reason(asked, sentence):
@@ -70,6 +78,7 @@ def test_what_llguidance_refuses_is_told_with_its_reason(asked, sentence):
         grammar(**asked)
     assert "\n" not in str(told.value)
     assert str(told.value).endswith(".")
+    assert len(str(told.value)) < 500
 
 
 def written(made, wanted):

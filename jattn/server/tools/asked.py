@@ -61,8 +61,8 @@ def asked_tools(body: dict[str, Any], tool_call_parser: str | None, *, is_auto_e
     Raises:
         ValueError: One of them is not what it should be, or asks for what the server is not set up for.
     """
-    tools = typed(body, "tools", list, "a list", [])
-    functions = {function["name"]: function for function in map(_function, tools)}
+    tools = tools_of(body)
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     choice = body.get("tool_choice", "auto" if tools else "none")
     is_parallel = flag(body, "parallel_tool_calls", True)
     form, make_parser = None, PlainParser
@@ -91,7 +91,19 @@ def asked_tools(body: dict[str, Any], tool_call_parser: str | None, *, is_auto_e
     return AskedTools(tools, form, make_parser, is_parallel, tool_call_parser == "mistral")
 
 
-def _function(tool: Any) -> dict[str, Any]:
+def tools_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tools that a body has.
+
+    Raises:
+        ValueError: One is none.
+    """
+    tools = typed(body, "tools", list, "a list", [])
+    for tool in tools:
+        _check_tool(tool)
+    return tools
+
+
+def _check_tool(tool: Any) -> None:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -101,7 +113,6 @@ def _function(tool: Any) -> dict[str, Any]:
         )
     if not isinstance(function.get("parameters") or {}, dict):
         raise ValueError(f"`parameters` of a tool must be a JSON schema. Got {shortened(function['parameters'])}.")
-    return function
 
 
 def _chosen(choice: dict[str, Any], functions: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from jattn.serving.structured.grammar import Grammar
 from jattn.serving.structured.params import StructuredOutputsParams
 
 _KEPT = 64  # grammars
+_LONGEST_REASON = 400  # characters: some repeat all of an expression
 
 
 def llguidance() -> Any:
@@ -70,8 +71,10 @@ class GrammarCompiler:
         if is_wrong:
             raise ValueError(_refusal(params, told[0]))
         matcher = package.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ValueError(_refusal(params, matcher.get_error()))
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()  # some grammars turn out to allow nothing
+        if probe.is_error():
+            raise ValueError(_refusal(params, probe.get_error().partition("<non-verbose/>")[0]))
         return Grammar(matcher, self._tokenizer.vocab_size, frozenset(self._tokenizer.eos_tokens))
 
     def _made_tokenizer(self, package: Any) -> Any:
@@ -102,4 +105,6 @@ def _source(package: Any, params: StructuredOutputsParams) -> str:
 
 def _refusal(params: StructuredOutputsParams, reason: Any) -> str:
     kind = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
-    return f"`{kind}` of `structured_outputs` cannot be served: {' '.join(str(reason).split()).rstrip('.')}."
+    told = " ".join(str(reason).split()).rstrip(".")
+    told = told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]}..."
+    return f"`{kind}` of `structured_outputs` cannot be served: {told}."

@@ -96,5 +96,8 @@ def _choices(values: Any) -> tuple[str, ...]:
 
 
 def _shortened(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "one that is nested too deep"
     return text if len(text) <= 100 else f"{text[:97]}..."
