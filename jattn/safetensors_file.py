@@ -1,11 +1,15 @@
 """SafetensorsFile: one file of tensors through the format's own library, and a sentence where it cannot be read."""
 
+import functools
 import json
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+_FP8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn}  # the library has no place for these in NumPy
 _LENGTH_BYTES = 8  # a file begins with the header's length, little endian
 
 
@@ -40,13 +44,29 @@ class SafetensorsFile:
         Raises:
             NotImplementedError: NumPy has no such dtype.
         """
+        stored = self._file.get_slice(name).get_dtype()
+        if stored in _FP8:
+            return self._bytes(name, piece).view(_FP8[stored])
         try:
             return self._file.get_tensor(name) if piece is None else self._file.get_slice(name)[piece]
         except (SafetensorError, TypeError, AttributeError) as error:
-            dtype = self._file.get_slice(name).get_dtype()
             raise NotImplementedError(
-                f"{self.path} stores tensor {name!r} as {dtype}, which cannot be read."
+                f"{self.path} stores tensor {name!r} as {stored}, which cannot be read."
             ) from error
+
+    def _bytes(self, name: str, piece: tuple[slice, ...] | None) -> np.ndarray:
+        """A tensor of one byte a number."""
+        first, header = self._header
+        offset = first + header[name]["data_offsets"][0]
+        mapped = np.memmap(self.path, np.uint8, mode="r", offset=offset, shape=self.shape(name))
+        return np.array(mapped if piece is None else mapped[piece])
+
+    @functools.cached_property
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """Where the numbers begin in the file, and what it says of each tensor."""
+        with self.path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            return _LENGTH_BYTES + length, json.loads(file.read(length))
 
 
 def _fault(path: Path, error: Exception) -> str:

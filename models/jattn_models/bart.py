@@ -16,6 +16,7 @@ from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn_models import weights
 from jattn_models.config_fields import boolean, positive, refuse, with_defaults
 from jattn_models.layers import LayerNorm, Linear, precision, random_weights
+from jattn_models.stored_tensors import StoredTensors
 
 _FIRST_POSITION = 2  # of the table of positions; the rows before it are never used
 _EPS = 1e-5
@@ -194,7 +195,7 @@ class BartForConditionalGeneration(nnx.Module):
         """
         config = BartConfig.from_dict(checkpoint.config)
         graph, state = nnx.split(nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0))))
-        return nnx.merge(graph, weights.load(state, _sources(config), checkpoint, unread=_UNREAD))
+        return nnx.merge(graph, weights.load(state, _sources(config), StoredTensors(checkpoint), unread=_UNREAD))
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, AttentionLayer]:

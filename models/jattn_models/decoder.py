@@ -21,6 +21,7 @@ from jattn_models.experts import MixtureOfExperts
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.layers import GatedMLP, OfLayer, ReadInPlace, RMSNorm, Vocabulary
 from jattn_models.sharding import Rank
+from jattn_models.stored_tensors import StoredTensors
 
 
 class DecoderLayer(nnx.Module):
@@ -110,8 +111,9 @@ class Decoder(nnx.Module):
         config = abstract.config
         graph, state = nnx.split(abstract)
         sources = tensor_names.of_model(config, cls.layer_tensors)
+        stored = StoredTensors(checkpoint, config.block_scales)
         unread = cls.unread_tensors(config)
-        return nnx.merge(graph, weights.load(state, sources, checkpoint, unread=unread, rank=device))
+        return nnx.merge(graph, weights.load(state, sources, stored, unread=unread, rank=device))
 
     @classmethod
     def without_weights(cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> "Decoder":

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment
+from jattn_models.quantization import BlockScales, read_quantization
 from jattn_models.rope import Rope
 from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
@@ -35,6 +36,7 @@ class DecoderConfig:
         embedding_scale: Factor on the embedded tokens.
         logit_cap: Soft cap of the logits; None is off.
         experts: The mixture of sparse layers; None if all are dense.
+        block_scales: How the checkpoint's weights in fp8 are scaled; None if it has none.
     """
 
     vocab_size: int
@@ -59,6 +61,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     experts: Experts | None = None
+    block_scales: BlockScales | None = None
 
     def __post_init__(self):
         if self.num_q_heads % self.num_kv_heads:
@@ -111,8 +114,6 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
     context_len = positive(fields, "max_position_embeddings", int)
     refuse_unread(fields, read, context_len)
     refuse(fields, "hidden_act", unless="silu")
-    if fields.get("quantization_config"):
-        raise NotImplementedError("`quantization_config` must be absent: load the checkpoint's unquantised weights.")
     hidden_size = positive(fields, "hidden_size", int)
     num_q_heads = positive(fields, "num_attention_heads", int)
     if "head_dim" not in fields and hidden_size % num_q_heads:
@@ -133,4 +134,5 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
         "rms_norm_eps": positive(fields, "rms_norm_eps", float),
         "rope": Rope.from_config(fields, head_dim, partial="partial_rotary_factor" in read),
         "tied": boolean(fields, "tie_word_embeddings", default=False),
+        "block_scales": read_quantization(fields),
     }

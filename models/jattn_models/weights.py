@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import re
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jattn.checkpoint import Checkpoint
 from jattn_models.sharding import ONLY_RANK, Rank, Sharded, pieces, whole_shape
+from jattn_models.stored_tensors import StoredTensors
 
 Path = tuple[Any, ...]
 Widths = int | tuple[int, ...] | None
@@ -60,18 +60,18 @@ class Source:
         widths = self.parts[part]
         return widths if isinstance(widths, tuple) else (width if widths is None else widths,)
 
+    def names(self) -> Iterator[str]:
+        """The tensors that it is made of, one a part and place."""
+        return (self.name(part, place) for place in self.places() for part in self.parts)
+
     def name(self, part: str, place: tuple[int, ...]) -> str:
         return part.format(**{key: self.numbers[key][i] for key, i in zip(self.numbers, place, strict=True)})
-
-
-_DTYPES = ("float32", "bfloat16", "float16")
-_RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what their configuration says anyway
 
 
 def load(
     state: Any,
     sources: Mapping[Path, Source],
-    checkpoint: Checkpoint,
+    stored: StoredTensors,
     *,
     unread: tuple[str, ...] = (),
     rank: Rank = ONLY_RANK,
@@ -84,7 +84,7 @@ def load(
     Args:
         state: An abstract `nnx.State`, as `nnx.eval_shape` gives it, of one device's share of the model.
         sources: For each leaf its tensors.
-        checkpoint: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
+        stored: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
         unread: How the names of tensors begin that may be there but have no leaf.
         rank: The device.
 
@@ -92,35 +92,17 @@ def load(
         ValueError: A tensor is missing, has another shape or dtype, or has no leaf.
     """
     leaves = [(path, variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
-    _check_names([sources[path] for path, _, _ in leaves], checkpoint, unread)
+    stored.check_names(itertools.chain.from_iterable(sources[path].names() for path, _, _ in leaves), unread)
     loaded = [
-        (path, variable.replace(_leaf(path, abstract, sources[path], checkpoint, rank)))
+        (path, variable.replace(_leaf(path, abstract, sources[path], stored, rank)))
         for path, variable, abstract in leaves
     ]
     return nnx.from_flat_state(loaded)
 
 
-def _check_names(sources: list[Source], checkpoint: Checkpoint, unread: tuple[str, ...]) -> None:
-    """Checks the names alone, before memory is taken for all the layers that a configuration claims."""
-    names = frozenset(checkpoint.tensor_names)
-    left = dict.fromkeys(checkpoint.tensor_names)
-    for source in sources:
-        for place in source.places():
-            for part in source.parts:
-                name = source.name(part, place)
-                if name not in names:
-                    checkpoint.read(name)  # raises: it is missing
-                left.pop(name, None)
-    if others := [name for name in left if not name.startswith(unread) and not _RECOMPUTED.fullmatch(name)]:
-        raise ValueError(
-            f"{checkpoint.path} must hold only tensors that {checkpoint.architecture} has a place for. "
-            f"Got {len(others)} others, such as {others[0]!r}."
-        )
-
-
-def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint: Checkpoint, rank: Rank) -> Any:
+def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors, rank: Rank) -> Any:
     if source.of_heads is not None:
-        return _leaf_of_heads(abstract, source, source.of_heads, checkpoint, rank)
+        return _leaf_of_heads(abstract, source, source.of_heads, stored, rank)
     leaf = None
     share = abstract.shape[len(source.numbers) :]
     shape = whole_shape(share, source.sharded, rank.size)
@@ -133,7 +115,7 @@ def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint
             for piece in pieces(whole, blocks, source.sharded, rank):
                 order = slice(None, None, -1) if transposed else slice(None)
                 read = piece[order] if rank.size > 1 else None
-                tensor = _tensor(checkpoint, source.name(part, place), whole[order], read)
+                tensor = stored.read(source.name(part, place), whole[order], read, dtype=abstract.dtype)
                 if leaf is None:  # only now: the configuration's shape is the checkpoint's too
                     leaf = jnp.zeros(abstract.shape, abstract.dtype)
                 leaf = _placed(leaf, tensor, place, start, transposed=transposed)
@@ -143,7 +125,7 @@ def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, checkpoint
 
 
 def _leaf_of_heads(
-    abstract: jax.ShapeDtypeStruct, source: Source, of_heads: OfHeads, checkpoint: Checkpoint, rank: Rank
+    abstract: jax.ShapeDtypeStruct, source: Source, of_heads: OfHeads, stored: StoredTensors, rank: Rank
 ) -> Any:
     (part,), leaf, taken = source.parts, None, len(of_heads.order)
     share, size = abstract.shape[len(source.numbers) :], 1 if source.sharded is None else rank.size
@@ -152,8 +134,8 @@ def _leaf_of_heads(
     rows = heads * of_heads.width
     own = (slice(rank.number * rows, (rank.number + 1) * rows), slice(0, inputs)) if size > 1 else None
     for place in source.places():
-        tensor = _tensor(checkpoint, source.name(part, place), (rows * size, inputs), own)
-        tensor = tensor.reshape(heads, of_heads.width, inputs)[:, list(of_heads.order)]
+        tensor = stored.read(source.name(part, place), (rows * size, inputs), own, dtype=abstract.dtype)
+        tensor = tensor.reshape(heads, of_heads.width, inputs)[:, np.array(of_heads.order)]
         if leaf is None:
             leaf = jnp.zeros(abstract.shape, abstract.dtype)
         leaf = _placed(leaf, tensor.reshape(-1, inputs) if is_kernel else tensor, place, 0, transposed=is_kernel)
@@ -167,13 +149,6 @@ def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for i in range(lengths[0]):
         for rest in _indices(lengths[1:]):
             yield (i, *rest)
-
-
-def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], piece: tuple[slice, ...] | None) -> np.ndarray:
-    tensor = checkpoint.read(name, shape, piece)
-    if tensor.dtype.name not in _DTYPES:
-        raise ValueError(f"Tensor {name!r} must be one of {', '.join(_DTYPES)}. Got {tensor.dtype}.")
-    return tensor
 
 
 @functools.partial(jax.jit, donate_argnames="leaf", static_argnames="transposed")

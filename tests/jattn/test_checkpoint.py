@@ -14,6 +14,7 @@ TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
     "b": np.arange(8).astype(ml_dtypes.bfloat16),
     "c": np.float16(2.5) * np.ones((1, 1, 2), np.float16),
+    "d": np.arange(6).reshape(2, 3).astype(ml_dtypes.float8_e4m3fn),
     "none": np.zeros((0, 3), np.int64),
     "scalar": np.array(7, np.int32),
 }
