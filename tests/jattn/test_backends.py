@@ -40,6 +40,12 @@ def test_engine_that_drafts_through_flashinfer_is_refused_in_the_engines_words()
         FlashInferAttnBackend.for_model((LAYER,), dataclasses.replace(OPTIONS, max_num_seqs=0))
 
 
+def test_model_of_latent_rows_is_refused_by_flashinfer_before_it_compiles():
+    latent = dataclasses.replace(LAYER, tp_k_head_num=1, tp_v_head_num=1, v_head_dim=8, kv="latent")
+    with pytest.raises(NotImplementedError, match=r"`kv` must be 'heads' .* use `paged` or `flash_attention`. Got .*"):
+        FlashInferAttnBackend.for_model((latent,), OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

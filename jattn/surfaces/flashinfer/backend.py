@@ -13,7 +13,7 @@ from jattn.kv_pool import KVPool
 from jattn.spec_info import EagleVerifyInput
 from jattn.surfaces.checks import WORDS, as_given, checked_rows, saved
 from jattn.surfaces.cuda_graph_state import CudaGraphState
-from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_chunks
+from jattn.surfaces.flashinfer.config import FlashInferConfig, refuse_unserved
 from jattn.surfaces.flashinfer.metadata import DecodeMetadata, PrefillMetadata, WrapperDispatch
 from jattn.surfaces.flashinfer.plan import PagedPlan
 from jattn.surfaces.flashinfer.planning import plan_batch
@@ -222,7 +222,7 @@ class FlashInferAttnBackend(FlashInferConfig):
         return plan.attend(q, (group.k, group.v), spec=spec, layer_index=layer.layer_id, **scales)
 
     def _wrapper_index(self, layer: AttentionLayer) -> int:
-        refuse_chunks(layer)
+        refuse_unserved(layer)
         if layer.is_cross_attention and not self.is_encoder_decoder:
             raise ValueError("`layer` may have cross attention only with `is_encoder_decoder`. Got a backend without.")
         index = 0

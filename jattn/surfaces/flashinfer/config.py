@@ -97,13 +97,16 @@ class FlashInferConfig:
         """The backend of a model's layers, one given of each kind.
 
         Raises:
-            NotImplementedError: Layers differ in their heads or windows, or attend within chunks; drafted tokens.
+            NotImplementedError: Layers differ in their heads or windows, attend within chunks, or read latent rows; drafted
+                tokens.
         """
         if options.speculative_num_draft_tokens > 1:
             raise NotImplementedError(
                 "`speculative` must be None with `backend` flashinfer, whose verification takes a tree's mask: use "
                 f"paged. Got {options.speculative_num_draft_tokens - 1} drafted tokens a step."
             )
+        for layer in layers:
+            refuse_unserved(layer)
         shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim) for layer in layers}
         windows = {layer.sliding_window_size for layer in layers} - {-1}
         if len(shapes) != 1 or len(windows) > 1:
@@ -111,8 +114,6 @@ class FlashInferConfig:
                 "The layers of a FlashInfer backend must have the same heads, and one window or none: use "
                 f"`paged`. Got heads and widths {sorted(shapes)}, windows {sorted(windows)}."
             )
-        for layer in layers:
-            refuse_chunks(layer)
         ((num_heads, num_kv_heads, head_dim),) = shapes
         return cls(
             num_heads=num_heads,
@@ -203,8 +204,8 @@ def _shape(name: str, value: Any, axes: int) -> tuple[int, ...]:
     return tuple(whole_number(size, rule, 0) for size in shape)
 
 
-def refuse_chunks(layer: AttentionLayer) -> None:
-    """Refuses a layer that attends within chunks.
+def refuse_unserved(layer: AttentionLayer) -> None:
+    """Refuses a layer that attends within chunks, or reads latent rows.
 
     Raises:
         NotImplementedError: It does.
@@ -213,4 +214,9 @@ def refuse_chunks(layer: AttentionLayer) -> None:
         raise NotImplementedError(
             "`chunk_size` must be None in layers of a FlashInfer backend: use `paged`. "
             f"Got layer.chunk_size={layer.chunk_size}."
+        )
+    if layer.kv != "heads":
+        raise NotImplementedError(
+            "`kv` must be 'heads' in layers of a FlashInfer backend: use `paged` or `flash_attention`. "
+            f"Got layer.kv={layer.kv!r}."
         )
