@@ -94,7 +94,7 @@ def prompts():
     """Of two chunks, of less than a page, one that repeats itself, and one that begins as the first."""
     rng = np.random.default_rng(1)
     first, short, other = (rng.integers(0, VOCAB, length).tolist() for length in (21, 5, 9))
-    return [first, short, [7, 3, 9, 11] * 5, other, first[:20] + [1, 2]]
+    return [first, short, [7, 3, 9, 11] * 5, other, [*first[:20], 1, 2]]
 
 
 @functools.cache

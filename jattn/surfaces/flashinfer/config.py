@@ -97,8 +97,8 @@ class FlashInferConfig:
         """The backend of a model's layers, one given of each kind.
 
         Raises:
-            NotImplementedError: Layers differ in their heads or windows, attend within chunks, or read latent rows; drafted
-                tokens.
+            NotImplementedError: Layers differ in their heads or windows, attend within chunks, or read latent rows;
+                drafted tokens.
         """
         if options.speculative_num_draft_tokens > 1:
             raise NotImplementedError(
