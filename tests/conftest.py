@@ -24,8 +24,12 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import hypothesis
 import jax
 
+# An example that waits for another process on the machine is none that is too slow.
+hypothesis.settings.register_profile("jattn", deadline=None)
+hypothesis.settings.load_profile("jattn")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tests write nothing into a home, and what a patched function was compiled to is found by no later one.
