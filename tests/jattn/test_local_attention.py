@@ -68,7 +68,7 @@ def batches(draw):
 
 
 @given(batches(), st.integers(1, 24))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 def test_virtual_batches_are_the_runs_of_rows_in_one_chunk(batch, columns):
     chunk_size, page_size, q_lens, kv_lens = batch
     table, kv_lens = table_of(4, columns), np.array(kv_lens, np.int32)
@@ -81,7 +81,7 @@ def test_virtual_batches_are_the_runs_of_rows_in_one_chunk(batch, columns):
 
 
 @given(batches())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_padded_virtual_batches_are_those_of_numpy_and_empty_ones(batch):
     chunk_size, page_size, q_lens, kv_lens = batch
     num_tokens = 80  # of the bucket

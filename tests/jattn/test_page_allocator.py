@@ -62,7 +62,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_allocator_gives_every_page_but_0():

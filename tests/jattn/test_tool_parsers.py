@@ -136,7 +136,7 @@ def cut_texts(draw):
 
 
 @pytest.mark.parametrize("kind", PARSERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cut=cut_texts())
 @example(cut=("<tool_call", ["<tool", "_call"]))
 def test_events_do_not_depend_on_the_pieces(kind, cut):
@@ -150,7 +150,7 @@ def test_events_do_not_depend_on_the_pieces(kind, cut):
         assert "".join(event.text for event in whole) == text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     calls=st.lists(
         st.tuples(

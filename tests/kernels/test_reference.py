@@ -31,7 +31,7 @@ def test_oracle_equals_brute_force(case):
     assert_brute_force_agrees(case)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=random_cases())
 def test_oracle_equals_brute_force_on_random_cases(case):
     assert_brute_force_agrees(case, seed=1)

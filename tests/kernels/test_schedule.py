@@ -36,7 +36,7 @@ def starts_of(schedule, workers):
 
 
 @given(data=st.data(), size=st.sampled_from(SIZES))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 def test_split_deals_out_every_tile_evenly(data, size):
     batch_size, workers = size
     lens = data.draw(st.lists(st.integers(0, 400), min_size=batch_size, max_size=batch_size))

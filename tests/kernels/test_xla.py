@@ -41,7 +41,7 @@ def test_xla_agrees_with_the_oracle(case):
     assert_close(case, inputs, *attend(case, inputs, "xla"))
 
 
-AT_RANDOM = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+AT_RANDOM = settings(derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @given(case=random_cases())
