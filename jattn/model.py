@@ -11,6 +11,9 @@ from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
 
+# Models that are near relatives of those that are built, and what keeps them from being served.
+_NOT_BUILT = dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "sparse attention by an indexer")
+
 
 @runtime_checkable
 class CausalLM(Protocol):
@@ -73,9 +76,15 @@ def model_class(architecture: str) -> type:
 
     Raises:
         ValueError: No installed package announces it; the message lists those that are.
+        NotImplementedError: As much is known of it as that something is not built that it needs.
     """
     known = {point.name: point for point in entry_points(group="jattn.models")}
     if architecture not in known:
+        if lacking := _NOT_BUILT.get(architecture):
+            raise NotImplementedError(
+                f"`architectures` must name a model without {lacking}, which is not built; DeepSeek-V3, R1, V3.1 and "
+                f"GLM-4.7-Flash are without. Got {architecture!r}."
+            )
         raise ValueError(
             f"The checkpoint's architecture {architecture!r} is unknown. Known: {', '.join(sorted(known)) or 'none'}."
         )

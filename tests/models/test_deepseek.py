@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from jattn.model import model_class
 from jattn.routing import Routing
 from jattn_models.deepseek import DeepseekV2Config, DeepseekV3Config
 from jattn_models.experts import Experts
@@ -83,6 +84,12 @@ def test_glm_lites_layers_have_a_type_each(types):
 def test_what_is_not_built_is_named(config_class, fields, message):
     with pytest.raises(NotImplementedError, match=message):
         config_class.from_dict(V2 | fields)
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_models_that_choose_their_keys_by_an_indexer_are_refused_by_name(architecture):
+    with pytest.raises(NotImplementedError, match=rf"without sparse attention by an indexer, .* Got '{architecture}'"):
+        model_class(architecture)
 
 
 @pytest.mark.parametrize(

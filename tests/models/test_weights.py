@@ -4,10 +4,12 @@ import json
 import pathlib
 import shutil
 
+import chex
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jattn.checkpoint import Checkpoint
@@ -33,7 +35,7 @@ def load(tmp_path):
     """Loads a tiny model after its tensors were changed."""
 
     def with_changes(case="mha", dtype=jnp.float32, /, **changes):
-        folder = shutil.copytree(GOLDEN / case, tmp_path / case)
+        folder = shutil.copytree(GOLDEN / case, tmp_path / case, dirs_exist_ok=True)
         tensors = load_file(folder / "model.safetensors") | changes
         save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
         return load_model(folder, dtype)
@@ -87,9 +89,28 @@ def test_more_experts_than_there_are_tensors_are_noticed_before_memory_is_taken(
         load_model(folder)
 
 
-@pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight"), ("glm4_moe", DRAFTING)])
+@pytest.mark.parametrize(("case", "name"), [("mha", FREQUENCIES), ("tied", "lm_head.weight")])
 def test_tensor_that_is_not_needed_may_be_there(load, case, name):
     load(case, **{name: np.zeros(4, np.float32)})
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+def test_layer_that_drafts_tokens_is_skipped_by_name_and_no_other(load, case):
+    """Behind the last of three layers, with all that such a layer has and what only one that drafts has."""
+    last, drafting, beyond = (f"model.layers.{number}." for number in (2, 3, 4))
+    tensors = load_file(GOLDEN / case / "model.safetensors")
+    more = {name.replace(last, drafting): x for name, x in tensors.items() if name.startswith(last)}
+    own = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+    more |= {f"{drafting}{name}.weight": np.zeros(4, np.float32) for name in own}
+    assert len(more) > 30
+    chex.assert_trees_all_equal(nnx.state(load(case, **more)), nnx.state(load(case)))
+    with pytest.raises(ValueError, match=f"Got 1 others, such as '{beyond}eh_proj.weight'"):
+        load(case, **{f"{beyond}eh_proj.weight": np.zeros(4, np.float32)})
+
+
+def test_layer_behind_the_last_of_a_model_that_drafts_nothing_is_refused(load):
+    with pytest.raises(ValueError, match=f"Got 1 others, such as '{DRAFTING}'"):
+        load("deepseek_v2", **{DRAFTING: np.zeros(4, np.float32)})
 
 
 def test_bias_for_the_choice_of_experts_stays_float32(load):
