@@ -25,10 +25,13 @@ SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=K, head_dim=H, sm_scale=0.25)
 PLAIN = AttentionLayer(
     layer_id=LAYER, tp_q_head_num=N, tp_k_head_num=K, tp_v_head_num=K, head_dim=H, v_head_dim=H, scaling=0.25
 )
+WINDOWED = dataclasses.replace(PLAIN, sliding_window_size=20)
+LATENT = dataclasses.replace(PLAIN, tp_k_head_num=1, tp_v_head_num=1, head_dim=24, v_head_dim=H)
 
 
 def make_config(page_size, layer=PLAIN, **fields):
     return FlashAttentionConfig(
+        attention_arch="MLA" if layer is LATENT else "MHA",
         max_context_len=MAX_CONTEXT,
         page_size=page_size,
         layers=(layer,),
@@ -48,11 +51,21 @@ def up_to_the_end(requests, longest):
     return dataclasses.replace(requests, seq_lens=np.array([longest, *requests.seq_lens[1:]], np.int32))
 
 
-@pytest.mark.parametrize(("topk", "page_size", "longest"), [(1, 16, 100), (2, 1, 100), (2, 64, 100), (2, 16, 191)])
-def test_each_step_sees_what_was_there_and_its_own_branch(topk, page_size, longest):
+@pytest.mark.parametrize(
+    ("layer", "topk", "page_size", "longest"),
+    [
+        (PLAIN, 1, 16, 100),
+        (PLAIN, 2, 1, 100),
+        (PLAIN, 2, 64, 100),
+        (PLAIN, 2, 16, 191),
+        (LATENT, 1, 16, 100),
+        (LATENT, 2, 16, 100),
+    ],
+)
+def test_each_step_sees_what_was_there_and_its_own_branch(layer, topk, page_size, longest):
     requests, rng = up_to_the_end(random_requests(topk, page_size), longest), np.random.default_rng(topk)
-    backend = FlashAttentionMultiStepBackend(make_config(page_size), topk, STEPS)
-    rows = Rows(requests, rng, PLAIN, jnp.float32)
+    backend = FlashAttentionMultiStepBackend(make_config(page_size, layer), topk, STEPS)
+    rows, spec = Rows(requests, rng, layer, jnp.float32, latent=layer is LATENT), spec_of(layer)
     rows.fill([requests.slots(row, 0, length) for row, length in enumerate(requests.seq_lens)])
     drafted = [
         requests.slots(row, length, length + topk * STEPS) if length else np.full(topk * STEPS, NOWHERE)
@@ -69,15 +82,15 @@ def test_each_step_sees_what_was_there_and_its_own_branch(topk, page_size, longe
         slots = np.concatenate(drafted).reshape(tokens, STEPS)[:, step].astype(np.int32)
         assert metadata.slots[0].tolist() == slots.tolist()
         k, v = rows.made(slots)
-        q = normal(rng, tokens, N, H)
-        out, pool = one_step(of_step, q, k, v, batch, metadata, pool)
+        q = normal(rng, tokens, N, layer.head_dim)
+        out, pool = one_step(of_step, q, k, v, batch, metadata, pool, layer)
         expected = np.zeros(out.shape)
         for row, length in enumerate(requests.seq_lens.tolist()):
             for branch in range(topk if length else 0):
                 own = drafted[row][branch * STEPS : branch * STEPS + step + 1]
                 seen = np.concatenate([requests.slots(row, 0, length), own])
                 at = slice(row * topk + branch, row * topk + branch + 1)
-                expected[at] = oracle(q[at], *rows.stored(seen), SPEC)
+                expected[at] = oracle(q[at], *rows.stored(seen), spec)
         np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -105,10 +118,6 @@ def tree_mask(seq_lens):
     return [np.concatenate([np.ones((NUM_DRAFT, n), bool), ancestors], axis=1) for n in seq_lens if n]
 
 
-WINDOWED = dataclasses.replace(PLAIN, sliding_window_size=20)
-LATENT = dataclasses.replace(PLAIN, tp_k_head_num=1, tp_v_head_num=1, head_dim=24, v_head_dim=H)
-
-
 @pytest.mark.parametrize(
     ("layer", "page_size", "longest"),
     [(PLAIN, 1, 100), (PLAIN, 16, 100), (PLAIN, 16, 190), (WINDOWED, 16, 100), (LATENT, 16, 100)],
@@ -116,9 +125,8 @@ LATENT = dataclasses.replace(PLAIN, tp_k_head_num=1, tp_v_head_num=1, head_dim=2
 )
 def test_verified_tree_sees_its_ancestors(layer, page_size, longest):
     requests, rng = up_to_the_end(random_requests(9, page_size), longest), np.random.default_rng(9)
-    latent = layer is LATENT
-    backend = FlashAttentionBackend(make_config(page_size, layer, attention_arch="MLA" if latent else "MHA"))
-    rows, spec = Rows(requests, rng, layer, jnp.float32, latent=latent), spec_of(layer)
+    backend = FlashAttentionBackend(make_config(page_size, layer))
+    rows, spec = Rows(requests, rng, layer, jnp.float32, latent=layer is LATENT), spec_of(layer)
     lens = requests.seq_lens.tolist()
     rows.fill([requests.slots(row, 0, length) for row, length in enumerate(lens)])
     slots = [

@@ -122,7 +122,8 @@ class Rows:
             limit = float(jnp.finfo(self.dtype).max)
             return np.clip(x / scale, -limit, limit).astype(self.dtype).astype(np.float64) * scale
 
-        return rounded(self.k[slots], self.layer.k_scale), rounded(self.v[slots], self.layer.v_scale)
+        v_scale = self.layer.k_scale if self.latent else self.layer.v_scale  # a latent row has one
+        return rounded(self.k[slots], self.layer.k_scale), rounded(self.v[slots], v_scale)
 
 
 def oracle(q, k, v, spec: AttentionSpec, **options: Any) -> np.ndarray:
