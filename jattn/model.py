@@ -12,7 +12,10 @@ from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
 
 # Models that are near relatives of those that are built, and what keeps them from being served.
-_NOT_BUILT = dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), "sparse attention by an indexer")
+_NOT_BUILT: dict[str, str] = {
+    "DeepseekV32ForCausalLM": "sparse attention by an indexer",
+    "GlmMoeDsaForCausalLM": "sparse attention by an indexer",
+}
 
 
 @runtime_checkable
