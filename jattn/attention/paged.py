@@ -51,10 +51,8 @@ class PagedAttentionBackend:
 
     def mixes(self) -> bool:
         """Whether each sequence's extend costs what its own length asks for and no more, in every kind of layer."""
-        return all(
-            works_per_sequence("mla_extend" if kind.latent else "paged_extend", **vars(self._call(kind)))
-            for kind in self.kinds
-        )
+        calls = map(self._call, self.kinds)
+        return all(works_per_sequence(call.extend, **call.facts) for call in calls)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> AttentionMetadata:
         """Metadata of a batch, once for all layers; jit-able. This is where a batch is decode or extend."""
@@ -138,7 +136,7 @@ class PagedAttentionBackend:
         return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, **options)
 
     def _schedule(self, kind: LayerKind, metadata: AttentionMetadata) -> Any:
-        if kind.latent or (kind.is_cross and metadata.encoder_lens is None):
+        if kind.is_cross and metadata.encoder_lens is None:
             return None
         return self._call(kind).schedule(metadata.read_by(kind, 0), metadata.slots[0].shape[0])
 
@@ -148,6 +146,7 @@ class PagedAttentionBackend:
             dtype=self.options.dtype,
             kv_dtype=self._stored_dtype,
             page_size=self.page_size,
-            features=("layer_index", "k_scale", "v_scale") if self._is_fp8 and not kind.latent else ("layer_index",),
+            latent=kind.latent,
+            features=("layer_index", "k_scale", "v_scale") if self._is_fp8 else ("layer_index",),
             implementation=self.options.implementation,
         )

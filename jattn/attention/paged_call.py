@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jattn.attention.metadata import QueriesOverPages
 from jattn_kernels import make_schedule, mla_decode, mla_extend, paged_decode, paged_extend
+from jattn_kernels.call import Operation
 from jattn_kernels.spec import AttentionSpec
 
 
@@ -20,6 +21,7 @@ class PagedCall:
         spec: Of the layers.
         dtype, kv_dtype: Of queries and pages.
         page_size: Tokens a page.
+        latent: Whether the pages hold latent rows.
         features: Names of the kernels' optional arguments that the calls are given beside those of what they read.
         implementation: Which kernels to use; None lets dispatch choose.
     """
@@ -28,20 +30,36 @@ class PagedCall:
     dtype: Any
     kv_dtype: Any
     page_size: int
+    latent: bool = False
     features: tuple[str, ...] = ()
     implementation: str | None = None
+
+    @property
+    def decode(self) -> Operation:
+        """The operation where sequences have as many queries each."""
+        return "mla_decode" if self.latent else "paged_decode"
+
+    @property
+    def extend(self) -> Operation:
+        """The operation where they have not."""
+        return "mla_extend" if self.latent else "paged_extend"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is told of a call beside its operation."""
+        return {name: value for name, value in vars(self).items() if name != "latent"}
 
     def schedule(self, read: QueriesOverPages, num_tokens: int) -> Any:
         """The schedule of a batch of that many queries, once for all layers; None where its kernels need none."""
         if read.q_start is not None and (self.spec.window_left is not None or self.spec.chunk_size is not None):
             return None  # a schedule's keys are those that the last queries of a sequence see
         of_read = [name for name in ("q_start", "q_positions", "custom_mask") if getattr(read, name) is not None]
-        facts: dict[str, Any] = vars(self) | {"features": (*of_read, *self.features)}
+        facts: dict[str, Any] = self.facts | {"features": (*of_read, *self.features)}
         return make_schedule(
             read.seq_lens,
             read.cu_q_lens,
             num_tokens=num_tokens if read.q_len is None else read.q_len,
-            operation="paged_extend" if read.q_len is None else "paged_decode",
+            operation=self.extend if read.q_len is None else self.decode,
             max_seq_len=read.page_table.shape[1] * self.page_size,
             **facts,
         )
@@ -77,7 +95,7 @@ def attend_pages(
     if latent:
         attend = mla_decode if decode else mla_extend
         parts = (*jnp.split(q, (spec.value_dim,), axis=-1), k_pages)
-        options["kv_scale"] = k_scale
+        options |= {"kv_scale": k_scale, "schedule": schedule}
     else:
         attend = paged_decode if decode else paged_extend
         parts = (q, k_pages, v_pages)

@@ -1,13 +1,20 @@
 """Backends by their names, made for a model's layers."""
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jattn.attention.paged import PagedAttentionBackend
-from jattn.backend import BACKENDS, AttentionLayer, BackendOptions, EngineBackend, backend_class
+from jattn.backend import BACKENDS, AttentionLayer, BackendOptions, EngineBackend, backend_class, forward
 from jattn.flash_attention import FlashAttentionBackend
 from jattn.flashinfer import FlashInferAttnBackend
+from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_pool import KVGroupSpec, make_pool
+from jattn_kernels.call import Device
+from tests.kernels.harness.triton_interpreter import interpreted
 
 OPTIONS = BackendOptions(max_context_len=64, page_size=4, max_num_seqs=2, dtype="bfloat16", kv_cache_dtype="fp8")
 LAYER = AttentionLayer(
@@ -59,3 +66,39 @@ def test_model_whose_layers_flashinfer_cannot_tell_apart_is_refused(other, messa
     with pytest.raises(NotImplementedError, match=message):
         FlashInferAttnBackend.for_model(layers, OPTIONS)
     FlashAttentionBackend.for_model(layers, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "operation"), [(ForwardMode.DECODE, "mla_decode"), (ForwardMode.EXTEND, "mla_extend")]
+)
+@pytest.mark.parametrize("name", ["paged", "flash_attention"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_layers_of_latent_rows_share_a_schedule(monkeypatch, name, mode, operation, kv_cache_dtype):
+    """It is made once for all layers, and is the one that their calls take."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    widths = {"head_dim": 576, "v_head_dim": 512, "tp_q_head_num": 16, "tp_k_head_num": 1, "tp_v_head_num": 1}
+    layer = dataclasses.replace(LAYER, kv="latent", **widths)
+    options = dataclasses.replace(OPTIONS, page_size=16, kv_cache_dtype=kv_cache_dtype, implementation="triton")
+    backend = backend_class(name).for_model((layer,), options)
+    spec = KVGroupSpec(name="all", num_layers=2, num_kv_heads=1, head_dim=576, v_head_dim=512, latent=True)
+    dtype = jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else jnp.bfloat16
+    pool = jax.eval_shape(lambda: make_pool((spec,), num_pages=8, page_size=16, dtype=dtype))
+    numbers = jnp.arange(2, dtype=jnp.int32)
+    batch = ForwardBatch(
+        forward_mode=mode,
+        input_ids=numbers,
+        positions=numbers,
+        seq_lens=numbers + 1,
+        cu_q_lens=jnp.arange(3, dtype=jnp.int32),
+        out_cache_loc=(numbers,),
+        page_tables=(jnp.zeros((2, 4), jnp.int32),),
+    )
+    metadata = jax.eval_shape(backend.init_forward_metadata, batch)
+    (schedule,) = metadata.schedules
+    assert schedule.call.operation == operation
+    monkeypatch.setattr("jattn_kernels.triton.attention.entry._work", lambda *_: pytest.fail("one is there"))
+    q, row = jnp.zeros((2, 16, 576), jnp.bfloat16), jnp.zeros((2, 1, 576), jnp.bfloat16)
+    rest = (layer, batch, metadata, pool)
+    with interpreted():
+        out, _ = jax.eval_shape(functools.partial(forward, backend, q, row, row[..., :512]), *rest)
+    assert out.shape == (2, 16, 512)
