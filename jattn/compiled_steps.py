@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jattn.progress import logger, shown
 from jattn.step_cache import step_cache, without_jax_cache
@@ -38,11 +39,25 @@ class StepPlan:
 
     def without_arrays(self) -> "StepPlan":
         """The same plan of shapes alone, which holds no memory and outlives arrays that are donated."""
-        return dataclasses.replace(self, arguments=jax.tree.map(_described, self.arguments))
+        return dataclasses.replace(self, arguments=jax.tree.map(described, self.arguments))
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """Those that its arguments are tied to, in their order; JAX's default where they are tied to none."""
+        for leaf in jax.tree.leaves(self.arguments):
+            sharding = described(leaf).sharding
+            if isinstance(sharding, NamedSharding):
+                mesh: Any = sharding.mesh
+                return tuple(mesh.devices.flat)
+            if sharding is not None:
+                return tuple(sharding.device_set)
+        return tuple(jax.device_put(0).devices())
 
 
-def _described(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+def described(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An argument's shape, and where it lies if it is tied to devices."""
+    is_tied = getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct))
+    sharding = leaf.sharding if is_tied else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False))
 
 
@@ -118,7 +133,9 @@ def compile_steps(
         executables: dict[Hashable, jax.stages.Compiled] = {}
         if cache is not None:
             names = _names(plans)
-            for key, (step, seconds) in zip(names, pool.map(_timed(cache.load), names.values()), strict=True):
+            devices = [plans[key].devices for key in names]
+            loaded = pool.map(_timed(cache.load), names.values(), devices)
+            for key, (step, seconds) in zip(names, loaded, strict=True):
                 if step is not None:
                     executables[key], records[key] = step, StepRecord(seconds, loaded=True)
         wanted = plans if only is None else only

@@ -5,8 +5,9 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -36,15 +37,19 @@ class StepCache:
         self._folder = folder
         self._most_bytes = most_bytes
 
-    def load(self, name: str) -> jax.stages.Compiled | None:
-        """The step of a name, ready to run; None if there is none that can be read."""
+    def load(self, name: str, devices: Sequence[Any]) -> jax.stages.Compiled | None:
+        """The step of a name, ready to run; None if there is none that can be read.
+
+        Args:
+            devices: Those that it is compiled for, in their order.
+        """
         path = self._folder / f"{name}{_SUFFIX}"
         try:
             content = path.read_bytes()
         except OSError:
             return None
         try:
-            compiled = deserialize_and_load(*pickle.loads(_checked(content)))
+            compiled = deserialize_and_load(*pickle.loads(_checked(content)), execution_devices=devices)
         except Exception as error:  # whatever a file of another make may raise: it is compiled anew
             logger.info("%s is compiled again, as it cannot be loaded: %s", path, error)
             return None

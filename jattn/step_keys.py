@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jattn_kernels.dispatch import implementations
 
@@ -103,12 +104,20 @@ def _ordered(value: Any) -> Any:
 def _shape(leaf: Any) -> tuple[Any, ...]:
     """What a step is compiled for of an argument."""
     sharding = getattr(leaf, "sharding", None)
-    if sharding is not None and len(sharding.device_set) > 1:
-        raise NoName("Several devices share an argument.")
     committed = getattr(leaf, "committed", sharding is not None)  # a shape's sharding is
-    devices = [device.id for device in sharding.device_set] if sharding is not None and committed else None
-    facts = (getattr(leaf, "weak_type", False), devices)
+    facts = (getattr(leaf, "weak_type", False), _place(sharding) if sharding is not None and committed else None)
     return tuple(leaf.shape), jax.numpy.dtype(leaf.dtype).name, *facts
+
+
+def _place(sharding: Any) -> tuple[Any, ...]:
+    """The devices that an argument is tied to, and how they share it."""
+    if isinstance(sharding, NamedSharding):
+        mesh: Any = sharding.mesh
+        numbers = [device.id for device in mesh.devices.flat]
+        return numbers, str(mesh.shape), str(mesh.axis_types), str(sharding.spec), sharding.memory_kind
+    if len(sharding.device_set) > 1:
+        raise NoName("Several devices share an argument in a way of their own.")
+    return ([device.id for device in sharding.device_set],)
 
 
 def _environment() -> Iterator[str]:
@@ -124,7 +133,7 @@ def _environment() -> Iterator[str]:
     yield f"{jax.sharding.get_abstract_mesh()}"
     for name, value in sorted(os.environ.items()):
         if name == "XLA_FLAGS" or name.startswith("JATTN_"):
-            content = Path(value).read_bytes() if Path(value).is_file() else b""
+            content = Path(value).read_bytes() if os.path.isfile(value) else b""  # flags may be too long for a path
             yield f"{name} {value} {hashlib.sha256(content).hexdigest()}"
     device = jax.local_devices()[0]
     for fact in ("platform", "device_kind", "compute_capability", "core_count"):

@@ -15,10 +15,12 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The interpreter of GPU kernels blocks a thread of XLA's CPU client for each warpgroup that waits: two hang on 2 cores.
 os.environ.setdefault("NPROC", "8")
+# Tests of several devices share the process with those of one, which must not mind the others.
 # XLA's newer emitters for the CPU take 8 ms a kernel to compile, the older ones 1, all in one module the least.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
         "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
         "--xla_cpu_parallel_codegen_split_count=1",
     ]

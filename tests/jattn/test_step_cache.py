@@ -15,6 +15,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jattn import compiled_steps, step_cache, step_keys
 from jattn.compiled_steps import StepPlan, compile_steps
+from jattn.device_mesh import OnAll, side_by_side
+from jattn.parallel import Parallel
 from jattn.step_cache import StepCache
 from jattn.step_keys import NoName, StepNames
 
@@ -111,6 +113,22 @@ def test_a_damaged_file_is_compiled_anew_and_mended(folder, lowered, damaged):
     assert len(lowered) == 2 * len(SIZES)
 
 
+def summed(share):
+    return jax.lax.psum(share, "tensor")
+
+
+def test_a_step_of_several_devices_is_loaded_for_them(folder, lowered):
+    """Two of the devices that there are; four run another one."""
+    for size in (2, 2, 4):
+        parallel = Parallel("tensor", size)
+        parts = [jax.device_put(np.full(3, number, np.float32), jax.local_devices()[number]) for number in range(size)]
+        shares = side_by_side(parts, parallel)
+        step = OnAll(summed, parallel, takes_shares=(True,), gives_shares=False)
+        total = compile_steps({"sum": StepPlan(step, (shares,))})("sum", shares)
+        np.testing.assert_array_equal(total, [sum(range(size))] * 3)
+    assert len(lowered) == 2
+
+
 def test_a_folder_that_cannot_be_written_is_done_without(folder, lowered):
     folder.parent.joinpath("steps").write_text("a file where the folder should be")
     check_runs(compile_steps(PLANS))
@@ -132,7 +150,7 @@ def test_the_steps_used_least_lately_make_way(tmp_path, folder):
     first, second = sorted(folder.iterdir())
     os.utime(first, (1, 1))
     steps = StepCache(folder, most_bytes=second.stat().st_size + 100)
-    assert steps.load(first.stem)  # used: now it is the newer one
+    assert steps.load(first.stem, jax.local_devices()[:1])  # used: now it is the newer one
     os.utime(second, (2, 2))
     steps.store("new", compile_steps({"new": StepPlan(grown, (jnp.ones(1),))})["new"])
     assert not second.exists()
@@ -147,12 +165,17 @@ def test_processes_that_write_at_once_leave_whole_files(tmp_path):
         "step = jax.jit(jnp.sum).lower(jnp.ones(4)).compile()\n"
         "for _ in range(50):\n"
         "    cache.store('step', step)\n"
-        "    assert cache.load('step')(jnp.ones(4)) == 4\n"
+        "    assert cache.load('step', jax.local_devices()[:1])(jnp.ones(4)) == 4\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     processes = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["step.step"]
+
+
+def test_flags_longer_than_a_path_may_be_count_too(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true " * 100)
+    assert name() == name()
 
 
 @pytest.mark.parametrize(
