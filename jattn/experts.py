@@ -1,5 +1,5 @@
 """Mixtures of experts, as models use them."""
 
-from jattn_kernels import routed_experts
+from jattn_kernels import mixture_of_experts, routed_experts
 
-__all__ = ["routed_experts"]
+__all__ = ["mixture_of_experts", "routed_experts"]

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,10 +17,12 @@ class Parallel:
     Attributes:
         axis: Name of the mesh axis; None on one device.
         size: Devices along the axis.
+        by_expert: Whether each device has some of a mixture's experts whole, not some of each one's hidden units.
     """
 
     axis: str | None = None
     size: int = 1
+    by_expert: bool = False
 
     def __post_init__(self):
         if self.size < 1 or (self.axis is None and self.size != 1):
@@ -37,6 +39,24 @@ class Parallel:
         if count % self.size:
             raise ValueError(f"{what} must divide by the number of devices. Got {count} over {self.size} devices.")
         return count // self.size
+
+    def share_of_keys(self, count: int, what: str) -> int:
+        """This device's part of `count` heads of keys; one, which its neighbours have too, if there are more devices.
+
+        Raises:
+            ValueError: Neither divides by the other.
+        """
+        if count < self.size and self.size % count == 0:
+            return 1
+        if count % self.size:
+            raise ValueError(
+                f"{what} must divide by the number of devices, or that by it. Got {count} over {self.size} devices."
+            )
+        return count // self.size
+
+    def first_of(self, share: int) -> Int[Array, ""] | int:
+        """The number of the first of this device's heads or units, of which each device has `share`."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * share
 
     def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
         """Sum over the devices of what each computed from its share."""

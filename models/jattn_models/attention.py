@@ -39,7 +39,8 @@ class Attention(nnx.Module):
     Args:
         config: The model's facts.
         kind: The layer's.
-        parallel: Its share of the heads is this device's.
+        parallel: Its share of the heads is this device's; of fewer key heads than devices, each has the one that its
+            queries see.
     """
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
@@ -51,7 +52,7 @@ class Attention(nnx.Module):
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.temperature = None if kind.rope else config.temperature
         self.num_q_heads = parallel.share(config.num_q_heads, "`num_attention_heads`")
-        self.num_kv_heads = parallel.share(config.num_kv_heads, "`num_key_value_heads`")
+        self.num_kv_heads = parallel.share_of_keys(config.num_kv_heads, "`num_key_value_heads`")
         width, outputs = config.hidden_size, (self.num_q_heads + 2 * self.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(width, outputs, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(self.num_q_heads * config.head_dim, width, dtype=dtype, rngs=rngs)

@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
         abstract = cls.without_weights(checkpoint, dtype=dtype, parallel=parallel)
         config = abstract.config
         graph, state = nnx.split(abstract)
-        sources = tensor_names.of_model(config, cls.layer_tensors)
+        sources = tensor_names.of_model(config, cls.layer_tensors, by_expert=parallel.by_expert)
         stored = StoredTensors(checkpoint, config.block_scales)
         unread = cls.unread_tensors(config)
         return nnx.merge(graph, weights.load(state, sources, stored, unread=unread, rank=device))

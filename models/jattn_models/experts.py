@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jattn.experts import routed_experts
+from jattn.experts import mixture_of_experts, routed_experts
 from jattn.parallel import Parallel
 from jattn.routing import Routing
 from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights
@@ -74,12 +74,17 @@ class GroupedLinear(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of a token's chosen experts; each device holds its share of every expert's hidden units.
 
+    Or some of the experts whole (`Parallel.by_expert`): then it computes what tokens are sent to these.
+
     No token is dropped and no shape depends on the router: a token has as many rows as it has experts.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
-        units = parallel.share(experts.intermediate_size, "An expert's `intermediate_size`")
-        count, bias = experts.routing.num_experts, experts.biased
+        units, count, bias = experts.intermediate_size, experts.routing.num_experts, experts.biased
+        if parallel.by_expert:
+            count = parallel.share(count, "The number of experts")
+        else:
+            units = parallel.share(units, "An expert's `intermediate_size`")
         self.parallel = parallel
         self.experts = experts
         self.router = Router(
@@ -95,39 +100,49 @@ class MixtureOfExperts(nnx.Module):
         self.shared = (
             None
             if experts.shared_size is None
-            else GatedMLP(hidden_size, experts.shared_size, dtype=dtype, rngs=rngs, parallel=parallel)
+            else GatedMLP(
+                hidden_size,
+                experts.shared_size,
+                dtype=dtype,
+                rngs=rngs,
+                parallel=parallel,
+                units_name="A shared expert's `intermediate_size`",
+            )
         )
         self.shared_gate = Linear(hidden_size, 1, dtype=dtype, rngs=rngs) if experts.shared_gated else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         mixed = self.mixed(x)
-        return mixed if self.shared is None else mixed + self.shared_expert(x, self.shared)
+        # One sum over devices for both: two that do not depend on each other could overlap.
+        return self.parallel.all_reduce(mixed if self.shared is None else mixed + self.shared_expert(x, self.shared))
 
     def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """The weighted sum of what each token's experts return, over all devices."""
+        """The weighted sum of what each token's experts return; this device's part of it."""
         first, second = self.gate_up_proj, self.down_proj
         biases: dict[str, Any] = {}
         (gate_up, layer), (down, _) = first.kernel.stack_and_layer, second.kernel.stack_and_layer
         if first.bias is not None and second.bias is not None:
             (gate_up_bias, _), (down_bias, _) = first.bias.stack_and_layer, second.bias.stack_and_layer
-            biases = {"gate_up_bias": gate_up_bias, "down_bias": self.parallel.once(down_bias)}
-        mixed = routed_experts(
-            x,
-            self.router(x),
-            self.router.routing,
-            gate_up,
-            down,
-            choice_bias=None if self.router.choice_bias is None else self.router.choice_bias[...],
-            weighs_inputs=self.experts.weighs_inputs,
-            activation=self.experts.activation,
-            layer_index=layer,
+            if not self.parallel.by_expert:  # each device has a part of what the bias is added to
+                down_bias = self.parallel.once(down_bias)
+            biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        options: dict[str, Any] = {
+            "weighs_inputs": self.experts.weighs_inputs,
+            "activation": self.experts.activation,
+            "layer_index": layer,
             **biases,
-        )
-        return self.parallel.all_reduce(mixed)
+        }
+        if self.parallel.by_expert:
+            weights, chosen = self.router.route(x)
+            own = chosen - self.parallel.first_of(gate_up.shape[-3])  # a number that is none here is no expert
+            return mixture_of_experts(x, weights, own, gate_up, down, **options)
+        choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
+        routing = self.router.routing
+        return routed_experts(x, self.router(x), routing, gate_up, down, choice_bias=choice_bias, **options)
 
     def shared_expert(self, x: Float[Array, "T D"], shared: GatedMLP) -> Float[Array, "T D"]:
-        """What the expert that every token goes to returns, over all devices."""
+        """What the expert that every token goes to returns; this device's part of it."""
         if self.shared_gate is None:
-            return shared(x)
+            return shared.partial(x)
         weights = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
-        return (shared(x).astype(jnp.float32) * weights).astype(x.dtype)
+        return (shared.partial(x).astype(jnp.float32) * weights).astype(x.dtype)

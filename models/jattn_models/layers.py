@@ -144,16 +144,21 @@ class GatedMLP(nnx.Module):
         dtype: Any,
         rngs: nnx.Rngs,
         parallel: Parallel,
+        units_name: str = "`intermediate_size`",
     ):
         self.activation = activation
-        units = parallel.share(intermediate_size, "`intermediate_size`")
+        units = parallel.share(intermediate_size, units_name)
         self.parallel = parallel
         self.gate_up_proj = Linear(hidden_size, 2 * units, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(units, hidden_size, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.parallel.all_reduce(self.partial(x))
+
+    def partial(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """What this device's hidden units add to the result."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.parallel.all_reduce(self.down_proj(ACTIVATIONS[self.activation](gate) * up))
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 class Vocabulary(nnx.Module):

@@ -34,6 +34,8 @@ class Phi3ForCausalLM(Decoder):
         q, kv = (heads * config.head_dim for heads in (config.num_q_heads, config.num_kv_heads))
         qkv, gate_up = (q, kv, kv), (config.intermediate_size,) * 2
         return tensor_names.of_layer(config) | {
-            ("attention", "qkv_proj", "kernel"): tensor_names.split_outputs({"self_attn.qkv_proj.weight": qkv}),
+            ("attention", "qkv_proj", "kernel"): tensor_names.split_outputs(
+                {"self_attn.qkv_proj.weight": qkv}, unit=config.head_dim
+            ),
             ("mlp", "gate_up_proj", "kernel"): tensor_names.split_outputs({"mlp.gate_up_proj.weight": gate_up}),
         }

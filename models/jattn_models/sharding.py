@@ -2,15 +2,15 @@
 
 Column-parallel and row-parallel projections as in Megatron-LM (arXiv:1909.08053): where outputs are split, each device
 has its part of every block that lies side by side in a kernel (queries, keys and values; gate and up); where inputs
-are, it has consecutive rows.
+are, it has consecutive rows. Experts may be split by number instead, each one whole.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-Sharded = Literal["outputs", "inputs", "heads"] | None  # heads: the first of three axes
-_AXES = {"outputs": -1, "inputs": -2, "heads": -3}
+Sharded = Literal["outputs", "inputs", "heads", "experts"] | None  # heads and experts: the first of three axes
+_AXES = {"outputs": -1, "inputs": -2, "heads": -3, "experts": -3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,11 @@ class Rank:
                 f"`rank` must be at least 0 and below the number of devices. Got {self.number} of {self.size}."
             )
 
+    def part(self, everything: range) -> range:
+        """The device's share of numbers."""
+        size = len(everything) // self.size
+        return everything[self.number * size : (self.number + 1) * size]
+
 
 ONLY_RANK = Rank()
 
@@ -39,13 +44,15 @@ def whole_shape(shape: tuple[int, ...], sharded: Sharded, size: int) -> tuple[in
 
 
 def pieces(
-    shape: tuple[int, ...], blocks: tuple[int, ...], sharded: Sharded, rank: Rank
+    shape: tuple[int, ...], blocks: tuple[int, ...], sharded: Sharded, rank: Rank, unit: int = 1
 ) -> Iterator[tuple[slice, ...]]:
     """What lies side by side, along the last axis, in a device's share of an array.
 
     Args:
         shape: Of the whole array, [..., inputs, outputs].
         blocks: Widths of what is split by itself; together the last axis.
+        unit: Outputs that are never split, a head's: where a block has fewer units than there are devices, several
+            devices have one and the same.
     """
     assert sum(blocks) == shape[-1], f"{blocks} do not fill {shape}"
     everything = [slice(0, length) for length in shape]
@@ -54,9 +61,11 @@ def pieces(
         return
     axis, start = _AXES[sharded], 0
     for width in blocks if sharded == "outputs" else (shape[axis],):
-        assert width % rank.size == 0, "the model's constructor refuses what does not divide"
-        part = width // rank.size
-        first = start + rank.number * part
+        units = width // unit if sharded == "outputs" else width
+        alike = max(units, rank.size) % min(units, rank.size) == 0
+        assert alike, "the model's constructor refuses what does not divide"
+        part = width // min(units, rank.size)
+        first = start + rank.number * units // rank.size * (width // units)
         everything[axis] = slice(first, first + part)
         yield tuple(everything)
         start += width

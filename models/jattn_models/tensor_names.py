@@ -7,15 +7,17 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind
 from jattn_models.weights import Path, Source, Widths
 
+_OF_EXPERTS = (("mlp", "gate_up_proj"), ("mlp", "down_proj"))  # in a sparse layer
+
 
 def whole(name: str) -> Source:
     """A leaf of one tensor, which each device has all of."""
     return Source({name: None})
 
 
-def split_outputs(parts: str | Mapping[str, Widths]) -> Source:
-    """A leaf whose outputs devices share, each block by itself; a name alone is one block."""
-    return Source({parts: None} if isinstance(parts, str) else parts, "outputs")
+def split_outputs(parts: str | Mapping[str, Widths], unit: int = 1) -> Source:
+    """A leaf whose outputs devices share, each block by itself, in whole units; a name alone is one block."""
+    return Source({parts: None} if isinstance(parts, str) else parts, "outputs", unit=unit)
 
 
 def split_inputs(name: str) -> Source:
@@ -24,13 +26,17 @@ def split_inputs(name: str) -> Source:
 
 
 def of_model[Config: DecoderConfig](
-    config: Config, layer_tensors: Callable[[Config, LayerKind], Mapping[Path, Source | Mapping[str, Widths]]]
+    config: Config,
+    layer_tensors: Callable[[Config, LayerKind], Mapping[Path, Source | Mapping[str, Widths]]],
+    *,
+    by_expert: bool = False,
 ) -> dict[Path, Source]:
     """The sources of all leaves.
 
     Args:
         layer_tensors: For each leaf of a layer its source, names without the layer's prefix; parts alone, without a
             source, are a leaf that each device has all of.
+        by_expert: Whether devices share a mixture's experts by number.
     """
     sources: dict[Path, Source] = {
         ("vocabulary", "embedding"): split_inputs("model.embed_tokens.weight"),
@@ -45,6 +51,8 @@ def of_model[Config: DecoderConfig](
             numbers = {"layer": layers}
             if config.experts is not None and any("{expert}" in name for name in names):
                 numbers["expert"] = range(config.experts.routing.num_experts)
+            if by_expert and kind.sparse and path[:2] in _OF_EXPERTS:
+                source = dataclasses.replace(source, sharded="experts")
             sources[("layers", number, *path)] = dataclasses.replace(source, parts=names, numbers=numbers)
     return sources
 
@@ -56,7 +64,7 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
     sources = {
         ("input_norm", "scale"): whole("input_layernorm.weight"),
         ("attention", "qkv_proj", "kernel"): split_outputs(
-            {f"self_attn.{x}_proj.weight": width for x, width in widths.items()}
+            {f"self_attn.{x}_proj.weight": width for x, width in widths.items()}, unit=config.head_dim
         ),
         ("attention", "o_proj", "kernel"): split_inputs("self_attn.o_proj.weight"),
         ("post_attention_norm", "scale"): whole("post_attention_layernorm.weight"),
@@ -64,11 +72,12 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
     }
     if config.qkv_bias:
         biases = {f"self_attn.{x}_proj.bias": width for x, width in widths.items()}
-        sources["attention", "qkv_proj", "bias"] = split_outputs(biases)
+        sources["attention", "qkv_proj", "bias"] = split_outputs(biases, unit=config.head_dim)
     if config.qk_norm in ("head", "projection"):
-        of_norm = whole if config.qk_norm == "head" else split_outputs
-        sources["attention", "q_norm", "scale"] = of_norm("self_attn.q_norm.weight")
-        sources["attention", "k_norm", "scale"] = of_norm("self_attn.k_norm.weight")
+        for x in ("q", "k"):
+            name = f"self_attn.{x}_norm.weight"
+            of_projection = split_outputs({name: widths[x]}, unit=config.head_dim)
+            sources["attention", f"{x}_norm", "scale"] = whole(name) if config.qk_norm == "head" else of_projection
     return sources
 
 

@@ -40,16 +40,25 @@ class Source:
         parts: Names of the tensors that lie side by side in it, and how much of its last axis each takes; None is all.
             Several widths are those of the blocks that lie side by side in one tensor.
         sharded: Along which axis several devices share it: the outputs, each block by itself; the inputs, or the
-            embedding's tokens; None where each device has all of it.
+            embedding's tokens; the heads or the experts; None where each device has all of it.
         numbers: What fills a placeholder of the names, such as `{layer}`; the leaf has a leading axis for each.
         of_heads: Some of each head's outputs are in the leaf, which is a kernel or [heads, outputs of a head, inputs];
             None where all are. Such a leaf has one part.
+        unit: Outputs that no two devices split, those of a head: of fewer heads than devices several have the same.
     """
 
     parts: Mapping[str, Widths]
     sharded: Sharded = None
     numbers: Mapping[str, range] = dataclasses.field(default_factory=dict)
     of_heads: OfHeads | None = None
+    unit: int = 1
+
+    def on(self, rank: Rank) -> "Source":
+        """The source of a device's leaf, where that has some of the experts whole, a tensor each."""
+        if self.sharded != "experts" or "expert" not in self.numbers:
+            return self
+        numbers = {**self.numbers, "expert": rank.part(self.numbers["expert"])}
+        return dataclasses.replace(self, sharded=None, numbers=numbers)
 
     def places(self) -> Iterator[tuple[int, ...]]:
         """The leading indices, the last axis fastest; a configuration may claim more than any memory holds."""
@@ -94,7 +103,7 @@ def load(
     leaves = [(path, variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
     stored.check_names(itertools.chain.from_iterable(sources[path].names() for path, _, _ in leaves), unread)
     loaded = [
-        (path, variable.replace(_leaf(path, abstract, sources[path], stored, rank)))
+        (path, variable.replace(_leaf(path, abstract, sources[path].on(rank), stored, rank)))
         for path, variable, abstract in leaves
     ]
     return nnx.from_flat_state(loaded)
@@ -112,7 +121,7 @@ def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, stored: St
         for part in source.parts:
             blocks = source.blocks(part, shape[-1])
             whole = (*shape[:-1], sum(blocks))
-            for piece in pieces(whole, blocks, source.sharded, rank):
+            for piece in pieces(whole, blocks, source.sharded, rank, source.unit):
                 order = slice(None, None, -1) if transposed else slice(None)
                 read = piece[order] if rank.size > 1 else None
                 tensor = stored.read(source.name(part, place), whole[order], read, dtype=abstract.dtype)

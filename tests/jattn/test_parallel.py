@@ -26,6 +26,17 @@ def test_several_devices_share_evenly():
     assert SEVERAL.share(6, "heads") == 3
 
 
+@pytest.mark.parametrize(("count", "share"), [(6, 3), (2, 1), (1, 1)])
+def test_fewer_heads_of_keys_than_devices_are_on_several(count, share):
+    assert SEVERAL.share_of_keys(count, "heads") == share
+    assert ONE_DEVICE.share_of_keys(count, "heads") == count
+
+
+def test_heads_of_keys_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"heads must divide by the number of devices, or that by it\. Got 3"):
+        SEVERAL.share_of_keys(3, "heads")
+
+
 def test_several_devices_sum_their_parts():
     parts = jnp.array([[1.0, 2.0], [30.0, 40.0]])
     chex.assert_trees_all_equal(on_devices(SEVERAL.all_reduce, parts), jnp.array([[31.0, 42.0]] * 2))

@@ -79,10 +79,41 @@ def test_rank_that_there_is_not_is_refused(rank):
         model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=jnp.float32, parallel=TWO, rank=rank)
 
 
-@pytest.mark.parametrize("case", ["gqa", "mixtral", "llama4"])
-def test_more_devices_than_heads_of_keys_are_refused(case):
+@pytest.mark.parametrize(
+    ("case", "parallel", "what"),
+    [
+        ("gqa", Parallel("tensor", 3), "`num_attention_heads` must divide by the number of devices. Got 4 over 3"),
+        ("qwen3_moe", Parallel("tensor", 4, by_expert=True), "The number of experts must divide .* Got 6 over 4"),
+        ("deepseek_v2", Parallel("tensor", 8), "`num_attention_heads` must divide .* Got 4 over 8"),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_a_weight_is_read(case, parallel, what, monkeypatch):
+    monkeypatch.setattr(Checkpoint, "read", None)
     checkpoint = Checkpoint(GOLDEN / case)
-    with pytest.raises(ValueError, match="`num_key_value_heads` must divide by the number of devices"):
-        model_class(checkpoint.architecture).from_checkpoint(
-            checkpoint, dtype=jnp.float32, parallel=Parallel("tensor", 4), rank=3
-        )
+    without_weights = model_class(checkpoint.architecture).without_weights
+    with pytest.raises(ValueError, match=what):
+        without_weights(checkpoint, dtype=jnp.float32, parallel=parallel)
+
+
+def test_devices_with_one_head_of_keys_have_it_each():
+    """Four devices, two heads of keys: the queries of the first two see the first one."""
+    whole = load("gqa")
+    config, kernel = whole.config, whole.layers[0].attention.qkv_proj.kernel[...]
+    width, num_turning = config.head_dim, config.num_q_heads + config.num_kv_heads
+    q, k, v = np.split(kernel, (config.num_q_heads * width, num_turning * width), axis=-1)
+    for number, state in enumerate(shares(Checkpoint(GOLDEN / "gqa"), 4)[1]):
+        heads = (q, number), (k, number // 2), (v, number // 2)
+        expected = [part[..., head * width : (head + 1) * width] for part, head in heads]
+        found = flat(state)["layers", 0, "attention", "qkv_proj", "kernel"]
+        np.testing.assert_array_equal(found, np.concatenate(expected, axis=-1))
+
+
+@pytest.mark.parametrize("case", ["mixtral", "llama4", "olmoe"])
+def test_experts_may_be_shared_whole(case):
+    """Of a tensor an expert, and of one tensor of all."""
+    whole = flat(nnx.state(load(case)))
+    for number, state in enumerate(shares(Checkpoint(GOLDEN / case), 2, by_expert=True)[1]):
+        kernels = {path: leaf for path, leaf in flat(state).items() if leaf.ndim == 4}
+        assert kernels
+        for path, kernel in kernels.items():
+            np.testing.assert_array_equal(kernel, np.split(whole[path], 2, axis=1)[number])

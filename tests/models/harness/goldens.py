@@ -69,24 +69,24 @@ def assert_run_is_golden(case, page_size, surface="flash_attention"):
         assert_golden(logits, np.stack([row[i] for row, i in zip(golden(case), at, strict=True)]))
 
 
-def shares(checkpoint, size):
+def shares(checkpoint, size, by_expert=False):
     """The parts of a model on `size` devices: what all have in common, and each one's state."""
     model = model_class(checkpoint.architecture)
-    parallel = Parallel("tensor", size)
+    parallel = Parallel("tensor", size, by_expert=by_expert)
     parts = [model.from_checkpoint(checkpoint, dtype=jnp.float32, parallel=parallel, rank=i) for i in range(size)]
     return nnx.graphdef(parts[0]), [nnx.state(part) for part in parts]
 
 
-def assert_shares_are_golden(checkpoint, tokens, expected):
-    """Two devices' shares of a model, side by side under vmap: each has the whole model's logits."""
-    graph, states = shares(checkpoint, 2)
+def assert_shares_are_golden(checkpoint, tokens, expected, size=2, by_expert=False):
+    """Several devices' shares of a model, side by side under vmap: each has the whole model's logits."""
+    graph, states = shares(checkpoint, size, by_expert)
     stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
     both = jax.vmap(lambda state: _dense_logits(graph, state, jnp.asarray(tokens)), axis_name="tensor")(stacked)
     for device in both:
         assert_golden(device, expected)
     model = nnx.merge(graph, states[0])
     group = model.kv_groups[0]  # a latent row is all heads'
-    assert group.num_kv_heads == (1 if group.latent else model.config.num_kv_heads // 2)
+    assert group.num_kv_heads == (1 if group.latent else max(1, model.config.num_kv_heads // size))
 
 
 def dense_logits(model, tokens):
