@@ -3,10 +3,13 @@
 from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+from flax import nnx
 from jaxtyping import Array, Float
 
 from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
+from jattn.device_mesh import mesh_of, side_by_side
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
@@ -62,8 +65,30 @@ class CausalLM(Protocol):
         ...
 
 
-def model_without_weights(checkpoint: Checkpoint, *, dtype: Any) -> CausalLM | None:
+def load_model(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> CausalLM:
+    """The model with a checkpoint's weights, held and computed in `dtype`; of several devices, each one's share on it.
+
+    No device ever holds more than its share, and one more tensor of it. Of several devices, the model's arrays are the
+    shares side by side (`jattn.device_mesh`), and its methods run on all of them at once.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: As the model's `from_checkpoint`; or there are fewer
+            devices.
+    """
+    from_checkpoint = model_class(checkpoint.architecture).from_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
+    if parallel.axis is None:
+        return from_checkpoint(checkpoint, dtype=dtype)
+    parts = []
+    for rank, device in enumerate(mesh_of(parallel).devices.flat):
+        with jax.default_device(device):
+            parts.append(nnx.split(from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)))
+    return nnx.merge(parts[0][0], side_by_side([state for _, state in parts], parallel))
+
+
+def model_without_weights(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> CausalLM | None:
     """What the checkpoint's configuration alone tells of its model: sizes, groups, layers; no weight is read.
+
+    Of several devices, it is what each one has.
 
     None where the model's class has no classmethod `without_weights`, which takes what `from_checkpoint` does.
 
@@ -71,7 +96,9 @@ def model_without_weights(checkpoint: Checkpoint, *, dtype: Any) -> CausalLM | N
         ValueError, NotImplementedError: As `from_checkpoint` of the configuration.
     """
     make = getattr(model_class(checkpoint.architecture), "without_weights", None)
-    return None if make is None else make(checkpoint, dtype=dtype)
+    if make is None:
+        return None
+    return make(checkpoint, dtype=dtype) if parallel.axis is None else make(checkpoint, dtype=dtype, parallel=parallel)
 
 
 def model_class(architecture: str) -> type:

@@ -49,6 +49,20 @@ class EngineConfig:
             flag=True,
         ),
     ] = "auto"
+    tensor_parallel: Annotated[
+        int,
+        Knob(
+            "Devices that share the model: each has some of the heads, hidden units and tokens of the vocabulary.",
+            flag=True,
+        ),
+    ] = 1
+    expert_parallel: Annotated[
+        bool,
+        Knob(
+            "Whether these devices have some of a mixture's experts each, in place of some of each expert's units.",
+            flag=True,
+        ),
+    ] = False
     page_size: Annotated[int, Knob("Tokens in a page of the KV pool.", flag=True)] = 16
     num_pages: Annotated[
         int | None,

@@ -2,11 +2,12 @@
 
 from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
+from jattn.device_mesh import mesh_of
 from jattn.model import model_without_weights
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.mixing import mixed_rows
 from jattn.serving.executor.pool_memory import check_pool_fits
-from jattn.serving.resolved_config import computing_dtype, resolved
+from jattn.serving.resolved_config import computing_dtype, parallel_of, resolved
 from jattn.serving.steps.draft_model import DraftModel, TargetAndDraft
 
 
@@ -16,11 +17,13 @@ def check_fits(config: EngineConfig, checkpoint: Checkpoint, *, num_eos_ids: int
     Raises:
         ValueError, NotImplementedError: It cannot.
     """
-    dtype = computing_dtype(config)
-    served = model_without_weights(checkpoint, dtype=dtype)
+    facts = {"dtype": computing_dtype(config), "parallel": parallel_of(config)}
+    if facts["parallel"].axis is not None:
+        mesh_of(facts["parallel"])
+    served = model_without_weights(checkpoint, **facts)
     draft = None
     if isinstance(config.speculative, DraftModel):
-        draft = model_without_weights(config.speculative.checkpoint_beside(checkpoint), dtype=dtype)
+        draft = model_without_weights(config.speculative.checkpoint_beside(checkpoint), **facts)
     if served is None or (draft is None and isinstance(config.speculative, DraftModel)):
         return
     sizes = resolved(config, served, draft_model=draft, num_eos_ids=num_eos_ids)

@@ -12,6 +12,7 @@ from jattn.compiled_steps import power_of_two_buckets, token_buckets
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import CausalLM
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.steps.drafting import Drafter, check_drafter_fits
 
@@ -34,6 +35,11 @@ class ResolvedConfig(EngineConfig):
     def pool_dtype(self) -> Any:
         """What the pool stores."""
         return stored_dtype(self.kv_cache_dtype, jnp.dtype(self.dtype))
+
+    @property
+    def parallel(self) -> Parallel:
+        """The devices that share the model."""
+        return parallel_of(self)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -81,6 +87,13 @@ def computing_dtype(config: EngineConfig) -> Any:
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     return jnp.dtype("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def parallel_of(config: EngineConfig) -> Parallel:
+    """The devices that share the model."""
+    if config.tensor_parallel == 1:
+        return ONE_DEVICE
+    return Parallel("tensor", config.tensor_parallel, by_expert=config.expert_parallel)
 
 
 def resolved(

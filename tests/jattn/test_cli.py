@@ -92,6 +92,7 @@ def test_generate_hands_on_every_flag(llm):
     flags += " --presence-penalty -0.5 --frequency-penalty 0.75 --kv-cache-dtype fp8_e5m2"
     sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64 --prefill-tokens 32"
     sizes += " --max-chunk-tokens 16 --no-mixed-steps --backend flashinfer --implementation xla --debug-checks"
+    sizes += " --tensor-parallel 2 --expert-parallel"
     assert generate("--prompt", "x", *flags.split(), *sizes.split()).exit_code == 0
     assert EngineConfig(**llm.options) == EngineConfig(
         dtype="bfloat16",
@@ -102,6 +103,8 @@ def test_generate_hands_on_every_flag(llm):
         max_context_len=64,
         prefill_tokens=32,
         max_chunk_tokens=16,
+        tensor_parallel=2,
+        expert_parallel=True,
         mixed_steps=False,
         backend="flashinfer",
         implementation="xla",

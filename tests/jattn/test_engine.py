@@ -212,7 +212,7 @@ def test_transfer_that_fails_is_made_again(engine, monkeypatch):
     request = fresh.make_request([1, 2], GREEDY)
     put, sent = jax.device_put, []
 
-    def put_first_in_vain(array):
+    def put_first_in_vain(array, *_):
         sent.append((array, put(array)))
         if len(sent) == 1:
             sent[0][1].delete()

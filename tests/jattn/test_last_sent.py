@@ -30,7 +30,7 @@ def test_interrupted_transfer_leaves_the_last_array(monkeypatch):
     send, other = LastSent(), PLAN + 1
     sent = send(PLAN)
 
-    def interrupted(array):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

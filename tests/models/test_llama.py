@@ -133,6 +133,6 @@ def test_architecture_names_find_their_class():
 
 
 def test_heads_that_do_not_divide_over_devices_are_refused():
-    config = dataclasses.replace(load("mha").config, num_kv_heads=1)
+    config = dataclasses.replace(load("mha").config, num_q_heads=6, num_kv_heads=3)
     with pytest.raises(ValueError, match="`num_key_value_heads` must divide"):
         LlamaForCausalLM(config, dtype=jnp.float32, rngs=nnx.Rngs(0), parallel=Parallel("tensor", 2))

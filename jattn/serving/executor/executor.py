@@ -13,7 +13,8 @@ import jax
 from flax import nnx
 
 from jattn.backend import backend_class
-from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps, smallest_bucket
+from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps, described, smallest_bucket
+from jattn.device_mesh import held_by_all, made
 from jattn.model import CausalLM
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
@@ -51,7 +52,7 @@ class Executor:
         draft_model: The one that a `DraftModel` drafts with; else None.
 
     Raises:
-        ValueError: The pool does not fit the memory.
+        ValueError: The pool does not fit the memory, or the model is not shared by as many devices.
 
     Attributes:
         stats: Counts of launches.
@@ -73,14 +74,17 @@ class Executor:
         backend = backend_class(config.backend).for_model(served.attention_layers, options)
         self._mixed_rows = mixed_rows(config, backend)
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
-        self._make_state = jax.jit(functools.partial(empty_state, config, model.vocab_size))
+        self._make_state = functools.partial(
+            made, jax.jit(functools.partial(empty_state, config, model.vocab_size)), config.parallel, shares=False
+        )
         graph, self.weights = nnx.split(served)
+        _check_shared(self.weights, config)
         self.pool, self.state = self._make_pool(), self._make_state()
         parts = (graph, backend, min(config.max_logprobs, model.vocab_size))
         steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
         held = self.weights, self.state, self.pool
         plans = step_plans(steps, held, config, self._mixed_rows)
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), held)
+        shapes = jax.tree.map(described, held)
         arguments = (steps, shapes, config, self._mixed_rows, model.vocab_size)
         self._structured_plans = functools.partial(structured_plans, *arguments)
         self._vocab_size = model.vocab_size
@@ -97,7 +101,7 @@ class Executor:
         self.in_flight: deque[Launch] = deque()
         self._forwards: deque[Forward] = deque()
         self.stats = LaunchStats()
-        self._on_device = LastSent()  # a row's last pages are the same for `page_size` steps
+        self._on_device = self._nothing_sent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
         self._finalizer = weakref.finalize(self, _wait_for_all, self.in_flight, self._forwards)
 
@@ -161,7 +165,10 @@ class Executor:
         self._forwards.clear()
         self.pool = self.state = None  # their memory is needed for the new ones
         self.pool, self.state = self._make_pool(), self._make_state()
-        self._on_device = LastSent()  # what was sent may be what failed
+        self._on_device = self._nothing_sent()  # what was sent may be what failed
+
+    def _nothing_sent(self) -> LastSent:
+        return LastSent(held_by_all(self.config.parallel))
 
     def _submit_decode(self, requests: Sequence[Request]) -> None:
         key = self._key("decode", len(requests), requests, requests)
@@ -233,6 +240,16 @@ def _compiled(plans: dict[Any, StepPlan], config: ResolvedConfig) -> tuple[Any, 
         return compile_steps(plans, progress=config.progress), {}
     steps = compile_steps(plans, progress=config.progress, only=largest_steps(plans))
     return steps, {key: plan.without_arrays() for key, plan in plans.items() if key not in steps}
+
+
+def _check_shared(weights: Any, config: ResolvedConfig) -> None:
+    """Says so if a model is not shared by as many devices as it is to be served by."""
+    counts = {leaf.sharding.num_devices for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
+    if counts - {config.tensor_parallel}:
+        raise ValueError(
+            "`tensor_parallel` must be the number of devices that `jattn.model.load_model` shared the model among, "
+            f"{max(counts)}. Got {config.tensor_parallel}."
+        )
 
 
 def _add_steps(executor: "weakref.ref[Executor]", steps: CompiledSteps) -> None:

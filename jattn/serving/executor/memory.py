@@ -6,11 +6,12 @@ from typing import Any
 import jax
 
 from jattn.compiled_steps import CompiledSteps
+from jattn.device_mesh import bytes_on_one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Bytes on the device.
+    """Bytes on the device, or on each of several that share the model.
 
     Attributes:
         weights, pool, state: What an engine holds.
@@ -46,7 +47,7 @@ class MemoryUse:
 
 def memory_use(weights: Any, pool: Any, state: Any, steps: CompiledSteps) -> MemoryUse:
     """The sum for an engine's arrays and steps."""
-    sizes = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (weights, pool, state))
+    sizes = (sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(tree)) for tree in (weights, pool, state))
     stats = jax.local_devices()[0].memory_stats() or {}
     return MemoryUse(
         **dict(zip(("weights", "pool", "state"), sizes, strict=True)),

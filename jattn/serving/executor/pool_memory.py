@@ -1,23 +1,26 @@
 """The engine's pool, if the memory holds it."""
 
+import functools
 import os
 
 import jax
 
+from jattn.device_mesh import made
 from jattn.kv_pool import KVGroupSpec, KVPool, make_pool
 from jattn.serving.resolved_config import ResolvedConfig
 
 
 def fitting_pool(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> KVPool:
-    """A zeroed pool of the configured size.
+    """A zeroed pool of the configured size; of several devices each has one, of its share of the heads.
 
     Raises:
         ValueError: It does not fit the memory.
     """
     too_large = check_pool_fits(groups, config)
     try:
-        pool = make_pool(groups, num_pages=config.num_pages, page_size=config.page_size, dtype=config.pool_dtype)
-        return jax.block_until_ready(pool)
+        sizes = {"num_pages": config.num_pages, "page_size": config.page_size, "dtype": config.pool_dtype}
+        make = functools.partial(make_pool, groups, **sizes)
+        return jax.block_until_ready(made(make, config.parallel, shares=True))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -25,7 +28,7 @@ def fitting_pool(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> KVP
 
 
 def check_pool_fits(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> str:
-    """Compares the pool with the whole memory, and gives the sentence for one that is larger than what is left of it.
+    """Compares a device's pool with all of its memory, and gives the sentence for one that the rest of it cannot hold.
 
     Raises:
         ValueError: It is larger than all of it.
@@ -35,12 +38,12 @@ def check_pool_fits(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> 
         f"`num_pages` must be lower or `page_size` smaller: the pool needs {size} bytes, more than there are. "
         f"Got num_pages={config.num_pages}, page_size={config.page_size}."
     )
-    if size > _memory_bytes():
+    if size > _memory_bytes(config.tensor_parallel):
         raise ValueError(too_large)
     return too_large
 
 
-def _memory_bytes() -> int:
-    """The memory of the device, or of the host where that is the device."""
+def _memory_bytes(num_devices: int) -> int:
+    """The memory of a device, or its part of the host's where that is the devices."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices

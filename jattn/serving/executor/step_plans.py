@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from jattn.compiled_steps import FINER_FROM, StepPlan
 from jattn.serving.executor.batches import decode_batch, prefill_batch
+from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import Packing, on_packed, packed
@@ -60,7 +61,7 @@ def step_plans(
         note = functools.partial(steps.note, variant=key.variant)
         sent = (prefill_batch([], key.size, config, key.variant),)
         plans[key] = taking_packed(note, held[1:2], sent, donate=(0,))
-    return plans
+    return on_mesh(plans, config.parallel)
 
 
 def largest_steps(keys: Collection[StepKey]) -> set[StepKey]:

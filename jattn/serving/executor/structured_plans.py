@@ -10,6 +10,7 @@ import numpy as np
 from jattn.compiled_steps import StepPlan
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.masks import empty_masks
+from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey, taking_packed
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.plain import Steps, Unsampled, Variant
@@ -54,14 +55,15 @@ def structured_plans(
     for size in config.prefill_buckets:
         sent = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
         plans[forward_key("prefill", size, config)] = taking_packed(prefill, held, sent, donate=(1, 2))
-    smallest = plans[forward_key("decode", config.decode_buckets[0], config)]
+    forwards, plans = on_mesh(plans, config.parallel), {}
+    smallest = forwards[forward_key("decode", config.decode_buckets[0], config)]
     left = jax.eval_shape(smallest.function, *smallest.arguments)[0]
-    for forward in list(plans):
+    for forward in forwards:
         key = sample_key(forward, config)
         of_decode = key.kind == "sample_decode"
         unsampled = _resized(left if of_decode else dataclasses.replace(left, drafts=None), key.size)
         plans[key] = StepPlan(sample, (weights, state, unsampled, empty_masks(key.size, vocab_size)), donate=(1,))
-    return plans
+    return forwards | on_mesh(plans, config.parallel)
 
 
 def _resized(left: Unsampled, num_rows: int) -> Unsampled:

@@ -10,7 +10,7 @@ from typing import Any
 from jattn.checkpoint import Checkpoint
 from jattn.compiled_steps import use_persistent_cache
 from jattn.devices import started_devices
-from jattn.model import model_class
+from jattn.model import load_model
 from jattn.progress import logger, shown
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
@@ -23,7 +23,7 @@ from jattn.serving.frontend.outputs import Delta, RequestOutput, SequenceReader,
 from jattn.serving.frontend.prompts import Prompt
 from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
-from jattn.serving.resolved_config import computing_dtype
+from jattn.serving.resolved_config import computing_dtype, parallel_of
 from jattn.serving.steps.draft_model import DraftModel
 
 
@@ -76,15 +76,16 @@ class LLM:
         tokenizer, chat_template = Tokenizer(checkpoint.path), ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         drafter = config.speculative if isinstance(config.speculative, DraftModel) else None
-        dtype = computing_dtype(config)
+        placed = {"dtype": computing_dtype(config), "parallel": parallel_of(config)}
         default_params = SamplingParams(**default_sampling(checkpoint.generation_config, checkpoint.path))
         check_fits(config, checkpoint, num_eos_ids=len(eos_token_ids))
-        with shown("Loading weights", len(checkpoint.tensor_names), wanted=config.progress) as advance:
-            model = model_class(checkpoint.architecture).from_checkpoint(checkpoint.watched(advance), dtype=dtype)
+        num_reads = len(checkpoint.tensor_names) * config.tensor_parallel
+        with shown("Loading weights", num_reads, wanted=config.progress) as advance:
+            model = load_model(checkpoint.watched(advance), **placed)
         engine = Engine(
             model,
             config,
-            draft_model=drafter.load(checkpoint, dtype=dtype) if drafter else None,
+            draft_model=drafter.load(checkpoint, **placed) if drafter else None,
             eos_token_ids=eos_token_ids,
         )
         self._set_up(engine, tokenizer, chat_template, default_params)

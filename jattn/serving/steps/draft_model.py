@@ -15,7 +15,8 @@ from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
-from jattn.model import CausalLM, model_class
+from jattn.model import CausalLM, load_model
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import decode_pass
 from jattn.serving.steps.sampler import sample
@@ -60,17 +61,17 @@ class DraftModel:
             checkpoint = Checkpoint(self.checkpoint).for_context(served.max_context_len)
         return checkpoint if self.num_layers is None else checkpoint.cut_down(self.num_layers)
 
-    def load(self, served: Checkpoint, *, dtype: Any) -> CausalLM:
+    def load(self, served: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> CausalLM:
         """The draft model.
 
         Args:
             served: The served model's checkpoint.
+            parallel: The devices that share it.
 
         Raises:
             FileNotFoundError, ValueError: The checkpoint cannot be used, or has fewer layers; the message says why.
         """
-        checkpoint = self.checkpoint_beside(served)
-        return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=dtype)
+        return load_model(self.checkpoint_beside(served), dtype=dtype, parallel=parallel)
 
     def propose(
         self,

@@ -1,0 +1,144 @@
+"""A model shared by several devices, which are parts of the CPU here: the text is that of one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import jattn
+from jattn.checkpoint import Checkpoint
+from jattn.model import load_model, model_class
+from jattn.parallel import Parallel
+from jattn.serving.engine import Engine
+from jattn.serving.steps.draft_model import DraftModel
+from jattn.serving.steps.drafting import NgramDrafting
+from tests.jattn.harness.several_devices import (
+    CONFIG,
+    DRAWN,
+    GREEDY,
+    assert_all_hold_the_same,
+    engine_of,
+    texts,
+    write_llama,
+)
+from tests.models.harness.goldens import GOLDEN, OTHER_CASES
+
+RNG = np.random.default_rng(1)
+BEGINNING = RNG.integers(1, 60, 14).tolist()
+PROMPTS = [RNG.integers(1, 60, length).tolist() for length in (1, 5, 23)] + [[*BEGINNING, 7], [*BEGINNING, 9, 3]]
+MIXTURES = ("mixtral", "llama4", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm4_moe_lite", "deepseek_v2")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return Checkpoint(write_llama(tmp_path_factory.mktemp("checkpoints") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def on_one(llama):
+    return texts(engine_of(llama, 1), PROMPTS, GREEDY, DRAWN)
+
+
+@pytest.fixture(scope="module")
+def two(llama):
+    return engine_of(llama, 2)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_several_devices_write_what_one_writes(llama, on_one, two, devices):
+    """More requests than rows, prompts in chunks, and a beginning that two share; eight devices, two heads of keys."""
+    engine = two if devices == 2 else engine_of(llama, devices)
+    assert texts(engine, PROMPTS, GREEDY, DRAWN) == on_one
+    assert_all_hold_the_same(engine)
+    request = engine.make_request(PROMPTS[-1], GREEDY)
+    engine.add(request)
+    while engine.has_work:
+        engine.step()
+    assert request.num_cached_tokens == 12
+    assert request.generated == on_one[len(PROMPTS) - 1]
+
+
+def test_each_device_has_its_share_and_no_more(llama):
+    parallel = Parallel("tensor", 2)
+    model = load_model(llama, dtype=jnp.float32, parallel=parallel)
+    make = model_class(llama.architecture).from_checkpoint
+    for number, device in enumerate(jax.local_devices()[:2]):
+        expected = jax.tree.leaves(make(llama, dtype=jnp.float32, parallel=parallel, rank=number))
+        for leaf, share in zip(jax.tree.leaves(model), expected, strict=True):
+            assert leaf.sharding.spec == PartitionSpec("tensor")
+            assert len(leaf.addressable_shards) == 2
+            (own,) = (shard.data for shard in leaf.addressable_shards if shard.device == device)
+            np.testing.assert_array_equal(own, share)
+
+
+def test_memory_is_that_of_one_device(two):
+    shards = [shard for leaf in jax.tree.leaves(two.executor.pool) for shard in leaf.addressable_shards]
+    assert two.executor.memory_use().pool == sum(shard.data.nbytes for shard in shards) // 2
+
+
+@pytest.mark.parametrize(
+    ("knobs", "sentence"),
+    [
+        ({"tensor_parallel": 0}, "`tensor_parallel` must be a whole number of at least 1. Got 0"),
+        ({"tensor_parallel": 9}, "`tensor_parallel` must be at most the number of devices that JAX has here, 8. Got 9"),
+        ({"tensor_parallel": 3}, "`num_attention_heads` must divide by the number of devices. Got 8 over 3 devices"),
+    ],
+)
+def test_what_devices_cannot_share_is_refused_before_a_weight_is_read(llama, monkeypatch, knobs, sentence):
+    monkeypatch.setattr(Checkpoint, "read", None)
+    for name in ("Tokenizer", "ChatTemplate"):
+        monkeypatch.setattr(f"jattn.serving.frontend.llm.{name}", lambda _: None)
+    with pytest.raises(ValueError, match=sentence):
+        jattn.LLM(llama.path, **knobs)
+
+
+@pytest.mark.parametrize(("loaded", "served"), [(1, 2), (2, 1)])
+def test_a_model_that_other_devices_share_is_refused(llama, loaded, served):
+    parallel = Parallel("tensor", 2) if loaded == 2 else Parallel()
+    model = load_model(llama, dtype=jnp.float32, parallel=parallel)
+    with pytest.raises(ValueError, match=f"`tensor_parallel` must be the number .* {loaded}. Got {served}"):
+        Engine(model, dataclasses.replace(CONFIG, tensor_parallel=served))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_expert", [False, True], ids=["units", "experts"])
+@pytest.mark.parametrize("case", ["gqa", "tied", *OTHER_CASES])
+def test_every_family_writes_on_several_devices_what_it_writes_on_one(case, by_expert):
+    if by_expert and case not in MIXTURES:
+        pytest.skip("it has no experts")
+    checkpoint = Checkpoint(GOLDEN / case)
+    expected = texts(engine_of(checkpoint, 1), PROMPTS, GREEDY, DRAWN)
+    for devices in (2,) if by_expert and case in ("qwen2_moe", "qwen3_moe") else (2, 4):
+        engine = engine_of(checkpoint, devices, expert_parallel=by_expert)
+        assert texts(engine, PROMPTS, GREEDY, DRAWN) == expected
+        assert_all_hold_the_same(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensor_parallel": 4},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"speculative": NgramDrafting(num_draft_tokens=3)},
+        {"speculative": DraftModel(num_layers=1, num_draft_tokens=3)},
+        {"full_sampling": True, "greedy_steps": True},
+        {"mixed_steps": False},
+        {"num_pages": 13},
+        {"backend": "flashinfer"},
+        {"backend": "flash_attention"},
+        {"debug_checks": True},
+        {"compile_in_background": True, "smallest_prefill_bucket": 4, "smallest_decode_bucket": 1},
+    ],
+    ids=str,
+)
+def test_whatever_an_engine_does_several_devices_do(llama, changes):
+    devices = changes.pop("tensor_parallel", 2)
+    expected = texts(engine_of(llama, 1, **changes), PROMPTS, GREEDY, DRAWN)
+    engine = engine_of(llama, devices, **changes)
+    assert texts(engine, PROMPTS, GREEDY, DRAWN) == expected
+    engine.executor.background.wait()
+    assert_all_hold_the_same(engine)
