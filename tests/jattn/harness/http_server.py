@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 import jattn
 from jattn.server.run import Lifetime, Server, bound_socket
 from jattn.server.service import Service, ServiceOptions
+from tests.careful import compiled_with_care
 
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}#{% endif %}"
@@ -24,10 +25,11 @@ del CHAT["prompt"]
 
 
 def bundled_llm():
-    """One bucket of each step, and no steps of their own for greedy requests."""
+    """One bucket of each step, none for greedy requests, all compiled with care: they run for thousands of tokens."""
     (point,) = entry_points(group="jattn.checkpoints", name="default")
     sizes = {"max_num_seqs": 4, "max_context_len": 256, "prefill_tokens": 64, "smallest_decode_bucket": 4}
-    return jattn.LLM(point.load()(), **sizes, greedy_steps=False, progress=False)
+    with compiled_with_care():
+        return jattn.LLM(point.load()(), **sizes, greedy_steps=False, structured_steps=True, progress=False)
 
 
 class HttpServer:
