@@ -170,7 +170,10 @@ def test_extend_over_virtual_batches_is_chunked_attention(rules):
     assert np.isfinite(whole[1]).any()
 
 
-@pytest.mark.parametrize("rules", [{}, {"window_left": 40}], ids=["plain", "window"])
+# Extend's own tests have chunks without a window.
+@pytest.mark.parametrize(
+    "rules", [pytest.param({}, marks=pytest.mark.slow), {"window_left": 40}], ids=["plain", "window"]
+)
 def test_hoppers_extend_over_virtual_batches_is_chunked_attention(monkeypatch, rules):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     chunk_size, page_size, tokens = 64, 16, 40

@@ -134,6 +134,12 @@ def test_prefill_in_two_chunks_matches_transformers(case):
         assert_golden(logits, expected[: len(logits)])
 
 
+def with_config(model, config):
+    """The model's weights under another configuration."""
+    other = nnx.eval_shape(lambda: type(model)(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    return nnx.merge(nnx.graphdef(other), nnx.state(model))
+
+
 SEES_ALL = {"window_left": None, "chunk_size": None}
 
 
@@ -158,7 +164,7 @@ def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
         for segment in whole.config.segments
     )
     config = dataclasses.replace(whole.config, **{"segments": segments, **fact})
-    without = nnx.merge(nnx.graphdef(type(whole)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.state(whole))
+    without = with_config(whole, config)
     tokens, expected = golden(case, "tokens")[2], golden(case)[2]
     logits = np.asarray(dense_logits(without, tokens))
     if indifferent:
@@ -190,7 +196,7 @@ def test_golden_logits_need_what_the_mixture_says(case, routing, fact):
         whole.config.experts, routing=dataclasses.replace(whole.config.experts.routing, **routing)
     )
     config = dataclasses.replace(whole.config, experts=experts, **fact)
-    other = nnx.merge(nnx.graphdef(type(whole)(config, dtype=jnp.float32, rngs=nnx.Rngs(0))), nnx.state(whole))
+    other = with_config(whole, config)
     logits = dense_logits(other, golden(case, "tokens")[2])
     assert np.abs(np.asarray(logits) - golden(case)[2]).max() > 100 * TOLERANCE
 
