@@ -1,6 +1,7 @@
 """Mixtures of experts in portable jnp against the oracle, and the sentences for what does not fit."""
 
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -47,7 +48,8 @@ def test_routed_mixture_is_the_mixture_of_what_is_routed(scoring):
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((CASE.tokens, CASE.experts)), jnp.float32)
     routing = Routing(num_experts=CASE.experts, per_token=CASE.per_token, scoring=scoring)
     bias = jnp.arange(6.0) / 10
-    out = routed_experts(x, logits, routing, *experts, choice_bias=bias, implementation="xla")
+    routed = functools.partial(routed_experts, implementation="xla")
+    out = jax.jit(routed, static_argnums=2)(x, logits, routing, *experts, choice_bias=bias)
     assert_mixture(CASE, route_choices(inputs, logits, routing, bias), out)
 
 
@@ -56,7 +58,8 @@ def test_groups_of_experts_are_routed_too():
     x, _, _, *experts = inputs.args
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((CASE.tokens, CASE.experts)), jnp.float32)
     routing = Routing(num_experts=6, per_token=2, num_groups=3, groups_per_token=1, scoring="sigmoid")
-    assert_mixture(CASE, route_choices(inputs, logits, routing), routed_experts(x, logits, routing, *experts))
+    out = jax.jit(routed_experts, static_argnums=2)(x, logits, routing, *experts)
+    assert_mixture(CASE, route_choices(inputs, logits, routing), out)
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["given", "routed"])
