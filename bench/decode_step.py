@@ -17,6 +17,7 @@ from bench.attention import Measured
 from bench.step_workload import LLAMA_3_8B, StepWorkload
 from bench.timing import profiled
 from bench.workloads import random_normal, random_page_table
+from jattn.attention.specs import kind_of
 from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.kv_pool import KVPool, make_pool
@@ -24,7 +25,6 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import Steps
-from jattn_kernels import AttentionSpec
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 from jattn_models.decoder import Decoder
@@ -50,9 +50,10 @@ class Model(NamedTuple):
     def read_bytes(self, batch: int) -> int:
         """Bytes of weights that a step of so many tokens reads, experts as a uniform draw meets them."""
         experts, total = self.config.experts, 0
-        for leaf in jax.tree.leaves(self.weights):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.weights):
             met = 1.0
-            if experts is not None and leaf.ndim == 4:  # [layers, experts, inputs, outputs]
+            # [layers, experts, inputs, outputs]; of attention those with four axes have heads for experts.
+            if experts is not None and leaf.ndim == 4 and "attention" not in jax.tree_util.keystr(path):
                 met = _share_met(experts.routing, batch)
             total += leaf.nbytes * met
         embedding = self.config.vocab_size * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
@@ -246,10 +247,10 @@ def compilations() -> Iterator[list[str]]:
 
 def serving_implementation(model: Model, workload: StepWorkload, implementation: str | None) -> str:
     """Name of the implementation that serves the step's attention on the default device."""
-    config = model.config
+    kind = kind_of(model.attention_layers[0])
     call = AttentionCall(
-        operation="paged_decode",
-        spec=AttentionSpec(num_q_heads=config.num_q_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim),
+        operation="mla_decode" if kind.latent else "paged_decode",
+        spec=kind.spec,
         q_dtype="bfloat16",
         kv_dtype="bfloat16",
         page_size=workload.page,

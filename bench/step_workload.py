@@ -36,6 +36,34 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+}
+
+# A dense layer and three sparse ones of sixty-one: what one GPU holds in bf16.
+DEEPSEEK_V3_4_LAYERS: dict[str, Any] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 128,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWorkload:

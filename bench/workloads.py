@@ -272,6 +272,8 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: floa
     """Normal numbers of this size; stacked arrays are made one at a time, so that the float32 ones stay small."""
 
     def part(key, shape):
+        if math.prod(shape) > _MOST_AT_ONCE:
+            return random_normal(key, shape, dtype, size)
         most = float(jnp.finfo(dtype).max)  # fp8 would make NaN of what is beyond
         return jnp.clip(jax.random.normal(key, shape, jnp.float32) * jnp.float32(size), -most, most).astype(dtype)
 
@@ -280,5 +282,6 @@ def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, size: floa
     return jax.lax.map(lambda key: part(key, shape[1:]), jax.random.split(key, shape[0]))
 
 
+_MOST_AT_ONCE = 2**31
 _ROPE_THETA = 5e5
 _MIXED = ((1, 4096),) * 60 + ((2048, 2048),) * 4  # query tokens and keys of each sequence
