@@ -23,7 +23,11 @@ _NOT_BUILT: dict[str, str] = {
 
 @runtime_checkable
 class CausalLM(Protocol):
-    """A Flax nnx module that turns tokens into logits through a backend and a pool."""
+    """A Flax nnx module that turns tokens into logits through a backend and a pool.
+
+    One that several devices share has a method `local_logits` too: `compute_logits` of the device's own tokens, which
+    `Parallel.gather_logits` makes whole rows of.
+    """
 
     @property
     def vocab_size(self) -> int: ...

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,24 @@ class Parallel:
         if self.axis is None:
             return logits
         return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
+
+    def best_token(self, logits: Float32[Array, "B V_local"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
+        """The likeliest token of each row over all devices' parts of the vocabulary, and its logit: two numbers a row
+        go between devices, not the logits.
+
+        Of equal ones it is the token of the lowest id; NaN counts as -inf. The logit is inf where any is NaN or inf.
+        """
+        ordered = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+        token = jnp.argmax(ordered, axis=-1).astype(jnp.int32) + self.first_of(logits.shape[-1])
+        best = jnp.where(jnp.all(logits < jnp.inf, axis=-1), jnp.max(ordered, axis=-1), jnp.inf)
+        if self.axis is None:
+            return token, best
+        pair = jnp.stack([token, jax.lax.bitcast_convert_type(best, jnp.int32)])
+        tokens, words = jnp.moveaxis(jax.lax.all_gather(pair, self.axis), 1, 0)
+        logits_of_devices = jax.lax.bitcast_convert_type(words, jnp.float32)
+        winner = jnp.argmax(logits_of_devices, axis=0)[None]
+        token, best = (jnp.take_along_axis(each, winner, axis=0)[0] for each in (tokens, logits_of_devices))
+        return token, best
 
 
 ONE_DEVICE = Parallel()

@@ -86,8 +86,8 @@ class Attention(nnx.Module):
         if norms is not None and (self.rope is None or self.qkv_clip is not None):
             heads, norms = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads), None
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
-        if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
+            q, k = ProjectionNorm.of_all((self.q_norm, q), (self.k_norm, k))
         if self.qkv_clip is not None:
             q, k, v = (jnp.clip(part, -self.qkv_clip, self.qkv_clip) for part in (q, k, v))
         if self.temperature is not None:

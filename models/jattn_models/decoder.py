@@ -175,6 +175,10 @@ class Decoder(nnx.Module):
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """float32 logits of the chosen hidden states."""
+        return self.parallel.gather_logits(self.local_logits(hidden))
+
+    def local_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V_local"]:
+        """Those of this device's part of the vocabulary."""
         logits, cap = self.vocabulary.logits(hidden), self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

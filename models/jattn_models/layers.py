@@ -91,7 +91,7 @@ class RMSNorm(nnx.Module):
 
 
 class ProjectionNorm(RMSNorm):
-    """The norm of all heads of a projection together.
+    """The norm of all heads of a projection together; over several devices by `of_all`.
 
     Args:
         size: Numbers of this device's heads.
@@ -102,16 +102,24 @@ class ProjectionNorm(RMSNorm):
         super().__init__(size, eps=eps, dtype=dtype)
         self.parallel = parallel
 
-    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        rows = x.reshape(x.shape[0], -1)
-        return (super().__call__(rows) if self.parallel.axis is None else self._of_share(rows)).reshape(x.shape)
+    @classmethod
+    def of_all(cls, *normed: tuple["ProjectionNorm", Float[Array, "T N H"]]) -> list[Float[Array, "T N H"]]:
+        """Each projection by its norm; one sum over devices for all, as two might overlap."""
+        parallel, rows = normed[0][0].parallel, [x.reshape(x.shape[0], -1) for _, x in normed]
+        if parallel.axis is None:
+            results = [norm(x) for (norm, _), x in zip(normed, rows, strict=True)]
+        else:
+            squares = [jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) for x in rows]
+            squares = jnp.split(parallel.all_reduce(jnp.concatenate(squares, axis=-1)), len(rows), axis=-1)
+            results = [norm._of_share(*each) for (norm, _), *each in zip(normed, rows, squares, strict=True)]
+        return [result.reshape(x.shape) for result, (_, x) in zip(results, normed, strict=True)]
 
-    def _of_share(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def _of_share(self, x: Float[Array, "T D"], squares: Float32[Array, "T 1"]) -> Float[Array, "T D"]:
+        """The norm of this device's part of rows, given the sums of squares of all parts."""
         assert self.scale is not None
         scale, wide = self.scale.get_value(), x.astype(jnp.float32)
         if isinstance(scale, OfLayer):
             scale = scale.stack[scale.number]
-        squares = self.parallel.all_reduce(jnp.sum(wide * wide, axis=-1, keepdims=True))
         wide *= jax.lax.rsqrt(squares / (self.parallel.size * x.shape[-1]) + self.eps)
         return (wide * scale.astype(jnp.float32)[None]).astype(x.dtype)
 
@@ -180,10 +188,8 @@ class Vocabulary(nnx.Module):
         rows = self.embedding[...][jnp.where(mine, row, 0)]
         return self.parallel.all_reduce(jnp.where(mine[:, None], rows, jnp.zeros_like(rows)))
 
-    def logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
-        """float32 whatever the dtype of the weights: close logits stay apart."""
+    def logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V_local"]:
+        """Of this device's tokens; float32 whatever the dtype of the weights: close logits stay apart."""
         if self.lm_head is None:  # the kernels take no transposed weights but as a copy
-            logits = matmul(hidden, self.embedding[...].T, out_dtype=jnp.float32, implementation="xla")
-        else:
-            logits = self.lm_head(hidden, out_dtype=jnp.float32)
-        return self.parallel.gather_logits(logits)
+            return matmul(hidden, self.embedding[...].T, out_dtype=jnp.float32, implementation="xla")
+        return self.lm_head(hidden, out_dtype=jnp.float32)

@@ -55,6 +55,35 @@ def test_several_devices_gather_whole_rows():
     chex.assert_trees_all_equal(on_devices(SEVERAL.gather_logits, parts), jnp.stack([logits] * 2))
 
 
+INF, NAN = jnp.inf, jnp.nan
+
+
+@pytest.mark.parametrize(
+    ("row", "token", "logit"),
+    [
+        ([1, 3, 2, 0], 1, 3),
+        ([1, 0, 2, 4], 3, 4),
+        ([1, 5, 5, 4], 1, 5),
+        ([-INF, -INF, -INF, -2], 3, -2),
+        ([-INF, -INF, -INF, -INF], 0, -INF),
+        ([1, 2, 3, INF], 3, INF),
+        ([1, NAN, 3, 0], None, INF),
+        ([NAN, NAN, NAN, NAN], 0, INF),
+        ([-0.0, -1, 0.0, -1], 0, 0),
+    ],
+)
+def test_best_token_of_several_devices_is_that_of_one(row, token, logit):
+    """Of one that says how it is broken, which token it is does not count."""
+    logits = jnp.array([row, [0, 0, 7, 0]], jnp.float32)
+    parts = jnp.stack(jnp.split(logits, 2, axis=1))
+    for tokens, best in zip(*on_devices(SEVERAL.best_token, parts), strict=True):
+        assert tokens[0] == token or token is None
+        chex.assert_trees_all_equal(best, jnp.array([logit, 7], jnp.float32))
+        assert tokens[1] == 2
+    if token is not None:
+        chex.assert_trees_all_equal(ONE_DEVICE.best_token(logits)[0], jnp.array([token, 2], jnp.int32))
+
+
 def test_uneven_share_is_refused():
     with pytest.raises(ValueError, match=r"key heads must divide by the number of devices. Got 5 over 2 devices"):
         SEVERAL.share(5, "key heads")

@@ -80,7 +80,7 @@ class Executor:
         graph, self.weights = nnx.split(served)
         _check_shared(self.weights, config)
         self.pool, self.state = self._make_pool(), self._make_state()
-        parts = (graph, backend, min(config.max_logprobs, model.vocab_size))
+        parts = (graph, backend, min(config.max_logprobs, model.vocab_size), config.parallel)
         steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
         held = self.weights, self.state, self.pool
         plans = step_plans(steps, held, config, self._mixed_rows)

@@ -178,3 +178,7 @@ class TargetAndDraft(nnx.Module):
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """The target's."""
         return self.target.compute_logits(hidden)
+
+    def local_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V_local"]:
+        """The target's, of this device's part of the vocabulary."""
+        return self.target.local_logits(hidden)

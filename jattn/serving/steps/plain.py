@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import TokenMasks, apply_masks, apply_rules
 from jattn.serving.steps.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
@@ -116,11 +117,13 @@ class Steps:
         graph: The model without its arrays (`nnx.split`).
         backend: Attention for every layer.
         max_logprobs: Likeliest tokens whose log-probabilities the full variant gives.
+        parallel: The devices that share the model.
     """
 
     graph: nnx.GraphDef
     backend: AttentionBackend
     max_logprobs: int = 0
+    parallel: Parallel = ONE_DEVICE
 
     def prefill(
         self,
@@ -231,8 +234,7 @@ class Steps:
         """
         rows, live = unsampled.rows, unsampled.live
         values = state.take(rows)
-        logits = self._logits(weights, unsampled.hidden)
-        choice = choose(logits, values, variant, masks)
+        choice, logits = self._choose(weights, unsampled.hidden, values, variant, masks)
         tokens = choice.tokens
         rows = jnp.where(live, rows, state.finished.shape[0])
         state = dataclasses.replace(
@@ -302,6 +304,15 @@ class Steps:
 
     def _logits(self, weights, hidden):
         return self._model(weights).compute_logits(hidden)
+
+    def _choose(self, weights, hidden, values, variant, masks) -> tuple[Choice, Any]:
+        """A token at each place, and the logits, which several devices do not gather where nobody else needs them."""
+        if self.parallel.axis is None or variant != "greedy" or masks is not None:
+            logits = self._logits(weights, hidden)
+            return choose(logits, values, variant, masks), logits
+        tokens, best = self.parallel.best_token(self._model(weights).local_logits(hidden))
+        stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
+        return Choice(tokens=tokens, broken=~jnp.isfinite(best), stopped=stopped), None
 
 
 def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant, masks: TokenMasks | None = None) -> Choice:

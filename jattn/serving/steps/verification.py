@@ -18,7 +18,7 @@ from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.steps.logprobs import token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import verify_pass
-from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Unsampled, Variant, choose
+from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Unsampled, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,7 @@ class SpeculativeSteps(Steps):
             masks = jax.tree.map(lambda leaf: jnp.repeat(leaf, drafts.shape[1] + 1, axis=0), masks)
         values = state.take(rows)
         at_places = _at_places(values, drafts, variant)
-        logits = self._logits(weights, unsampled.hidden)
-        choice = choose(logits, at_places, variant, masks)
+        choice, logits = self._choose(weights, unsampled.hidden, at_places, variant, masks)
         assert values.tokens
         by_row = (drafts.shape[0], drafts.shape[1] + 1)
         positions = at_places.seq_lens.reshape(by_row)

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from safetensors.numpy import save_file
 
 from jattn.model import load_model
@@ -84,3 +85,27 @@ def assert_all_hold_the_same(engine):
         assert len(others) == engine.config.tensor_parallel - 1
         for other in others:
             np.testing.assert_array_equal(other.view(np.uint8), first.view(np.uint8))
+
+
+def unordered_sums(jaxpr):
+    """Sums over devices that do not wait for the one before them, in a program and all that it calls."""
+    found, latest, behind = [], None, {}
+    for number, equation in enumerate(jaxpr.eqns):
+        before = {each for var in equation.invars for each in behind.get(id(var), ())}
+        inner = list(jaxprs_in_params(equation.params))
+        found += [each for one in inner for each in unordered_sums(one)]
+        if equation.primitive.name == "psum" or any(sums(one) for one in inner):
+            if latest is not None and latest not in before:
+                found.append(equation)
+            latest = number
+            before.add(number)
+        behind |= {id(var): before for var in equation.outvars}
+    return found
+
+
+def sums(jaxpr):
+    """Whether a program sums over devices."""
+    return any(
+        equation.primitive.name == "psum" or any(map(sums, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
