@@ -55,7 +55,8 @@ class Attention(nnx.Module):
         self.num_kv_heads = parallel.share_of_keys(config.num_kv_heads, "`num_key_value_heads`")
         width, outputs = config.hidden_size, (self.num_q_heads + 2 * self.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(width, outputs, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(self.num_q_heads * config.head_dim, width, dtype=dtype, rngs=rngs)
+        inputs = self.num_q_heads * config.head_dim
+        self.o_proj = Linear(inputs, width, bias=config.o_bias, summed_over=parallel, dtype=dtype, rngs=rngs)
         self.qkv_clip = config.qkv_clip
         self.norms_heads = config.qk_norm in ("head", "unit")
         self.q_norm, self.k_norm = (

@@ -46,6 +46,7 @@ class DecoderLayer(nnx.Module):
                 width,
                 config.intermediate_size,
                 activation=config.activation,
+                bias=config.mlp_bias,
                 dtype=dtype,
                 rngs=rngs,
                 parallel=parallel,

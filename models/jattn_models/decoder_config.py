@@ -13,6 +13,7 @@ from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
 
 QKNorm = Literal["head", "unit", "projection"]
+_BIASES = {"attention_bias": ("qkv_bias", "o_bias"), "mlp_bias": ("mlp_bias",)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class DecoderConfig:
         local_rope: The one that they call "local".
         tied: Whether the embedding is also the output projection.
         qkv_bias: Whether queries, keys and values have a bias.
+        o_bias: Whether attention's output projection has one.
+        mlp_bias: Whether both projections of a dense layer's MLP have one.
         qk_norm: The norm that queries and keys pass before they turn: of each "head"; the same without weights in
             layers that turn them, "unit"; of all heads of a "projection" together; None for none.
         qkv_clip: The most that a query's, key's or value's numbers are in size, after that norm; None is off.
@@ -51,6 +54,8 @@ class DecoderConfig:
     rope: Rope
     tied: bool
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: QKNorm | None = None
     qkv_clip: float | None = None
     local_rope: Rope | None = None
@@ -105,7 +110,8 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
 
     Args:
         fields: With the family's defaults, and without nulls.
-        read: Fields that the family reads of those that are else refused; among them `partial_rotary_factor`.
+        read: Fields that the family reads of those that are else refused. What `attention_bias`, of all four
+            projections, `mlp_bias` and `partial_rotary_factor` say is read here.
 
     Raises:
         ValueError: A field is missing or out of range.
@@ -123,6 +129,12 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
         )
     fields = {"num_key_value_heads": num_q_heads, "head_dim": hidden_size // num_q_heads, **fields}
     head_dim = positive(fields, "head_dim", int)
+    biases = {
+        leaf: boolean(fields, name, default=False)
+        for name, leaves in _BIASES.items()
+        if name in read
+        for leaf in leaves
+    }
     return {
         "vocab_size": positive(fields, "vocab_size", int),
         "hidden_size": hidden_size,
@@ -135,4 +147,5 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
         "rope": Rope.from_config(fields, head_dim, partial="partial_rotary_factor" in read),
         "tied": boolean(fields, "tie_word_embeddings", default=False),
         "block_scales": read_quantization(fields),
+        **biases,
     }

@@ -44,7 +44,7 @@ class Gemma3Config(DecoderConfig):
         full, local = _rope_parameters(fields)
         shared = shared_fields(
             fields | {"rope_parameters": full, "rope_scaling": {}},
-            read=(*WINDOW_FIELDS, "query_pre_attn_scalar", "final_logit_softcapping"),
+            read=(*WINDOW_FIELDS, "attention_bias", "query_pre_attn_scalar", "final_logit_softcapping"),
         )
         return cls(
             **shared,

@@ -46,12 +46,12 @@ class Glm4MoeConfig(DecoderConfig):
             groups_per_token=positive(fields, "topk_group", int),
             group_score="two_best",
         )
+        shared: dict[str, Any] = shared_fields(fields, read=_READ) | {"o_bias": False}
         return cls(
-            **shared_fields(fields, read=_READ),
+            **shared,
             segments=segments(
                 positive(fields, "num_hidden_layers", int), lambda layer: LayerKind(sparse=layer >= first_sparse)
             ),
-            qkv_bias=boolean(fields, "attention_bias", default=False),
             qk_norm="head" if boolean(fields, "use_qk_norm", default=False) else None,
             experts=Experts(
                 routing=routing,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jattn.matmul import matmul
 from jattn.norm import rms_norm
-from jattn.parallel import Parallel
+from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -53,16 +53,32 @@ class ReadInPlace(nnx.Param):
 
 
 class Linear(nnx.Module):
-    """A projection, without bias unless asked for; its kernel is [inputs, outputs]."""
+    """A projection, without bias unless asked for; its kernel is [inputs, outputs].
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False, dtype: Any, rngs: nnx.Rngs):
+    Args:
+        summed_over: Devices that share the inputs, and sum what each returns: the bias is in the part of one.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        summed_over: Parallel = ONE_DEVICE,
+        dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.summed_over = summed_over
         self.kernel = ReadInPlace(random_weights(rngs, (inputs, outputs), dtype)[...])
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*batch D"], *, out_dtype: Any = None) -> Float[Array, "*batch F"]:
         stack, layer = self.kernel.stack_and_layer
         y = matmul(x, stack, layer_index=layer, out_dtype=out_dtype)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(y.dtype), y.shape)
+        if self.bias is None:
+            return y
+        return y + jnp.broadcast_to(self.summed_over.once(self.bias[...]).astype(y.dtype), y.shape)
 
 
 class NormScale(ReadInPlace):
@@ -149,6 +165,7 @@ class GatedMLP(nnx.Module):
         intermediate_size: int,
         *,
         activation: str = "silu",
+        bias: bool = False,
         dtype: Any,
         rngs: nnx.Rngs,
         parallel: Parallel,
@@ -157,8 +174,8 @@ class GatedMLP(nnx.Module):
         self.activation = activation
         units = parallel.share(intermediate_size, units_name)
         self.parallel = parallel
-        self.gate_up_proj = Linear(hidden_size, 2 * units, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(units, hidden_size, dtype=dtype, rngs=rngs)
+        self.gate_up_proj = Linear(hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return self.parallel.all_reduce(self.partial(x))

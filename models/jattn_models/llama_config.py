@@ -14,4 +14,5 @@ class LlamaConfig(DecoderConfig):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         fields = with_defaults(config, max_position_embeddings=2048, rms_norm_eps=1e-6)
-        return cls(**shared_fields(fields), segments=alike(positive(fields, "num_hidden_layers", int)))
+        shared = shared_fields(fields, read=("attention_bias", "mlp_bias"))
+        return cls(**shared, segments=alike(positive(fields, "num_hidden_layers", int)))

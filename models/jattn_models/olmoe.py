@@ -26,7 +26,7 @@ class OlmoeConfig(DecoderConfig):
             intermediate_size=positive(fields, "intermediate_size", int),
         )
         return cls(
-            **shared_fields(fields, read=("clip_qkv",)),
+            **shared_fields(fields, read=("clip_qkv", "attention_bias")),
             segments=alike(positive(fields, "num_hidden_layers", int), LayerKind(sparse=True)),
             qk_norm="projection",
             qkv_clip=positive(fields, "clip_qkv", float) if "clip_qkv" in fields else None,

@@ -15,7 +15,7 @@ class Qwen3Config(DecoderConfig):
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "Qwen3Config":
         fields = with_defaults(config, **QWEN_DEFAULTS, num_key_value_heads=32, head_dim=128)
-        shared = shared_fields(fields, read=WINDOW_FIELDS)
+        shared = shared_fields(fields, read=(*WINDOW_FIELDS, "attention_bias"))
         return cls(**shared, segments=windows_by_layer(fields), qk_norm="head")
 
 

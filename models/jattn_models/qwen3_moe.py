@@ -34,7 +34,7 @@ class Qwen3MoeConfig(DecoderConfig):
             routing=read_routing(fields, "num_experts", normalised=boolean(fields, "norm_topk_prob", default=False)),
             intermediate_size=positive(fields, "moe_intermediate_size", int),
         )
-        shared = shared_fields(fields, read=WINDOW_FIELDS)
+        shared = shared_fields(fields, read=(*WINDOW_FIELDS, "attention_bias"))
         return cls(**shared, segments=sparse_by_step(fields, one_window(fields)), qk_norm="head", experts=experts)
 
 

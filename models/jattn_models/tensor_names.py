@@ -68,8 +68,10 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
         ),
         ("attention", "o_proj", "kernel"): split_inputs("self_attn.o_proj.weight"),
         ("post_attention_norm", "scale"): whole("post_attention_layernorm.weight"),
-        **of_gated_mlp(("mlp",), "mlp", config.intermediate_size),
+        **of_gated_mlp(("mlp",), "mlp", config.intermediate_size, biased=config.mlp_bias),
     }
+    if config.o_bias:
+        sources["attention", "o_proj", "bias"] = whole("self_attn.o_proj.bias")
     if config.qkv_bias:
         biases = {f"self_attn.{x}_proj.bias": width for x, width in widths.items()}
         sources["attention", "qkv_proj", "bias"] = split_outputs(biases, unit=config.head_dim)
@@ -82,7 +84,14 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
 
 
 def of_gated_mlp(
-    path: Path, prefix: str, units: int, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    path: Path,
+    prefix: str,
+    units: int,
+    *,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    biased: bool = False,
 ) -> dict[Path, Source]:
     """A gated MLP's tensors.
 
@@ -91,13 +100,17 @@ def of_gated_mlp(
         prefix: Of the tensors.
         units: Hidden units.
         gate, up, down: What the projections are called.
+        biased: Whether they have biases.
     """
-    return {
-        (*path, "gate_up_proj", "kernel"): split_outputs(
-            {f"{prefix}.{gate}.weight": units, f"{prefix}.{up}.weight": units}
-        ),
+    gate_up = [f"{prefix}.{name}" for name in (gate, up)]
+    sources = {
+        (*path, "gate_up_proj", "kernel"): split_outputs({f"{name}.weight": units for name in gate_up}),
         (*path, "down_proj", "kernel"): split_inputs(f"{prefix}.{down}.weight"),
     }
+    if biased:
+        sources[*path, "gate_up_proj", "bias"] = split_outputs({f"{name}.bias": units for name in gate_up})
+        sources[*path, "down_proj", "bias"] = whole(f"{prefix}.{down}.bias")
+    return sources
 
 
 def of_mixture(

@@ -114,7 +114,7 @@ def test_random_model_computes_without_a_pool():
     assert all(not np.array_equal(stacked[0], stacked[1]) for stacked in layers)
 
 
-@pytest.mark.parametrize("case", ["gqa", "tied"])
+@pytest.mark.parametrize("case", ["biased", "gqa", "tied"])
 def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 

@@ -31,6 +31,16 @@ def test_absent_fields_have_hugging_faces_defaults():
     assert LlamaConfig.from_dict(SMALLEST | nothing) == config
 
 
+def test_biases_are_those_that_are_asked_for():
+    for fields, expected in (
+        ({}, (False, False, False)),
+        ({"attention_bias": True}, (True, True, False)),
+        ({"mlp_bias": True}, (False, False, True)),
+    ):
+        config = LlamaConfig.from_dict(SMALLEST | fields)
+        assert (config.qkv_bias, config.o_bias, config.mlp_bias) == expected
+
+
 @pytest.mark.parametrize(
     ("fields", "rope"),
     [
@@ -77,8 +87,7 @@ def test_wrong_field_is_named(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention_bias": True}, "`attention_bias` must be false"),
-        ({"mlp_bias": True}, "`mlp_bias` must be false"),
+        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config` must be absent"),
         (

@@ -73,7 +73,7 @@ NEUTRAL = {
 }
 # What each reads, or may have whatever its value.
 READ = {
-    Gemma3Config: {"sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"},
+    Gemma3Config: {"attention_bias", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"},
     Llama4Config: {
         "attention_chunk_size",
         "layer_types",
@@ -82,15 +82,15 @@ READ = {
         "scoring_func",
     },
     Glm4MoeConfig: {"partial_rotary_factor", "attention_bias", "routed_scaling_factor", "n_group", "topk_group"},
-    LlamaConfig: set(),
+    LlamaConfig: {"attention_bias", "mlp_bias"},
     MistralConfig: {"sliding_window"},
     MixtralConfig: {"sliding_window"},
-    OlmoeConfig: {"clip_qkv"},
+    OlmoeConfig: {"attention_bias", "clip_qkv"},
     Phi3Config: {"sliding_window", "partial_rotary_factor"},
     Qwen2Config: {"sliding_window", "attention_bias"},
     Qwen2MoeConfig: {"sliding_window", "attention_bias"},
-    Qwen3Config: {"sliding_window"},
-    Qwen3MoeConfig: {"sliding_window"},
+    Qwen3Config: {"attention_bias", "sliding_window"},
+    Qwen3MoeConfig: {"attention_bias", "sliding_window"},
 }
 families = pytest.mark.parametrize("config_class", READ, ids=lambda config_class: config_class.__name__)
 

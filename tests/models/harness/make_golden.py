@@ -242,6 +242,7 @@ CASES = {
             "rope_parameters": {"rope_theta": 500.0},
         },
     ),
+    "biased": ("Llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
 }
 
 
