@@ -12,6 +12,7 @@ import numpy as np
 
 from jattn.arguments import whole_number
 from jattn.safetensors_file import SafetensorsFile
+from jattn.wrapped_text import is_wrapper, text_config, text_names
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -23,6 +24,9 @@ _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json", "*.pt", "*.pth
 class Checkpoint:
     """The configuration and the weights of a folder: config.json and safetensors, in one file or in shards.
 
+    Of a model that sees too, it is the text model inside: its configuration, and its tensors by the names that they
+    would have alone.
+
     Args:
         path: The folder.
 
@@ -32,8 +36,8 @@ class Checkpoint:
 
     Attributes:
         path: The folder.
-        config: config.json.
-        architecture: The first of the configuration's architectures.
+        config: config.json; of a text model inside another, its `text_config`.
+        architecture: The first of the configuration's architectures; the wrapper's, if there is one.
         generation_config: generation_config.json; empty if absent.
         max_context_len: Tokens of the longest text that is to be served; None for as long as the model was made for.
     """
@@ -52,6 +56,11 @@ class Checkpoint:
         self.max_context_len: int | None = None
         self._on_read: Callable[[], None] = lambda: None
         self._files, self._listing = self._open_weights()
+        self._stored_names = {name: name for name in self._files}
+        if is_wrapper(self.config):
+            self._stored_names = text_names(self._files)
+            self.config = text_config(self.config, self._stored_names)
+            self._files = {name: self._files[stored] for name, stored in self._stored_names.items()}
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -72,10 +81,12 @@ class Checkpoint:
         """
         if name not in self._files:
             raise ValueError(f"{self._listing} must hold the tensor {name!r}, which is missing.")
-        file = self._files[name]
-        if shape is not None and (stored := file.shape(name)) != shape:
-            raise ValueError(f"Tensor {name!r} of {file.path} must have shape {list(shape)}. Got {list(stored)}.")
-        tensor = file.read(name, piece)
+        file, stored_name = self._files[name], self._stored_names[name]
+        if shape is not None and (stored := file.shape(stored_name)) != shape:
+            raise ValueError(
+                f"Tensor {stored_name!r} of {file.path} must have shape {list(shape)}. Got {list(stored)}."
+            )
+        tensor = file.read(stored_name, piece)
         self._on_read()
         return tensor
 

@@ -29,6 +29,8 @@ class Gemma3Config(DecoderConfig):
     def from_dict(cls, config: Mapping[str, Any]) -> "Gemma3Config":
         fields = with_defaults(
             config,
+            vocab_size=262208,
+            num_attention_heads=8,
             num_key_value_heads=4,
             head_dim=256,
             max_position_embeddings=131072,

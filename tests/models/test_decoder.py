@@ -25,6 +25,7 @@ from tests.models.harness.goldens import (
     LLAMA_CASES,
     OTHER_CASES,
     TOLERANCE,
+    WRAPPED_CASES,
     architecture,
     assert_golden,
     assert_run_is_golden,
@@ -40,8 +41,8 @@ from tests.models.harness.goldens import (
 
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
-    assert {architecture(case) for case in (*LLAMA_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 15
+    assert {architecture(case) for case in (*LLAMA_CASES, *WRAPPED_CASES, *OTHER_CASES)} == announced
+    assert len(announced) == 18
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -74,7 +75,7 @@ SERVED = ("gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
     "case",
     [
         case if case in SERVED else pytest.param(case, marks=pytest.mark.slow)
-        for case in OTHER_CASES
+        for case in (*OTHER_CASES, *WRAPPED_CASES)
         if case != "phi3_longrope"
     ],
 )

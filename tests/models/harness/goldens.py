@@ -27,9 +27,10 @@ def architecture(case):
     return Checkpoint(GOLDEN / case).architecture
 
 
-LLAMA_CASES, OTHER_CASES = [], []
+LLAMA_CASES, WRAPPED_CASES, OTHER_CASES = [], [], []
 for folder in sorted(GOLDEN.iterdir()):
-    (LLAMA_CASES if architecture(folder.name) == "LlamaForCausalLM" else OTHER_CASES).append(folder.name)
+    cases = {"LlamaForCausalLM": LLAMA_CASES}.get(architecture(folder.name), OTHER_CASES)
+    (WRAPPED_CASES if folder.name.endswith("_wrapped") else cases).append(folder.name)
 
 
 @functools.cache

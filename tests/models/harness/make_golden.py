@@ -79,6 +79,18 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+# Of what sees, beside a text model: never used.
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
 ALTERNATING = ["full_attention", "sliding_attention"] * 2
 CASES = {
     "mha": ("Llama", {}),
@@ -243,6 +255,30 @@ CASES = {
         },
     ),
     "biased": ("Llama", {**GQA, "attention_bias": True, "mlp_bias": True}),
+    "gemma3_wrapped": (
+        "Gemma3",
+        {
+            **SMALL,
+            **WINDOW,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "sliding_window_pattern": 2,
+            "rope_parameters": None,
+        },
+    ),
+    "llama4_wrapped": (
+        "Llama4",
+        {
+            **SMALL,
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 2,
+            "moe_layers": [1],
+        },
+    ),
+    "mistral3_wrapped": ("Mistral3", {**SMALL, "model_type": "mistral", "sliding_window": None}),
 }
 
 
@@ -266,23 +302,24 @@ def golden(model: PreTrainedModel, twin: PreTrainedModel | None = None) -> dict[
         model: Computes in float32.
         twin: The same model in the dtype that its weights are stored in; its logits tell what rounding costs.
     """
-    arrays = {}
+    arrays, config = {}, model.config.get_text_config()
     for number, prompt_len in enumerate(PROMPT_LENS):
-        tokens = torch.randint(model.config.vocab_size, (1, prompt_len + DECODE_STEPS))
+        tokens = torch.randint(config.vocab_size, (1, prompt_len + DECODE_STEPS))
         arrays[f"tokens_{number}"] = tokens[0].numpy().astype(np.int32)
         with torch.no_grad():
             arrays[f"logits_{number}"] = model(tokens).logits[0].numpy()
             if twin:
                 arrays[f"twin_logits_{number}"] = twin(tokens).logits[0].float().numpy()
-            if tokens.shape[1] + GREEDY_STEPS <= model.config.max_position_embeddings:
+            if tokens.shape[1] + GREEDY_STEPS <= config.max_position_embeddings:
                 arrays[f"greedy_{number}"] = greedy(model, tokens).numpy().astype(np.int32)
-    rotary = model.model.rotary_emb  # after long texts, on which they may depend
+    decoder = model.get_decoder()
+    rotary = getattr(decoder, "model", decoder).rotary_emb  # after long texts, on which they may depend
     if hasattr(rotary, "inv_freq"):
         arrays["frequencies"] = rotary.inv_freq.numpy().copy()
     else:
         arrays["frequencies"] = rotary.full_attention_inv_freq.numpy()
         arrays["local_frequencies"] = rotary.sliding_attention_inv_freq.numpy()
-    if short := getattr(model.config, "original_max_position_embeddings", None):
+    if short := getattr(config, "original_max_position_embeddings", None):
         with torch.no_grad():
             arrays["short_logits"] = model(tokens[:, :short]).logits[0].numpy()
         arrays["short_frequencies"] = rotary.inv_freq.numpy()
@@ -305,9 +342,13 @@ def main() -> None:
         torch.manual_seed(seed)
         folder = FOLDER / name
         shutil.rmtree(folder, ignore_errors=True)
-        model_class = getattr(transformers, f"{family}ForCausalLM")
-        config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-        config = config_class(**BASE | changes)
+        if name.endswith("_wrapped"):
+            model_class = getattr(transformers, f"{family}ForConditionalGeneration")
+            config = getattr(transformers, f"{family}Config")(text_config=BASE | changes, vision_config=VISION)
+        else:
+            model_class = getattr(transformers, f"{family}ForCausalLM")
+            of_text = getattr(transformers, f"{family}TextConfig", None)
+            config = (of_text or getattr(transformers, f"{family}Config"))(**BASE | changes)
         model = model_class._from_config(config, attn_implementation="eager").eval()
         randomise(model)
         twin = None
