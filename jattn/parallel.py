@@ -73,8 +73,7 @@ class Parallel:
         return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
 
     def best_token(self, logits: Float32[Array, "B V_local"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-        """The likeliest token of each row over all devices' parts of the vocabulary, and its logit: two numbers a row
-        go between devices, not the logits.
+        """The likeliest token of each row, and its logit; devices exchange these two numbers a row, not the logits.
 
         Of equal ones it is the token of the lowest id; NaN counts as -inf. The logit is inf where any is NaN or inf.
         """

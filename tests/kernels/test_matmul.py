@@ -45,6 +45,18 @@ def test_product_with_a_layer_of_the_stack(rows, dtype, out_dtype):
     np.testing.assert_array_equal(out, matmul(x, kernel[1], out_dtype=out_dtype))
 
 
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "multiplied"),
+    [(1, 2048, 2048, 8), (1, 3072, 3072, 8), (1, 2400, 4096, 8), (1, 2448, 4096, 1), (2, 2048, 2048, 2)],
+)
+def test_xla_is_given_no_product_that_it_makes_a_sum_of(rows, depth, columns, multiplied):
+    """One row, as of a model's first decode, with weights of a small model or of one device's share."""
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, depth), (depth, columns)))
+    text = jax.jit(lambda x, kernel: matmul(x, kernel, implementation="xla")).lower(x, kernel).as_text()
+    (product,) = (line for line in text.splitlines() if "dot_general" in line)
+    assert f"-> tensor<{multiplied}x{columns}xbf16>" in product
+
+
 def test_rows_may_have_any_axes():
     x, kernel = operands(6, 8, 16, layers=1, dtype="float32")
     np.testing.assert_array_equal(matmul(x.reshape(2, 3, 8), kernel[0]), matmul(x, kernel[0]).reshape(2, 3, 16))

@@ -10,9 +10,9 @@ from jattn_kernels.call import MatmulCall
 from jattn_kernels.operands import MatmulOperands
 
 _LEAST_ROWS = 8  # of a product of bfloat16 into float32 that goes to the tensor cores
-# Numbers of a kernel up to which XLA makes a product of one row a sum of vectors: it takes three times as long, 28.6 us
-# against 8.2 for [4096, 2048] on an H200.
-_MOST_OF_A_SUM = 2**23
+# Numbers of a kernel below which XLA makes a product of one row a sum of vectors: it takes three times as long, 28.6 us
+# against 8.2 for [4096, 2048] on an H200. (`ShouldStrengthReduceDotToReduce`; [2400, 4096] is one, [2448, 4096] not.)
+_LEAST_OF_A_PRODUCT = 10_000_000
 
 
 def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
@@ -26,7 +26,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
 
     # For fewer rows into float32 XLA first converts the whole kernel: 1.2 ms of a step of Llama-3-8B on an H200.
     is_widened = call.out_dtype == "float32" != call.dtype
-    is_a_sum = call.num_rows == 1 and x.dtype != jnp.float32 and kernel.size <= _MOST_OF_A_SUM
+    is_a_sum = call.num_rows == 1 and x.dtype != jnp.float32 and kernel.size < _LEAST_OF_A_PRODUCT
     return _of_padded(product, x) if is_widened or is_a_sum else product(x)
 
 
