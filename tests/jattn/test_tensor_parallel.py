@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from importlib.metadata import entry_points
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jattn.serving.resolved_config import parallel_of
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn.serving.structured.params import StructuredOutputsParams
+from jattn_kernels.call import Device
 from tests.jattn.harness.several_devices import (
     CONFIG,
     DRAWN,
@@ -100,6 +102,19 @@ def test_sums_that_do_not_wait_are_found():
 
     step = OnAll(twice, parallel, takes_shares=(True,), gives_shares=False)
     assert len(unordered_sums(jax.make_jaxpr(step)(jnp.ones(4)).jaxpr)) == 1
+
+
+def test_what_was_cut_short_starts_over_on_all_devices(two, on_one, monkeypatch):
+    request = two.make_request(PROMPTS[2], GREEDY)
+    two.add(request)
+    two.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(two.executor, "read", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            two.step()
+    run(two)
+    assert request.generated == on_one[2]
+    assert_all_hold_the_same(two)
 
 
 def test_each_device_has_its_share_and_no_more(llama):
@@ -184,6 +199,22 @@ def test_whatever_an_engine_does_several_devices_do(llama, changes):
     assert texts(engine, PROMPTS, *asked) == expected
     engine.executor.background.wait()
     assert_all_hold_the_same(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "size"), [("decode", 4), ("prefill", 16)])
+def test_kernels_of_a_hopper_gpu_are_lowered_on_several(tmp_path, monkeypatch, kind, size):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    sizes = {"kv_heads": 4, "head_dim": 128, "hidden": 1024, "units": 512, "vocab": 512, "layers": 1}
+    checkpoint = Checkpoint(write_llama(tmp_path / "llama", **sizes))
+    changes = {"tensor_parallel": 2, "dtype": "bfloat16", "page_size": 16, "implementation": "mosaic"}
+    config = dataclasses.replace(CONFIG, **changes)
+    model = load_model(checkpoint, dtype=jnp.bfloat16, parallel=parallel_of(config))
+    plan = plans_of(config, model).executor.compiled_steps[StepKey(kind, size, "plain")]
+    traced = jax.jit(plan.function, donate_argnums=plan.donate).trace(*plan.arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text
+    assert text.count("stablehlo.all_reduce") == 3  # the embedding, behind attention, behind the MLP
 
 
 @pytest.mark.slow
