@@ -50,6 +50,7 @@ class Attention(nnx.Module):
         self.chunk_size = kind.chunk_size
         self.rope: RopeName | None = kind.rope
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.cap = 0.0 if config.attention_cap is None else config.attention_cap
         self.temperature = None if kind.rope else config.temperature
         self.num_q_heads = parallel.share(config.num_q_heads, "`num_attention_heads`")
         self.num_kv_heads = parallel.share_of_keys(config.num_kv_heads, "`num_key_value_heads`")
@@ -73,6 +74,7 @@ class Attention(nnx.Module):
             head_dim=self.head_dim,
             v_head_dim=self.head_dim,
             scaling=self.scaling,
+            logit_cap=self.cap,
             sliding_window_size=-1 if self.window_left is None else self.window_left,
             chunk_size=self.chunk_size,
         )

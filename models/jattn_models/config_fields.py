@@ -23,6 +23,11 @@ def positive[Number: (int, float)](fields: Mapping[str, Any], name: str, kind: t
     return kind(value)
 
 
+def positive_or_none[Number: (int, float)](fields: Mapping[str, Any], name: str, kind: type[Number]) -> Number | None:
+    """As `positive`; None where the field is absent."""
+    return positive(fields, name, kind) if name in fields else None
+
+
 def whole(fields: Mapping[str, Any], name: str) -> int:
     """A field that must be there, an integer and at least 0.
 

@@ -25,7 +25,7 @@ from jattn_models.stored_tensors import StoredTensors
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream.
+    """Attention and MLP, each with a norm before it, after it or both, and added to the residual stream.
 
     Attributes:
         attention_class: Takes what DecoderLayer takes, and says what its keys need of a pool.
@@ -35,10 +35,13 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
         width = config.hidden_size
-        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
-        self.input_norm = norm(width)
+        norm = functools.partial(_norm, config, dtype)
+        before, after = config.norms != "after", config.norms != "before"
+        self.residual_scale = config.residual_scale
+        self.input_norm = norm() if before else None
         self.attention = self.attention_class(config, kind, dtype=dtype, rngs=rngs, parallel=parallel)
-        self.post_attention_norm = norm(width)
+        self.attended_norm = norm() if after else None
+        self.post_attention_norm = norm() if before else None
         if kind.sparse and config.experts is not None:
             self.mlp = MixtureOfExperts(width, config.experts, dtype=dtype, rngs=rngs, parallel=parallel)
         else:
@@ -51,11 +54,16 @@ class DecoderLayer(nnx.Module):
                 rngs=rngs,
                 parallel=parallel,
             )
+        self.mlp_norm = norm() if after else None
 
     def __call__(self, hidden: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
-        attended, pool = self.attention(self.input_norm(hidden), layer_index, this_pass, pool)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_norm(hidden)), pool
+        attended, pool = self.attention(_normed(self.input_norm, hidden), layer_index, this_pass, pool)
+        hidden = self._added(hidden, _normed(self.attended_norm, attended))
+        mixed = self.mlp(_normed(self.post_attention_norm, hidden))
+        return self._added(hidden, _normed(self.mlp_norm, mixed)), pool
+
+    def _added(self, hidden: Float[Array, "T D"], more: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return hidden + (more if self.residual_scale == 1.0 else more * jnp.asarray(self.residual_scale, more.dtype))
 
 
 class Decoder(nnx.Module):
@@ -92,7 +100,7 @@ class Decoder(nnx.Module):
             return make(rngs)
 
         self.layers = nnx.List([stacked(layers, kind) for layers, kind in config.stacks])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
+        self.norm = _norm(config, dtype)
 
     @classmethod
     def from_checkpoint(
@@ -180,8 +188,17 @@ class Decoder(nnx.Module):
 
     def local_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V_local"]:
         """Those of this device's part of the vocabulary."""
-        logits, cap = self.vocabulary.logits(hidden), self.config.logit_cap
+        logits, cap = self.vocabulary.logits(hidden) * self.config.logit_scale, self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _norm(config: DecoderConfig, dtype: Any) -> RMSNorm:
+    """Of the residual stream."""
+    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
+
+
+def _normed(norm: RMSNorm | None, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    return hidden if norm is None else norm(hidden)
 
 
 def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: Pass, pool):

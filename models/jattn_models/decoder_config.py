@@ -13,6 +13,7 @@ from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
 
 QKNorm = Literal["head", "unit", "projection"]
+Norms = Literal["before", "after", "both"]
 _BIASES = {"attention_bias": ("qkv_bias", "o_bias"), "mlp_bias": ("mlp_bias",)}
 
 
@@ -33,11 +34,15 @@ class DecoderConfig:
             layers that turn them, "unit"; of all heads of a "projection" together; None for none.
         qkv_clip: The most that a query's, key's or value's numbers are in size, after that norm; None is off.
         attention_scale: Factor on q.k; 1 / sqrt(head_dim) if None.
+        attention_cap: Soft cap of q.k after it; None is off.
         temperature: Of queries that do not turn; None for none.
         activation: Of the MLPs of dense layers, by Hugging Face's name.
+        norms: Where the norms of attention and MLP stand: "before" them, "after" them and before the sum, or "both".
         norm_offset: What a norm's factor is above its weight.
         embedding_scale: Factor on the embedded tokens.
-        logit_cap: Soft cap of the logits; None is off.
+        residual_scale: Factor on what attention and MLP add to the residual stream.
+        logit_scale: Factor on the logits.
+        logit_cap: Soft cap of the logits after it; None is off.
         experts: The mixture of sparse layers; None if all are dense.
         block_scales: How the checkpoint's weights in fp8 are scaled; None if it has none.
     """
@@ -60,10 +65,14 @@ class DecoderConfig:
     qkv_clip: float | None = None
     local_rope: Rope | None = None
     attention_scale: float | None = None
+    attention_cap: float | None = None
     temperature: Temperature | None = None
     activation: str = "silu"
+    norms: Norms = "before"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     logit_cap: float | None = None
     experts: Experts | None = None
     block_scales: BlockScales | None = None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jattn_models import tensor_names
-from jattn_models.config_fields import boolean, positive, with_defaults
+from jattn_models.config_fields import boolean, positive, positive_or_none, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
@@ -29,7 +29,7 @@ class OlmoeConfig(DecoderConfig):
             **shared_fields(fields, read=("clip_qkv", "attention_bias")),
             segments=alike(positive(fields, "num_hidden_layers", int), LayerKind(sparse=True)),
             qk_norm="projection",
-            qkv_clip=positive(fields, "clip_qkv", float) if "clip_qkv" in fields else None,
+            qkv_clip=positive_or_none(fields, "clip_qkv", float),
             experts=experts,
         )
 

@@ -7,6 +7,17 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind
 from jattn_models.weights import Path, Source, Widths
 
+# What the norms of a layer are called: Llama's names, OLMo 2's and Gemma's.
+_NORMS = {
+    "before": {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"},
+    "after": {"attended_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm",
+        "attended_norm": "post_attention_layernorm",
+        "post_attention_norm": "pre_feedforward_layernorm",
+        "mlp_norm": "post_feedforward_layernorm",
+    },
+}
 _OF_EXPERTS = (("mlp", "gate_up_proj"), ("mlp", "down_proj"))  # in a sparse layer
 
 
@@ -62,12 +73,11 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
     q, kv = (heads * config.head_dim for heads in (config.num_q_heads, config.num_kv_heads))
     widths = {"q": q, "k": kv, "v": kv}
     sources = {
-        ("input_norm", "scale"): whole("input_layernorm.weight"),
+        **{(norm, "scale"): whole(f"{name}.weight") for norm, name in _NORMS[config.norms].items()},
         ("attention", "qkv_proj", "kernel"): split_outputs(
             {f"self_attn.{x}_proj.weight": width for x, width in widths.items()}, unit=config.head_dim
         ),
         ("attention", "o_proj", "kernel"): split_inputs("self_attn.o_proj.weight"),
-        ("post_attention_norm", "scale"): whole("post_attention_layernorm.weight"),
         **of_gated_mlp(("mlp",), "mlp", config.intermediate_size, biased=config.mlp_bias),
     }
     if config.o_bias:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn_models.config_fields import boolean, positive, refuse, whole
-from jattn_models.layer_pattern import LayerKind, Segment, alike, segments
+from jattn_models.layer_pattern import LayerKind, RopeName, Segment, alike, segments
 
 WINDOW_FIELDS = ("sliding_window", "layer_types")
 QWEN_DEFAULTS = {
@@ -64,6 +64,22 @@ def windows_by_layer(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
     if window is None:
         return alike(num_layers)
     return segments(num_layers, lambda layer: LayerKind(window if is_sliding(layer) else None))
+
+
+def alternating(fields: Mapping[str, Any], period: int, *, sliding_rope: RopeName = "global") -> tuple[Segment, ...]:
+    """Layers as `layer_types` lists them; without it, the last of each `period` sees all keys and the others a window.
+
+    Args:
+        sliding_rope: Which rotary embedding layers with the window have.
+
+    Raises:
+        ValueError: The list does not fit the layers, or names a window that there is not.
+        NotImplementedError: The list names another type.
+    """
+    num_layers = positive(fields, "num_hidden_layers", int)
+    is_sliding = listed(fields, num_layers) if "layer_types" in fields else lambda layer: (layer + 1) % period != 0
+    sliding = LayerKind(window_left(fields), rope=sliding_rope)
+    return segments(num_layers, lambda layer: sliding if is_sliding(layer) else LayerKind())
 
 
 def listed(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:

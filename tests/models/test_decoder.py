@@ -42,7 +42,7 @@ from tests.models.harness.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *WRAPPED_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 18
+    assert len(announced) == 21
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -148,9 +148,12 @@ SEES_ALL = {"window_left": None, "chunk_size": None}
 @pytest.mark.parametrize(
     ("case", "indifferent", "kind", "fact"),
     [
+        ("gemma2", 1, {}, {"attention_cap": None}),
+        ("gemma2", 8, SEES_ALL, {}),
         ("gemma3", 8, SEES_ALL, {}),
         ("llama4", 8, SEES_ALL, {}),
         ("mistral", 8, SEES_ALL, {}),
+        ("olmo3", 1, {"rope": "global"}, {}),
         ("phi3", 8, SEES_ALL, {}),
         ("gemma3", 1, {"rope": "global"}, {}),
         ("gemma3", 0, {}, {"logit_cap": None}),
@@ -205,10 +208,12 @@ def test_golden_logits_need_what_the_mixture_says(case, routing, fact):
 @pytest.mark.parametrize(
     ("case", "lengths", "windows"),
     [
+        ("gemma2", [2], {-1, 7}),
         ("gemma3", [5, 1], {-1, 7}),
         ("glm4_moe", [1, 2], {-1}),
         ("llama4", [3, 1], {-1}),
         ("mistral", [2], {7}),
+        ("olmo3", [3, 1], {-1, 7}),
         ("qwen2", [1, 2], {-1, 7}),
         ("qwen2_moe", [1, 1, 1], {-1, 7}),
         ("qwen3", [2], {-1, 7}),
@@ -235,9 +240,10 @@ def test_rope_frequencies_match_transformers(case):
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)
 
 
-def test_local_rope_frequencies_match_transformers():
-    with np.load(GOLDEN / "gemma3" / "golden.npz") as arrays:
-        config = load("gemma3").config
+@pytest.mark.parametrize("case", ["gemma3", "olmo3"])
+def test_local_rope_frequencies_match_transformers(case):
+    with np.load(GOLDEN / case / "golden.npz") as arrays:
+        config = load(case).config
         np.testing.assert_allclose(config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)
         np.testing.assert_allclose(config.local_rope.frequencies(), arrays["local_frequencies"], rtol=1e-6)
 

@@ -6,12 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.glm4_moe import Glm4MoeConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
+from jattn_models.olmo2 import Olmo2Config
+from jattn_models.olmo3 import Olmo3Config
 from jattn_models.olmoe import OlmoeConfig
 from jattn_models.phi3 import Phi3Config
 from jattn_models.qwen2 import Qwen2Config
@@ -31,12 +34,15 @@ LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 102
 @pytest.mark.parametrize(
     ("config_class", "expected"),
     [
+        (Gemma2Config, (4, 256, 8192, 1e-6, 1e4, True)),
         (Gemma3Config, (4, 256, 131072, 1e-6, 1e6, True)),
         (Glm4MoeConfig, (8, 8, 131072, 1e-5, 1e4, False)),
         (Llama4Config, (8, 128, 131072, 1e-5, 5e5, False)),
         (LlamaConfig, (32, 8, 2048, 1e-6, 1e4, False)),
         (MistralConfig, (8, 8, 131072, 1e-6, 1e4, False)),
         (MixtralConfig, (8, 8, 131072, 1e-5, 1e6, False)),
+        (Olmo2Config, (32, 8, 2048, 1e-5, 1e4, False)),
+        (Olmo3Config, (32, 8, 2048, 1e-5, 5e5, False)),
         (OlmoeConfig, (32, 8, 4096, 1e-5, 1e4, False)),
         (Phi3Config, (32, 8, 4096, 1e-5, 1e4, False)),
         (Qwen2Config, (32, 8, 32768, 1e-6, 1e4, False)),
@@ -87,6 +93,18 @@ def test_gemma3_has_a_rope_for_each_type_of_layer(fields, full, local):
     config = Gemma3Config.from_dict(SMALLEST | fields)
     assert (config.rope, config.local_rope) == (full, local)
     assert {kind.rope for _, kind in config.stacks if kind.window_left is not None} == {"local"}
+
+
+def test_gemma2_caps_may_be_off():
+    config = Gemma2Config.from_dict(SMALLEST)
+    assert (config.attention_cap, config.logit_cap) == (50.0, 30.0)
+    config = Gemma2Config.from_dict(SMALLEST | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (config.attention_cap, config.logit_cap) == (None, None)
+
+
+def test_olmo3_scaling_is_of_layers_without_window():
+    config = Olmo3Config.from_dict(SMALLEST | {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 8}})
+    assert (config.rope, config.local_rope) == (Rope(8, 1e4, LinearScaling(8.0)), Rope(8, 1e4))
 
 
 @pytest.mark.parametrize(
@@ -244,6 +262,9 @@ def test_wrong_field_is_named(config_class, fields, message):
             {**LONG, "head_dim": 8, "max_position_embeddings": 2048},
             "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of 1.04",
         ),
+        (Gemma2Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
+        (Olmo2Config, {"clip_qkv": 8.0}, "`clip_qkv` must be null: .* Got 8.0"),
+        (Olmo3Config, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0: .* Got 0.5"),
         (Gemma3Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
         (
             Gemma3Config,

@@ -4,12 +4,15 @@ import re
 
 import pytest
 
+from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.glm4_moe import Glm4MoeConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
+from jattn_models.olmo2 import Olmo2Config
+from jattn_models.olmo3 import Olmo3Config
 from jattn_models.olmoe import OlmoeConfig
 from jattn_models.phi3 import Phi3Config
 from jattn_models.qwen2 import Qwen2Config
@@ -73,6 +76,13 @@ NEUTRAL = {
 }
 # What each reads, or may have whatever its value.
 READ = {
+    Gemma2Config: {
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "query_pre_attn_scalar",
+        "sliding_window",
+    },
     Gemma3Config: {"attention_bias", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"},
     Llama4Config: {
         "attention_chunk_size",
@@ -85,6 +95,8 @@ READ = {
     LlamaConfig: {"attention_bias", "mlp_bias"},
     MistralConfig: {"sliding_window"},
     MixtralConfig: {"sliding_window"},
+    Olmo2Config: {"attention_bias"},
+    Olmo3Config: {"attention_bias", "sliding_window"},
     OlmoeConfig: {"attention_bias", "clip_qkv"},
     Phi3Config: {"sliding_window", "partial_rotary_factor"},
     Qwen2Config: {"sliding_window", "attention_bias"},
@@ -122,7 +134,7 @@ def test_layers_without_windows_may_say_so(fields):
     assert LlamaConfig.from_dict(SMALLEST | fields) == LlamaConfig.from_dict(SMALLEST)
 
 
-@pytest.mark.parametrize("config_class", [Gemma3Config, MistralConfig, MixtralConfig, Phi3Config])
+@pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3Config, MistralConfig, MixtralConfig, Phi3Config])
 def test_window_that_is_said_not_to_be_used_is_refused(config_class):
     with pytest.raises(NotImplementedError, match=r"`use_sliding_window` must be true: .* Got false"):
         config_class.from_dict(SMALLEST | {"sliding_window": 8, "use_sliding_window": False})
@@ -189,9 +201,9 @@ def test_rope_parameters_that_are_not_read_are_refused(config_class, fields, unr
 
 
 @families
-def test_rope_parameters_by_type_of_layer_are_for_gemma3(config_class):
+def test_rope_parameters_by_type_of_layer_are_for_two_families(config_class):
     both = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
-    if config_class is Gemma3Config:
+    if config_class in (Gemma3Config, Olmo3Config):
         config_class.from_dict(SMALLEST | {"rope_parameters": both})
         with pytest.raises(ValueError, match=r"`rope_parameters` must be .* for each type of layer. Got .*chunked"):
             config_class.from_dict(SMALLEST | {"rope_parameters": {"chunked_attention": {}}})

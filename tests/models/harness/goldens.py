@@ -110,18 +110,19 @@ class DenseBackend:
         return None
 
     def forward_extend(self, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
-        v = jnp.pad(v, ((0, 0), (0, 0), (0, k.shape[-1] - v.shape[-1])))  # values may be narrower
-        wide = (x[None].astype(jnp.float32) for x in (q, k, v))
-        window = None if layer.sliding_window_size < 0 else (layer.sliding_window_size, 0)
-        chunk = jnp.arange(len(q)) // (layer.chunk_size or len(q))
-        out = jax.nn.dot_product_attention(
-            *wide,
-            mask=(chunk[:, None] == chunk[None, :])[None, None],
-            scale=layer.scaling,
-            is_causal=True,
-            local_window_size=window,
-        )
-        return out[0, ..., : layer.v_head_dim].astype(q.dtype), pool
+        dtype = q.dtype
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        index = jnp.arange(len(q))
+        back, chunk = index[:, None] - index[None, :], index // (layer.chunk_size or len(q))
+        window = len(q) if layer.sliding_window_size < 0 else layer.sliding_window_size
+        seen = (back >= 0) & (back <= window) & (chunk[:, None] == chunk[None, :])
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        logits = layer.scaling * jnp.einsum("tnh,snh->nts", q, k, precision="highest")
+        if layer.logit_cap:
+            logits = layer.logit_cap * jnp.tanh(logits / layer.logit_cap)
+        weights = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf), axis=-1)
+        out = jnp.einsum("nts,snh->tnh", weights, v, precision="highest")
+        return out.astype(dtype), pool
 
     forward_decode = forward_extend
 

@@ -279,6 +279,33 @@ CASES = {
         },
     ),
     "mistral3_wrapped": ("Mistral3", {**SMALL, "model_type": "mistral", "sliding_window": None}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **SMALL,
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {**SMALL, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **SMALL,
+            **WINDOW,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
 }
 
 
