@@ -20,9 +20,13 @@ from bench.workloads import random_normal, random_page_table
 from jattn.attention.specs import kind_of
 from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
+from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
+from jattn.serving.executor.mesh_plans import on_mesh
+from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import AttentionCall
@@ -46,17 +50,19 @@ class Model(NamedTuple):
     weights: Any
     kv_groups: Any
     attention_layers: Any
+    parallel: Parallel = ONE_DEVICE
 
     def read_bytes(self, batch: int) -> int:
-        """Bytes of weights that a step of so many tokens reads, experts as a uniform draw meets them."""
+        """Bytes of weights that a step of so many tokens reads on a device, experts as a uniform draw meets them."""
         experts, total = self.config.experts, 0
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.weights):
             met = 1.0
             # [layers, experts, inputs, outputs]; of attention those with four axes have heads for experts.
             if experts is not None and leaf.ndim == 4 and "attention" not in jax.tree_util.keystr(path):
                 met = _share_met(experts.routing, batch)
-            total += leaf.nbytes * met
-        embedding = self.config.vocab_size * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
+            total += bytes_on_one(leaf) * met
+        tokens = self.config.vocab_size // self.parallel.size
+        embedding = tokens * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
         return round(total if self.config.tied else total - embedding)
 
 
@@ -65,19 +71,27 @@ def _share_met(routing: Any, tokens: int) -> float:
     return 1 - (1 - routing.per_token / routing.num_experts) ** tokens
 
 
-def random_model(shapes: dict[str, Any] = LLAMA_3_8B, family: type[Decoder] = LlamaForCausalLM) -> Model:
+def random_model(
+    shapes: dict[str, Any] = LLAMA_3_8B, family: type[Decoder] = LlamaForCausalLM, parallel: Parallel = ONE_DEVICE
+) -> Model:
     """A bf16 model of these shapes; each stacked leaf is made layer by layer where it will lie."""
     config = family.config_class.from_dict(shapes)
-    abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), parallel=parallel))
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
-    made = []
-    for number, (path, leaf) in enumerate(leaves):
+
+    def filled(number: int, path: Any, leaf: Any) -> Any:
         if "scale" in jax.tree_util.keystr(path):
-            made.append(jnp.ones(leaf.shape, leaf.dtype))
-        else:
-            made.append(random_normal(jax.random.key(number), leaf.shape, leaf.dtype.name, _WEIGHT_SIZE))
-    return Model(config, graph, jax.tree.unflatten(tree, made), abstract.kv_groups, abstract.attention_layers)
+            return jnp.ones(leaf.shape, leaf.dtype)
+        key = jax.random.key(number + len(leaves) * parallel.first_of(1))
+        return random_normal(key, leaf.shape, leaf.dtype.name, _WEIGHT_SIZE)
+
+    weights = [
+        made(functools.partial(filled, number, path, leaf), parallel, shares=True)
+        for number, (path, leaf) in enumerate(leaves)
+    ]
+    weights = jax.tree.unflatten(tree, weights)
+    return Model(config, graph, weights, abstract.kv_groups, abstract.attention_layers, parallel)
 
 
 class Setup(NamedTuple):
@@ -100,22 +114,28 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
 
     The pages let rows grow by `steps` tokens past `ctx`.
     """
-    longest = workload.ctx + steps
+    longest, parallel = workload.ctx + steps, model.parallel
     page_table, num_pages = random_page_table((longest,) * workload.batch, workload.page)
     shapes = jax.eval_shape(
         lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=jnp.bfloat16)
     )
     leaves, tree = jax.tree.flatten(shapes)
-    pool = jax.tree.unflatten(
-        tree, [random_normal(jax.random.key(i), leaf.shape, leaf.dtype.name) for i, leaf in enumerate(leaves)]
-    )
-    state = dataclasses.replace(
-        empty_rows(workload.batch, max_pages=page_table.shape[1], max_stop_ids=_STOP_IDS),
-        page_table=jnp.asarray(page_table),
-        last_tokens=jax.random.randint(
-            jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
-        ),
-    )
+    pages = [
+        made(functools.partial(random_normal, jax.random.key(i), leaf.shape, leaf.dtype.name), parallel, shares=True)
+        for i, leaf in enumerate(leaves)
+    ]
+    pool = jax.tree.unflatten(tree, pages)
+
+    def rows() -> LoopState:
+        return dataclasses.replace(
+            empty_rows(workload.batch, max_pages=page_table.shape[1], max_stop_ids=_STOP_IDS),
+            page_table=jnp.asarray(page_table),
+            last_tokens=jax.random.randint(
+                jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
+            ),
+        )
+
+    state = made(rows, parallel, shares=False)
     options = BackendOptions(
         max_context_len=longest,
         page_size=workload.page,
@@ -125,8 +145,9 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     )
     backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
     plans = _plans(np.asarray(page_table), workload.page)
-    decode = functools.partial(Steps(model.graph, backend).decode, variant="greedy")
+    decode = functools.partial(Steps(model.graph, backend, parallel=parallel).decode, variant="greedy")
     plan = StepPlan(decode, (model.weights, state, pool, plans[0]), donate=(1, 2), unrolled=True)
+    (plan,) = on_mesh({StepKey("decode", workload.batch, "greedy"): plan}, parallel).values()
     start = time.perf_counter()
     compiled = compile_steps({workload.name: plan})
     return Setup(compiled, time.perf_counter() - start, state, pool, plans)
@@ -146,13 +167,14 @@ class Loop:
         self._step = setup.steps[workload.name]
         self._weights = model.weights
         self._state, self._pool = setup.state, setup.pool
-        self._plans, self._on_device = setup.plans, LastSent()
+        self._everywhere = held_by_all(model.parallel)
+        self._plans, self._on_device = setup.plans, LastSent(self._everywhere)
         self._ctx = workload.ctx
 
     def rewind(self, steps: int) -> int:
         """Sets every row's length such that `steps` steps see `ctx` keys on the average; returns the length."""
         first_len = self._ctx - 1 - steps // 2
-        lens = jnp.full(self._state.seq_lens.shape, first_len, jnp.int32)
+        lens = jax.device_put(jnp.full(self._state.seq_lens.shape, first_len, jnp.int32), self._everywhere)
         self._state = jax.block_until_ready(dataclasses.replace(self._state, seq_lens=lens))
         return first_len
 
@@ -187,7 +209,7 @@ class Loop:
 def measured(
     model: Model, workload: StepWorkload, *, steps: int = 200, repeats: int = 3, implementation: str | None = None
 ) -> Measured:
-    """Times a step workload on the default device."""
+    """Times a step workload on the default device, or on those that share the model."""
     setup = set_up(model, workload, steps=steps, implementation=implementation)
     loop = Loop(model, workload, setup)
     page_bytes = sum(group.page_bytes(workload.page, jnp.bfloat16) for group in model.kv_groups)
@@ -219,7 +241,9 @@ def measured(
         "compile_s": round(compile_s, 2),
         "temp_MB": round(memory.temp_size_in_bytes / 1e6, 2),
     }
-    if profile.busy_share is not None:
+    if model.parallel.axis is not None:
+        row["tensor_parallel"] = model.parallel.size
+    elif profile.busy_share is not None:
         row["device_ms"] = round(profile.busy_us / profiled_steps / 1e3, 4)
         # Of the time outside the profile: while it is traced, XLA replays no command buffers.
         row["busy_share"] = round(profile.busy_us / profiled_steps / 1e3 / time_ms, 4)

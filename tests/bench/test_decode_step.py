@@ -9,6 +9,7 @@ from flax import nnx
 from bench import decode_step
 from bench.decode_step import Loop, measured, random_model, set_up
 from bench.step_workload import LLAMA_3_8B, StepWorkload
+from jattn.parallel import Parallel
 from jattn_models.llama import LlamaForCausalLM
 
 TOY = LLAMA_3_8B | {
@@ -89,6 +90,13 @@ def test_measured_row_has_the_peers_names(model):
     assert row["impl"] == "jattn-xla"
     assert 0 < row["min_ms"] <= row["time_ms"]
     assert {"roofline_ms", "compile_s", "temp_MB"} <= row.keys()
+
+
+def test_measured_row_of_several_devices_says_how_many():
+    shared = random_model(TOY, parallel=Parallel("tensor", 2))
+    row = measured(shared, WORKLOAD, steps=6, repeats=1).row
+    assert row["tensor_parallel"] == 2
+    assert shared.read_bytes(1) == pytest.approx(random_model(TOY).read_bytes(1) / 2, rel=0.01)
 
 
 def test_serving_implementation_is_dispatchs(model):
