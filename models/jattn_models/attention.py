@@ -51,7 +51,8 @@ class Attention(nnx.Module):
         self.rope: RopeName | None = kind.rope
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.cap = 0.0 if config.attention_cap is None else config.attention_cap
-        self.temperature = None if kind.rope else config.temperature
+        grows = config.temperature is not None and (kind.rope is None or config.temperature.of_turning)
+        self.temperature = config.temperature if grows else None
         self.num_q_heads = parallel.share(config.num_q_heads, "`num_attention_heads`")
         self.num_kv_heads = parallel.share_of_keys(config.num_kv_heads, "`num_key_value_heads`")
         width, outputs = config.hidden_size, (self.num_q_heads + 2 * self.num_kv_heads) * config.head_dim
@@ -86,7 +87,8 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
         heads, norms = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim), self._head_norms()
-        if norms is not None and (self.rope is None or self.qkv_clip is not None):
+        turned_alone = self.rope is not None and self.qkv_clip is None and self.temperature is None
+        if norms is not None and not turned_alone:
             heads, norms = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads), None
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):

@@ -35,7 +35,7 @@ class DecoderConfig:
         qkv_clip: The most that a query's, key's or value's numbers are in size, after that norm; None is off.
         attention_scale: Factor on q.k; 1 / sqrt(head_dim) if None.
         attention_cap: Soft cap of q.k after it; None is off.
-        temperature: Of queries that do not turn; None for none.
+        temperature: Of queries that do not turn, or of all; None for none.
         activation: Of the MLPs of dense layers, by Hugging Face's name.
         norms: Where the norms of attention and MLP stand: "before" them, "after" them and before the sum, or "both".
         norm_offset: What a norm's factor is above its weight.

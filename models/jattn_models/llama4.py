@@ -17,6 +17,7 @@ from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
 from jattn_models.routing_fields import read_routing
 from jattn_models.temperature import Temperature
+from jattn_models.turning_layers import turning
 from jattn_models.weights import Path, Source
 
 _READ = ("attention_chunk_size", "layer_types", "no_rope_layers", "attn_temperature_tuning", "scoring_func")
@@ -129,7 +130,7 @@ def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
     chunk_size = positive(fields, "attention_chunk_size", int) if "attention_chunk_size" in fields else None
     if chunk_size is not None and chunk_size >= positive(fields, "max_position_embeddings", int):
         chunk_size = None
-    turns, is_sparse = _turns(fields, num_layers), _is_sparse(fields)
+    turns, is_sparse = turning(fields, num_layers), _is_sparse(fields)
     is_chunked = _is_chunked(fields, num_layers) if "layer_types" in fields else turns
 
     def kind(layer: int) -> LayerKind:
@@ -140,15 +141,6 @@ def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
         )
 
     return segments(num_layers, kind)
-
-
-def _turns(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:
-    """Layers that `no_rope_layers` has a 1 for; without it, all but one of each `no_rope_layer_interval`."""
-    given = fields.get("no_rope_layers", [])
-    if not isinstance(given, list) or (given and len(given) < num_layers) or not all(flag in (0, 1) for flag in given):
-        raise ValueError(f"`no_rope_layers` must be a list of {num_layers} times 0 or 1. Got {given!r}.")
-    interval = positive(fields, "no_rope_layer_interval", int)
-    return lambda layer: bool(given[layer]) if given else (layer + 1) % interval != 0
 
 
 def _is_chunked(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:

@@ -1,4 +1,4 @@
-"""Temperature: queries scaled by their position, in layers without a rotary embedding."""
+"""Temperature: queries scaled by their position."""
 
 import dataclasses
 
@@ -13,11 +13,15 @@ class Temperature:
     Attributes:
         scale: How much they grow with the logarithm of the position.
         floor: Tokens between one size and the next.
+        first: What the first position counts as.
+        of_turning: Whether they grow in layers that turn them too.
     """
 
     scale: float
     floor: float
+    first: float = 1.0
+    of_turning: bool = False
 
     def __call__(self, positions: Int[Array, " T"]) -> Float32[Array, " T"]:
         """The factor on each token's query."""
-        return 1.0 + self.scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1.0) / self.floor))
+        return 1.0 + self.scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + self.first) / self.floor))

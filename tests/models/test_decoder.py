@@ -42,7 +42,7 @@ from tests.models.harness.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *WRAPPED_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 21
+    assert len(announced) == 25
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -152,9 +152,15 @@ SEES_ALL = {"window_left": None, "chunk_size": None}
         ("gemma2", 8, SEES_ALL, {}),
         ("gemma3", 8, SEES_ALL, {}),
         ("llama4", 8, SEES_ALL, {}),
+        ("granite", 0, {}, {"embedding_scale": 1.0}),
+        ("granite", 0, {}, {"residual_scale": 1.0}),
+        ("granite", 0, {}, {"logit_scale": 1.0}),
+        ("granite", 1, {}, {"attention_scale": None}),
+        ("ministral3", 8, {}, {"temperature": None}),
         ("mistral", 8, SEES_ALL, {}),
         ("olmo3", 1, {"rope": "global"}, {}),
         ("phi3", 8, SEES_ALL, {}),
+        ("smollm3", 1, {"rope": "global"}, {}),
         ("gemma3", 1, {"rope": "global"}, {}),
         ("gemma3", 0, {}, {"logit_cap": None}),
         ("llama4", 1, {"rope": "global"}, {"temperature": None}),
@@ -212,12 +218,14 @@ def test_golden_logits_need_what_the_mixture_says(case, routing, fact):
         ("gemma3", [5, 1], {-1, 7}),
         ("glm4_moe", [1, 2], {-1}),
         ("llama4", [3, 1], {-1}),
+        ("ministral", [2], {-1, 7}),
         ("mistral", [2], {7}),
         ("olmo3", [3, 1], {-1, 7}),
         ("qwen2", [1, 2], {-1, 7}),
         ("qwen2_moe", [1, 1, 1], {-1, 7}),
         ("qwen3", [2], {-1, 7}),
         ("qwen3_moe", [2, 1], {-1}),
+        ("smollm3", [2], {-1, 7}),
     ],
 )
 def test_layers_are_scanned_by_period(case, lengths, windows):

@@ -9,8 +9,10 @@ import pytest
 from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.glm4_moe import Glm4MoeConfig
+from jattn_models.granite import GraniteConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
+from jattn_models.ministral import Ministral3Config, MinistralConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
 from jattn_models.olmo2 import Olmo2Config
@@ -23,11 +25,14 @@ from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
 from jattn_models.rope import Rope
 from jattn_models.rope_scaling import LinearScaling, Llama3Scaling
+from jattn_models.smollm3 import SmolLM3Config
 from jattn_models.temperature import Temperature
 from tests.models.harness.smallest import SMALLEST
 
 LONGROPE = {"type": "su", "short_factor": [1.0, 1.0, 1.0, 1.5], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 1024, "rope_scaling": LONGROPE}
+
+WINDOW_FIRST = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
 
 
 # As transformers' configuration classes give them: kv heads, head_dim, context, eps, theta, tied.
@@ -37,8 +42,11 @@ LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 102
         (Gemma2Config, (4, 256, 8192, 1e-6, 1e4, True)),
         (Gemma3Config, (4, 256, 131072, 1e-6, 1e6, True)),
         (Glm4MoeConfig, (8, 8, 131072, 1e-5, 1e4, False)),
+        (GraniteConfig, (32, 8, 2048, 1e-6, 1e4, False)),
         (Llama4Config, (8, 128, 131072, 1e-5, 5e5, False)),
         (LlamaConfig, (32, 8, 2048, 1e-6, 1e4, False)),
+        (MinistralConfig, (8, 8, 131072, 1e-6, 1e4, False)),
+        (Ministral3Config, (8, 128, 262144, 1e-5, 1e6, False)),
         (MistralConfig, (8, 8, 131072, 1e-6, 1e4, False)),
         (MixtralConfig, (8, 8, 131072, 1e-5, 1e6, False)),
         (Olmo2Config, (32, 8, 2048, 1e-5, 1e4, False)),
@@ -49,6 +57,7 @@ LONG = {"max_position_embeddings": 8192, "original_max_position_embeddings": 102
         (Qwen2MoeConfig, (16, 8, 32768, 1e-6, 1e4, False)),
         (Qwen3Config, (32, 128, 32768, 1e-6, 1e4, False)),
         (Qwen3MoeConfig, (4, 8, 32768, 1e-6, 1e4, False)),
+        (SmolLM3Config, (4, 8, 32768, 1e-6, 2e6, True)),
     ],
 )
 def test_absent_fields_have_hugging_faces_defaults(config_class, expected):
@@ -93,6 +102,38 @@ def test_gemma3_has_a_rope_for_each_type_of_layer(fields, full, local):
     config = Gemma3Config.from_dict(SMALLEST | fields)
     assert (config.rope, config.local_rope) == (full, local)
     assert {kind.rope for _, kind in config.stacks if kind.window_left is not None} == {"local"}
+
+
+def test_granites_absent_factors_are_one():
+    config = GraniteConfig.from_dict(SMALLEST)
+    assert (config.attention_scale, config.embedding_scale, config.residual_scale, config.logit_scale) == (1, 1, 1, 1)
+
+
+def test_ministral3_has_yarn_and_grows_unless_it_says_otherwise():
+    grows = Ministral3Config.from_dict(SMALLEST)
+    assert grows.temperature == Temperature(0.1, 16384.0, first=0.0, of_turning=True)
+    assert grows.rope.amplitude == 1.0
+    plain = Ministral3Config.from_dict(SMALLEST | {"rope_parameters": {"rope_theta": 5e5}})
+    assert (plain.temperature, plain.rope) == (None, Rope(128, 5e5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({}, [(None, "global")] * 3 + [(None, None)]),
+        ({"no_rope_layers": [0, 1, 1, 1]}, [(None, None)] + [(None, "global")] * 3),
+        ({"sliding_window": 8}, [(None, "global")] * 3 + [(None, None)]),
+        ({"sliding_window": 8, "use_sliding_window": True}, [(None, "global")] * 3 + [(7, None)]),
+        (
+            {"sliding_window": 8, "use_sliding_window": True, "layer_types": WINDOW_FIRST},
+            [(7, "global")] + [(None, "global")] * 2 + [(None, None)],
+        ),
+    ],
+)
+def test_smollm3_layers_turn_and_see_as_configured(fields, kinds):
+    config = SmolLM3Config.from_dict(SMALLEST | fields)
+    by_layer = {layer: kind for layers, kind in config.stacks for layer in layers}
+    assert [(by_layer[layer].window_left, by_layer[layer].rope) for layer in range(4)] == kinds
 
 
 def test_gemma2_caps_may_be_off():
@@ -263,6 +304,11 @@ def test_wrong_field_is_named(config_class, fields, message):
             "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of 1.04",
         ),
         (Gemma2Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
+        (GraniteConfig, {"sliding_window": 8}, "`sliding_window` must be null: .* Got 8"),
+        (MinistralConfig, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
+        (MinistralConfig, {"layer_types": ["chunked_attention"] * 4}, "`layer_types` must be of .* Got 'chunked"),
+        (Ministral3Config, {"layer_types": WINDOW_FIRST}, "`layer_types` must be 'full_attention' throughout"),
+        (SmolLM3Config, {"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
         (Olmo2Config, {"clip_qkv": 8.0}, "`clip_qkv` must be null: .* Got 8.0"),
         (Olmo3Config, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0: .* Got 0.5"),
         (Gemma3Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),

@@ -7,8 +7,10 @@ import pytest
 from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.glm4_moe import Glm4MoeConfig
+from jattn_models.granite import GraniteConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
+from jattn_models.ministral import Ministral3Config, MinistralConfig
 from jattn_models.mistral import MistralConfig
 from jattn_models.mixtral import MixtralConfig
 from jattn_models.olmo2 import Olmo2Config
@@ -19,6 +21,7 @@ from jattn_models.qwen2 import Qwen2Config
 from jattn_models.qwen2_moe import Qwen2MoeConfig
 from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
+from jattn_models.smollm3 import SmolLM3Config
 
 SMALLEST = {
     "vocab_size": 64,
@@ -92,7 +95,17 @@ READ = {
         "scoring_func",
     },
     Glm4MoeConfig: {"partial_rotary_factor", "attention_bias", "routed_scaling_factor", "n_group", "topk_group"},
+    GraniteConfig: {
+        "attention_bias",
+        "attention_multiplier",
+        "embedding_multiplier",
+        "logits_scaling",
+        "mlp_bias",
+        "residual_multiplier",
+    },
     LlamaConfig: {"attention_bias", "mlp_bias"},
+    MinistralConfig: {"sliding_window"},
+    Ministral3Config: {"sliding_window"},
     MistralConfig: {"sliding_window"},
     MixtralConfig: {"sliding_window"},
     Olmo2Config: {"attention_bias"},
@@ -103,6 +116,7 @@ READ = {
     Qwen2MoeConfig: {"sliding_window", "attention_bias"},
     Qwen3Config: {"attention_bias", "sliding_window"},
     Qwen3MoeConfig: {"attention_bias", "sliding_window"},
+    SmolLM3Config: {"attention_bias", "mlp_bias", "no_rope_layers", "sliding_window"},
 }
 families = pytest.mark.parametrize("config_class", READ, ids=lambda config_class: config_class.__name__)
 
@@ -134,7 +148,9 @@ def test_layers_without_windows_may_say_so(fields):
     assert LlamaConfig.from_dict(SMALLEST | fields) == LlamaConfig.from_dict(SMALLEST)
 
 
-@pytest.mark.parametrize("config_class", [Gemma2Config, Gemma3Config, MistralConfig, MixtralConfig, Phi3Config])
+@pytest.mark.parametrize(
+    "config_class", [Gemma2Config, Gemma3Config, MinistralConfig, MistralConfig, MixtralConfig, Phi3Config]
+)
 def test_window_that_is_said_not_to_be_used_is_refused(config_class):
     with pytest.raises(NotImplementedError, match=r"`use_sliding_window` must be true: .* Got false"):
         config_class.from_dict(SMALLEST | {"sliding_window": 8, "use_sliding_window": False})
@@ -159,6 +175,7 @@ def test_llama4_scores_are_sigmoids():
         (Qwen2Config, "use_sliding_window"),
         (Qwen3Config, "use_sliding_window"),
         (Qwen3MoeConfig, "use_sliding_window"),
+        (SmolLM3Config, "use_sliding_window"),
         (Qwen3MoeConfig, "norm_topk_prob"),
         (Qwen2MoeConfig, "use_sliding_window"),
         (Qwen2MoeConfig, "norm_topk_prob"),
@@ -196,6 +213,10 @@ def test_llama4_temperature_is_tuned_or_not(value):
     ],
 )
 def test_rope_parameters_that_are_not_read_are_refused(config_class, fields, unread):
+    if config_class is Ministral3Config and unread == "llama_4_scaling_beta":
+        with pytest.raises(ValueError, match=r"`original_max_position_embeddings` .* must be .* Got None"):
+            config_class.from_dict(SMALLEST | fields)
+        return
     with pytest.raises(NotImplementedError, match=rf"must be one object for all layers .* Got '{unread}"):
         config_class.from_dict(SMALLEST | fields)
 
