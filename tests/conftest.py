@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib.util
 import os
 import shutil
 import sys
@@ -29,9 +30,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 import hypothesis
 import jax
 
-from tests.annotations import check_without_axes_by_beartype
+if importlib.util.find_spec("beartype"):  # which a machine with a GPU may lack
+    from tests.annotations import check_without_axes_by_beartype
 
-check_without_axes_by_beartype()
+    check_without_axes_by_beartype()
 # An example that waits for another process on the machine is none that is too slow.
 hypothesis.settings.register_profile("jattn", deadline=None)
 hypothesis.settings.load_profile("jattn")

@@ -13,8 +13,7 @@ from jattn_kernels.lowering.fp8_parts import in_parts
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
-from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
-from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
+from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults, merge_splits
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles
 from tests.kernels.harness.interpreter import interpreted
 

@@ -36,6 +36,17 @@ def depends_on_places(spec: AttentionSpec, options: AttentionOptions) -> bool:
     return (moved and (narrow or causal)) or (options.kv_start is not None and spec.chunk_size is not None)
 
 
+def seen_by_some(bounds: KeyBounds) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """First and end of the keys that some token of each sequence sees; equal if none does.
+
+    Args:
+        bounds: [B, tokens] each.
+    """
+    sees = bounds.first < bounds.end
+    end = jnp.max(jnp.where(sees, bounds.end, 0), axis=1)
+    return jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1), end
+
+
 def key_bounds(
     q_position: Int[Array, "*rows"],
     kv_start: Int[Array, "*_rows"],

@@ -33,6 +33,23 @@ class DecodeSchedule:
     block_kv: int = dataclasses.field(metadata={"static": True})
 
 
+def split(
+    first_keys: Int[Array, " B"],
+    end_keys: Int[Array, " B"],
+    tiles_per_split: int | None,
+    max_keys: int | None,
+    *,
+    block_kv: int,
+    workers: int,
+) -> DecodeSchedule:
+    """Cuts sequences evenly, or at multiples of `tiles_per_split`; then `max_keys` must be known."""
+    if tiles_per_split is None:
+        return split_evenly(first_keys, end_keys, block_kv=block_kv, workers=workers)
+    assert max_keys is not None
+    cut = functools.partial(split_at_multiples, tiles_per_split=tiles_per_split, max_keys=max_keys)
+    return cut(first_keys, end_keys, block_kv=block_kv, workers=workers)
+
+
 def split_evenly(
     first_keys: Int[Array, " B"],
     end_keys: Int[Array, " B"],

@@ -1,4 +1,4 @@
-"""What each token of ragged sequences sees of its sequence's keys."""
+"""What each token sees of its sequence's keys: of ragged sequences, or of as many tokens of each."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -35,6 +35,17 @@ def token_bounds(
         return bounds
     before = leading_rows[sequence]
     return KeyBounds(jnp.minimum(bounds.first, kv_len) + before, bounds.end + before, bounds.position + before)
+
+
+def sequence_bounds(
+    seq_lens: Int[Array, " B"], options: AttentionOptions, spec: AttentionSpec, num_tokens: int
+) -> KeyBounds:
+    """The bounds of each token's keys, [B, tokens], where every sequence has as many tokens."""
+    q_start, kv_start = options.starts(seq_lens, num_tokens)
+    positions = options.q_positions
+    if positions is None:
+        positions = q_start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    return key_bounds(positions, kv_start[:, None], seq_lens[:, None], spec, masked=options.custom_mask is not None)
 
 
 def owners(cu_q_lens: Int[Array, " B_plus_1"], num_tokens: int) -> Int[Array, " T"]:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call
-from jattn_kernels.mosaic.sm90 import paged_decode, rms_norm, rotate_and_write, skinny_matmul
+from jattn_kernels.mosaic.sm90 import mla_decode, paged_decode, rms_norm, rotate_and_write, skinny_matmul
 from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.operands import Operands
@@ -15,6 +15,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.paged_decode,
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
+    "mla_decode": mla_decode.mla_decode,
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
@@ -23,6 +24,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.make_schedule,
     "paged_extend": extend.make_schedule,
+    "mla_decode": mla_decode.make_schedule,
 }
 
 

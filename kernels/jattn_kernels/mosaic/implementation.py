@@ -27,8 +27,10 @@ _ROTATED_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (8, 16, 32, 64, 128, 256),
     "paged_extend": (8, 16, 32, 64, 128, 256),
+    "mla_decode": (16, 32, 64, 128),
     "rotate_and_write": (8, 16, 32, 64, 128),
 }
+_MOST_LATENT, _ROTATED_DIM = 512, 64
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
@@ -94,6 +96,8 @@ def _refuses_norm(call: NormCall) -> str | None:
 
 def _refuses_attention(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
+    if operation == "mla_decode":
+        return _refuses_latent(call)
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
@@ -126,6 +130,25 @@ def _refuses_attention(call: AttentionCall) -> str | None:
     return _refuses_rotation(call) if operation == "rotate_and_write" else None
 
 
+def _refuses_latent(call: AttentionCall) -> str | None:
+    spec, page_sizes = call.spec, _PAGE_SIZES["mla_decode"]
+    if call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
+        return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in mla_decode."
+    if spec.value_dim % 64 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
+        return (
+            f"`mosaic` takes latents of a multiple of 64 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
+            f"ones, not {spec.value_dim} and {spec.head_dim - spec.value_dim}."
+        )
+    if call.page_size not in page_sizes:
+        return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in mla_decode, not {call.page_size}."
+    if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
+        return (
+            f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in mla_decode, "
+            f"not {call.num_tokens}."
+        )
+    return None
+
+
 def _refuses_rotation(call: AttentionCall) -> str | None:
     from jattn_kernels.mosaic.sm90.rotate_and_write import heads_at_once
 
@@ -155,5 +178,5 @@ MOSAIC = Implementation(
     refuses=refuses,
     run=_run,
     make_schedule=_make_schedule,
-    per_sequence_work=frozenset({"paged_decode", "paged_extend"}),
+    per_sequence_work=frozenset({"paged_decode", "paged_extend", "mla_decode"}),
 )

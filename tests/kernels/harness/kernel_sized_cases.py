@@ -5,6 +5,7 @@ from typing import Any
 
 from jattn_kernels import AttentionSpec
 from tests.kernels.harness.case_table import Case
+from tests.kernels.harness.latent_cases import LATENT_CASES
 
 # Off, on and just past a tile's end, empty, and long enough to be split.
 _LENS = (130, 1, 64, 0, 257, 1500)
@@ -344,7 +345,7 @@ KERNEL_SIZED: tuple[Case, ...] = (
     *_kernel_sized("paged_extend"),
     *_extend_features(),
     *_ragged_features(),
+    *LATENT_CASES,
     case_of("paged_extend", "more_queries_than_keys", kv_lens=(40, 0, 64, 1, 100, 9)),
-    # Long prompts over short encoders, and one over a long one.
     case_of("paged_extend", "cross_attention", spec=spec_of(causal=False), kv_lens=(3, 1, 700, 0, 9, 130)),
 )

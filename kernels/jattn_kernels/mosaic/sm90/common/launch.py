@@ -17,18 +17,25 @@ from jax import lax
 from jattn_kernels.mosaic.sm90.common import tiles
 
 
-def kernel(body: Callable[..., None], *, num_threads: int = 1, **options: Any) -> Callable[..., Any]:
+def kernel(
+    body: Callable[..., None],
+    *,
+    num_threads: int = 1,
+    reduction_bytes: int = tiles.REDUCTION_BYTES,
+    **options: Any,
+) -> Callable[..., Any]:
     """`plgpu.kernel` as all of ours are launched.
 
     Args:
         num_threads: Warpgroups of a block.
+        reduction_bytes: Shared memory for reductions across warps.
         options: Others of `plgpu.kernel`.
     """
     launch: Any = plgpu.kernel(
         body,
         num_threads=num_threads,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reduction_bytes),
         interpret=tiles.interpret_params(),
         **options,
     )

@@ -207,6 +207,7 @@ class PageCopies:
         *,
         copies: Collection[Any] | None = None,
         end_key: Any = None,
+        columns: Any = None,
     ) -> None:
         """Starts the copies of one tile of keys or values, or some of them.
 
@@ -215,8 +216,11 @@ class PageCopies:
             smem: May be wider than a row: the columns past a row's end stay as they are.
             copies: Their numbers; None is all.
             end_key: Nothing is read from here on: the copies that would bring nothing else only arrive.
+            columns: Of a row; None is all.
         """
-        columns = pl.ds(0, pages_ref.shape[-1])
+        row, width = (), pages_ref.shape[-1]
+        if columns is not None:
+            row, width = (columns,), columns.size
         for copy, page in zip(range(self.copies) if copies is None else copies, pages, strict=True):
             key = tile_index * self.block_kv + copy * self.rows
             rows = pl.ds(0 if self.page_size == self.rows else jax.lax.rem(key, self.page_size), self.rows)
@@ -227,10 +231,10 @@ class PageCopies:
                     where = (place.layer, page, place.of_values)
                 case "kv_first":
                     where = (place.layer, place.of_values, page)
-            where += (rows, place.head) if self.page_layout == "NHD" else (place.head, rows)
+            where += (rows, place.head, *row) if self.page_layout == "NHD" else (place.head, rows, *row)
 
             def bring(where=where, copy=copy):
-                target = smem.at[pl.ds(copy * self.rows, self.rows), columns]
+                target = smem.at[pl.ds(copy * self.rows, self.rows), pl.ds(0, width)]
                 plgpu.copy_gmem_to_smem(pages_ref.at[where], target, barrier)
 
             if end_key is None:

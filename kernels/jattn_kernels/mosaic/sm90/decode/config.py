@@ -58,15 +58,19 @@ class DecodeConfig:
 
     @property
     def q_copies(self) -> int:
-        """Copies that bring a work tile's queries: one, or one a part where rows are wider than a tile's.
+        """Copies that bring a work tile's queries: one, or one a part where rows are wider than a tile's, or lie apart.
 
         A copy has five axes at most.
         """
+        if self.sizes.latent:
+            return 2 * self.sizes.block_rows // tiles.TILED_ROWS
         return self.q_parts if self.spec.head_dim > _NARROW_TILE_COLUMNS else 1
 
     @property
     def copies(self) -> PageCopies:
         most_rows = tiles.TILED_ROWS if self.width > self.spec.value_dim else None
+        if self.sizes.latent:
+            most_rows = self.sizes.block_kv // tiles.WARPS  # rows are wide: a copy for each warp to start
         return PageCopies.of(self.spec, self.sizes.block_kv, self.page_size, most_rows)
 
 
@@ -76,7 +80,9 @@ class Operands(NamedTuple):
     Attributes:
         q: The rows of one kv head after another, each token by token, [B, parts, rows, H]; each is the sum of its
             parts. A head's rows fill whole blocks of rows, or several heads share one block.
-        k_pages, v_pages: With a leading layer axis; the same array twice if it holds both.
+        q_pe: Of latents the last columns of the rows, which `q` then lacks.
+        k_pages, v_pages: With a leading layer axis; the same array twice if it holds both, and the keys alone if a
+            value is the beginning of its key.
         layer: Which layer of the pages.
         work_tiles, workers: Of the schedule.
         first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
@@ -97,6 +103,7 @@ class Operands(NamedTuple):
     layer: Any  # [1]
     work_tiles: Any  # [W, 5]
     workers: Any  # [workers, 7]
+    q_pe: Any = None  # [B, rows, R]
     first: Any = None  # [B], or [B, rows of a head]
     end: Any = None  # [B, rows of a head]
     position: Any = None  # [B], or [B, rows of a head]
@@ -108,30 +115,12 @@ class Operands(NamedTuple):
     key_rotations: Any = None  # float16 [block_kv, H / 2] each
 
 
-class WorkTile(NamedTuple):
-    """A split of a sequence: tiles [first, end) of it, one of `splits`."""
-
-    sequence: Any
-    first: Any
-    end: Any
-    splits: Any
-    end_key: Any
-
-
-class WorkTiles(NamedTuple):
-    """A worker's work tiles [begin, end), and the first one, whose fields have no meaning if there is none."""
-
-    begin: Any
-    end: Any
-    first: WorkTile
-
-
 class SharedMemory(NamedTuple):
     """Shared memory and barriers of a block; what is of each consumer warpgroup has them as its first axis.
 
     Attributes:
         q: Two work tiles' queries.
-        pages: `stages` tiles of keys, and of values.
+        pages: `stages` tiles of keys, and of values; of keys alone if they hold the values. So are barriers.
         converted: A `Converted` of each consumer warpgroup.
         p: Probabilities of each consumer warpgroup.
         partials: Output and logarithm of the sum of each consumer warpgroup but the first; None if it is alone.

@@ -13,10 +13,12 @@ from jax import lax
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.convert import Rotation, dequantise, rotate_keys, rotate_queries_back
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
-from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory, WorkTile, WorkTiles
-from jattn_kernels.mosaic.sm90.decode.producer import steps_of, walk
+from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
+from jattn_kernels.mosaic.sm90.decode.producer import steps_of
 
 _THREADS = 128
+_COLUMNS = 64  # of latents that are in registers at a time
 _OF_ROWS = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -90,7 +92,9 @@ class Consumer:
         """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on."""
         config, scratch, operands = self._config, self._scratch, self._operands
         block_kv, stages, warpgroups = self._shape[0], config.sizes.stages, config.sizes.warpgroups
-        (k_smem, v_smem), (k_full, v_full), (k_empty, v_empty) = scratch.pages, scratch.full, scratch.empty
+        (k_smem, *_), (k_full, *_), (k_empty, *_) = scratch.pages, scratch.full, scratch.empty
+        (*_, v_smem), (*_, v_full), (*_, v_empty) = scratch.pages, scratch.full, scratch.empty
+        latent = config.sizes.latent
         factor = None
         if operands.logit_factor is not None:
             of = jnp.minimum(work_tile.sequence, operands.logit_factor.shape[0] - 1)
@@ -108,6 +112,8 @@ class Consumer:
             key = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
             following = self._load_of_tile(work_tile, tile_of(step + 1))
             values = self._converted.values if config.dequantises else v_smem.at[stage]
+            if latent:
+                values = values.at[:, pl.ds(0, config.width)]
             if config.rotates:
                 rotate_queries_back(rows.queries, self._converted.queries, tile_rotation)
             plgpu.barrier_wait(k_full.at[stage])
@@ -128,7 +134,7 @@ class Consumer:
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*self._shape))
-            if not config.rotates:
+            if not config.rotates and not latent:
                 plgpu.barrier_arrive(k_empty.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
             s = base2_logits(s, config.spec, factor=factor, slope=self._slopes, distance=distance)
@@ -142,10 +148,10 @@ class Consumer:
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
             l_i = l_i * self._spread(alpha) + p  # summed over the keys in the end
-            if not config.dequantises:
+            if not config.dequantises and not latent:
                 plgpu.barrier_wait(v_full.at[stage])
             keys_left = work_tile.end_key - tile * block_kv
-            pl.when(keys_left < block_kv)(lambda: tiles.zero_rows_from(values, keys_left))
+            pl.when(keys_left < block_kv)(lambda: self._zero_rows_from(values, keys_left))
             acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))
             if not config.dequantises:
                 plgpu.barrier_arrive(v_empty.at[stage])
@@ -168,6 +174,14 @@ class Consumer:
         if self._number:
             pl.loop(steps, steps_of(work_tile, config))(skip_tile)
         return _State(state.acc, state.m_i, state.l_i.sum(axis=0))
+
+    def _zero_rows_from(self, values, keys_left) -> None:
+        """Clears rows of values that the sequence does not own, as many columns at a time as registers can take."""
+        if not self._config.sizes.latent:
+            tiles.zero_rows_from(values, keys_left)
+            return
+        for begin in range(0, self._config.width, _COLUMNS):
+            tiles.zero_rows_from(values.at[:, pl.ds(begin, _COLUMNS)], keys_left)
 
     def _send_partial(self, state: _State, *, is_first) -> None:
         """Gives this warpgroup's part of a work tile to the first one, normalised: one number a row goes with it."""

@@ -11,40 +11,24 @@ copies never wait for the start of a block. A sequence of one split is done here
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.convert import Converted
+from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults
+from jattn_kernels.mosaic.sm90.common.work_tiles import read_work_tiles
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.decode.consumer import Consumer
-from jattn_kernels.mosaic.sm90.decode.producer import copy_all, read_work_tiles
+from jattn_kernels.mosaic.sm90.decode.producer import copy_all
 
 _PRODUCER_REGISTERS = 40  # of a thread
 _CONSUMER_REGISTERS = {2: 232, 3: 152}  # where so many consumer warpgroups share an SM
-
-
-class SplitResults(NamedTuple):
-    """What decode leaves behind: sequences that are done, and splits of the others, each normalised on its own.
-
-    Attributes:
-        out: Of sequences of one split; whatever memory held, elsewhere.
-        lse: Natural log; -inf where nothing is seen.
-        split_outs: Of the splits of the other sequences.
-        split_lses: Natural log.
-    """
-
-    out: Float[Array, "B K rows Hv"]
-    lse: Float[Array, "B K rows"]
-    split_outs: Float[Array, "W K R Hv"]
-    split_lses: Float[Array, "W K R"]
 
 
 def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -> SplitResults:
@@ -108,8 +92,11 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
     spec, sizes, dtype, width = config.spec, config.sizes, config.dtype, config.width
     warpgroups, stages, block_rows, block_kv = sizes.warpgroups, sizes.stages, sizes.block_rows, sizes.block_kv
     queries, keys, values = (block_rows, spec.head_dim), (block_kv, spec.head_dim), (block_kv, width)
-    filled = plgpu.Barrier(num_arrivals=config.copies.copies, num_barriers=stages)
-    emptied = plgpu.Barrier(num_barriers=stages)
+    pages = (tiles.tile((stages, *keys), config.kv_dtype),)
+    if not sizes.latent:
+        pages += (tiles.tile((stages, *values), config.kv_dtype, copied_columns=spec.value_dim),)
+    filled = (plgpu.Barrier(num_arrivals=config.copies.copies, num_barriers=stages),) * len(pages)
+    emptied = (plgpu.Barrier(num_barriers=stages),) * len(pages)
     partials, partials_barrier = None, None
     if warpgroups > 1:
         partials = (
@@ -121,10 +108,7 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
         q=plgpu.SMEM((2, *queries[::-1]), jnp.float32)
         if config.rotates
         else tiles.tile((2, config.q_parts, *queries), config.kv_dtype),
-        pages=(
-            tiles.tile((stages, *keys), config.kv_dtype),
-            tiles.tile((stages, *values), config.kv_dtype, copied_columns=spec.value_dim),
-        ),
+        pages=pages,
         converted=Converted(
             tiles.tile((warpgroups, *queries), dtype) if config.rotates else None,
             tiles.tile((warpgroups, *keys), dtype) if config.rotates else None,
@@ -135,8 +119,8 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
         result=(plgpu.SMEM((block_rows, width), jnp.float32), plgpu.SMEM((block_rows,), jnp.float32)),
         q_full=plgpu.Barrier(num_arrivals=config.q_copies, num_barriers=2),
         q_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
-        full=(filled, filled),
-        empty=(emptied, emptied),
+        full=filled,
+        empty=emptied,
         partials_full=partials_barrier,
         partials_empty=partials_barrier,
     )

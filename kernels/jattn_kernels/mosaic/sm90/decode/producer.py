@@ -11,35 +11,13 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import PoolPlace
-from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory, WorkTile, WorkTiles
-
-
-def read_work_tiles(operands: Operands) -> WorkTiles:
-    """What the block's worker has to do."""
-    begin, end, *first = (operands.workers[lax.axis_index("worker"), field] for field in range(7))
-    return WorkTiles(begin, end, WorkTile(*first))
-
-
-def _read_work_tile(operands: Operands, number) -> WorkTile:
-    """A work tile of the schedule; the last one in place of one behind it."""
-    number = jnp.minimum(number, operands.work_tiles.shape[0] - 1)
-    return WorkTile(*(operands.work_tiles[number, field] for field in range(5)))
+from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
 
 
 def steps_of(work_tile: WorkTile, config: DecodeConfig):
     """How many tiles of a work tile each consumer warpgroup takes, or the first one if they do not come out even."""
     return lax.div(work_tile.end - work_tile.first + config.sizes.warpgroups - 1, config.sizes.warpgroups)
-
-
-def walk(operands: Operands, work_tiles: WorkTiles, visit, state):
-    """Calls `visit(number, work_tile, next one, state) -> state` for each work tile, which is read one ahead."""
-
-    def step(number, carry):
-        now, state = carry
-        following = _read_work_tile(operands, number + 1)
-        return following, visit(number, now, following, state)
-
-    return lax.fori_loop(work_tiles.begin, work_tiles.end, step, (work_tiles.first, state))[1]
 
 
 def copy_all(config: DecodeConfig, operands: Operands, scratch: SharedMemory, work_tiles: WorkTiles) -> None:
@@ -62,6 +40,9 @@ def _copy_share(
         def copy_queries():
             slot = lax.rem(number - begin, 2)
             pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_empty.at[slot]))
+            if operands.q_pe is not None:
+                _copy_latent_queries(config, operands, scratch, now.sequence, block * block_rows, slot)
+                return
             if config.q_copies > 1:
                 for part in range(config.q_parts):
                     q = operands.q.at[now.sequence, part, rows]
@@ -87,6 +68,21 @@ def _copy_share(
             plgpu.barrier_wait(emptied.at[lax.rem(step, stages)])
 
 
+def _copy_latent_queries(
+    config: DecodeConfig, operands: Operands, scratch: SharedMemory, sequence, first_row, slot
+) -> None:
+    """Both parts of the rows, side by side: what is copied at a time lies together in tiled memory."""
+    width = config.spec.value_dim
+    for begin in range(0, config.sizes.block_rows, tiles.TILED_ROWS):
+        rows = pl.ds(first_row + begin, tiles.TILED_ROWS)
+        target = scratch.q.at[slot, 0, pl.ds(begin, tiles.TILED_ROWS)]
+        for q, columns in (
+            (operands.q.at[sequence, 0, rows], pl.ds(0, width)),
+            (operands.q_pe.at[sequence, rows], pl.ds(width, config.spec.head_dim - width)),
+        ):
+            plgpu.copy_gmem_to_smem(q, target.at[:, columns], scratch.q_full.at[slot])
+
+
 def _pages(config: DecodeConfig, operands: Operands, work_tile: WorkTile, tile, own: list[Any]):
     return config.copies.pages(
         operands.page_table, work_tile.sequence, tile, jnp.maximum(work_tile.end_key - 1, 0), own
@@ -110,7 +106,8 @@ def _copy_tiles(
 
     def each_of_stage(step):
         stage = lax.rem(step, stages)
-        parts = zip((operands.k_pages, operands.v_pages), scratch.pages, scratch.full, scratch.empty, strict=True)
+        pools = (operands.k_pages, operands.v_pages)[: len(scratch.pages)]
+        parts = zip(pools, scratch.pages, scratch.full, scratch.empty, strict=True)
         for of_values, (pages_ref, smem, filled, emptied) in enumerate(parts):
             pl.when(step >= stages)(lambda emptied=emptied: plgpu.barrier_wait(emptied.at[stage]))
             yield PoolPlace(layer, head, of_values), pages_ref, smem.at[stage], filled.at[stage]

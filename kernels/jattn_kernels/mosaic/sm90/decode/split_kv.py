@@ -8,19 +8,20 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, AttentionOptions
 from jattn_kernels.lowering.fp8_parts import in_parts, in_range
-from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, key_bounds
+from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, seen_by_some
 from jattn_kernels.lowering.mask_words import mask_words_by_key
 from jattn_kernels.lowering.rope import rotate, shrink_of
 from jattn_kernels.lowering.scales import head_scales, logit_factors
-from jattn_kernels.lowering.split_schedule import DecodeSchedule, split_at_multiples, split_evenly
+from jattn_kernels.lowering.split_schedule import DecodeSchedule, split
+from jattn_kernels.lowering.token_bounds import sequence_bounds
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.convert import rotation_of
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
+from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
 from jattn_kernels.mosaic.sm90.decode.kernel import decode
-from jattn_kernels.mosaic.sm90.decode.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_decode_tiles, value_columns
 from jattn_kernels.operands import AttentionOperands
@@ -31,10 +32,11 @@ def make_schedule(call: AttentionCall, seq_lens: Int[Array, " B"], max_seq_len: 
     """The work list of queries at the ends of their sequences; None if it needs a `max_seq_len` that is not given."""
     spec, num_tokens = call.spec, call.num_tokens
     assert num_tokens is not None
-    sizes = choose_decode_tiles(spec, jnp.dtype(call.kv_dtype).itemsize, num_tokens)
+    itemsize = jnp.dtype(call.kv_dtype).itemsize
+    sizes = choose_decode_tiles(spec, itemsize, num_tokens, latent=call.operation == "mla_decode")
     if sizes.tiles_per_split is not None and max_seq_len is None:
         return None
-    bounds = _bounds(seq_lens, AttentionOptions(), spec, num_tokens)
+    bounds = sequence_bounds(seq_lens, AttentionOptions(), spec, num_tokens)
     return _schedule(bounds, spec, sizes, num_tokens, max_seq_len)
 
 
@@ -48,10 +50,10 @@ def paged_decode(
     num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     dtype = jnp.float16 if kv_dtype.itemsize == 1 else q.dtype
     rows = num_tokens * spec.group_size
-    sizes = choose_decode_tiles(spec, kv_dtype.itemsize, num_tokens)
+    sizes = choose_decode_tiles(spec, kv_dtype.itemsize, num_tokens, latent=call.operation == "mla_decode")
     shared = _heads_share_rows(spec, num_tokens)
     max_keys = page_table.shape[1] * call.page_size
-    bounds = _bounds(seq_lens, options, spec, num_tokens)
+    bounds = sequence_bounds(seq_lens, options, spec, num_tokens)
     q_rows, logit_factor = _queries(
         q, options, bounds.position, dtype=dtype, kv_dtype=kv_dtype, spec=spec, sizes=sizes, shared=shared
     )
@@ -86,6 +88,7 @@ def paged_decode(
     layer, k_pages, v_pages = stacked(operands.k, operands.v, options.layer_index)
     kernel_operands = Operands(
         q=q_rows,
+        q_pe=None if operands.q_pe is None else by_head(operands.q_pe, spec=spec, sizes=sizes, shared=shared),
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=page_table,
@@ -158,29 +161,14 @@ def _queries(
     return rows, factor
 
 
-def _bounds(seq_lens: Int[Array, " B"], options: AttentionOptions, spec: AttentionSpec, num_tokens: int) -> KeyBounds:
-    """The bounds of each token's keys."""
-    q_start, kv_start = options.starts(seq_lens, num_tokens)
-    positions = options.q_positions
-    if positions is None:
-        positions = q_start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    return key_bounds(positions, kv_start[:, None], seq_lens[:, None], spec, masked=options.custom_mask is not None)
-
-
 def _schedule(
     bounds: KeyBounds, spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, max_keys: int | None
 ) -> DecodeSchedule:
     """Parts of sequences for as many workers as, with all heads, fill the GPU once."""
-    sees = bounds.first < bounds.end
-    end = jnp.max(jnp.where(sees, bounds.end, 0), axis=1)
-    first = jnp.min(jnp.where(sees, bounds.first, end[:, None]), axis=1)
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
     workers = max(1, num_sms() * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
-    facts = {"block_kv": sizes.block_kv, "workers": workers}
-    if sizes.tiles_per_split is None:
-        return split_evenly(first, end, **facts)
-    assert max_keys is not None
-    return split_at_multiples(first, end, tiles_per_split=sizes.tiles_per_split, max_keys=max_keys, **facts)
+    first, end = seen_by_some(bounds)
+    return split(first, end, sizes.tiles_per_split, max_keys, block_kv=sizes.block_kv, workers=workers)
 
 
 def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:

@@ -27,6 +27,7 @@ class DecodeTiles:
         blocks_per_sm: Blocks that fit on an SM at the same time.
         warpgroups: Consumers, which alternate between the tiles of a work tile.
         tiles_per_split: Tiles of a split where sequences are cut at multiples of them; None where they are cut evenly.
+        latent: Whether a value is the beginning of its key, in the same memory.
     """
 
     block_rows: int
@@ -35,12 +36,13 @@ class DecodeTiles:
     blocks_per_sm: int
     warpgroups: int = 1
     tiles_per_split: int | None = None
+    latent: bool = False
 
     def shared_memory_bytes(self, spec: AttentionSpec, kv_itemsize: int) -> int:
         """Bytes of one block."""
         width, dim, rotates = value_columns(spec), spec.head_dim, spec.rope_theta is not None
         dequantises = kv_itemsize < _WGMMA_BYTES
-        copied = kv_itemsize * self.stages * self.block_kv * (dim + width)
+        copied = kv_itemsize * self.stages * self.block_kv * (dim if self.latent else dim + width)
         queries = 2 * self.block_rows * dim * (_MOST_Q_BYTES if rotates or dequantises else _WGMMA_BYTES)
         # Of each consumer warpgroup: probabilities, and what is converted.
         own = self.block_rows * self.block_kv + (self.block_rows * dim if rotates else 0)
@@ -50,7 +52,7 @@ class DecodeTiles:
         return copied + queries + _WGMMA_BYTES * self.warpgroups * own + results + reductions + tiles.RESERVED_BYTES
 
 
-def choose_decode_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) -> DecodeTiles:
+def choose_decode_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int, *, latent: bool = False) -> DecodeTiles:
     """Sizes found on this GPU by trying them, if they are told; else the best by rule that fit.
 
     As many stages of 64 keys as let two blocks share an SM, or one block have it, with some consumer warpgroups.
@@ -58,6 +60,7 @@ def choose_decode_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) 
     Args:
         kv_itemsize: Bytes of a number of a key or value.
         num_tokens: Query tokens a sequence.
+        latent: As in `DecodeTiles`.
 
     Raises:
         ValueError: Sizes that were told cannot be read, or do not fit.
@@ -67,12 +70,12 @@ def choose_decode_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int) 
         shape = shape_of(spec, kv_itemsize, block_rows)
         told = tuned(shape)
         if told is not None:
-            sizes = _arranged(spec, block_rows, told)
+            sizes = _arranged(spec, block_rows, told, latent=latent)
             if told.stages % told.warpgroups or not _fits(sizes, spec, kv_itemsize):
                 raise ValueError(f"Sizes that ${VARIABLE} tells do not fit a GPU of Hopper. Got {told} for {shape}.")
             return sizes
         for arrangement in _by_rule(spec, kv_itemsize, block_rows):
-            sizes = _arranged(spec, block_rows, arrangement)
+            sizes = _arranged(spec, block_rows, arrangement, latent=latent)
             if _fits(sizes, spec, kv_itemsize):
                 return sizes
         assert block_rows > tiles.TILED_ROWS, f"no tiles fit {spec}"
@@ -108,10 +111,10 @@ def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator
             yield Arrangement(stages, blocks_per_sm, warpgroups)
 
 
-def _arranged(spec: AttentionSpec, block_rows: int, arrangement: Arrangement) -> DecodeTiles:
+def _arranged(spec: AttentionSpec, block_rows: int, arrangement: Arrangement, *, latent: bool = False) -> DecodeTiles:
     stages, blocks_per_sm, warpgroups = arrangement
     tiles_per_split = _TILES_PER_SPLIT if spec.batch_invariant else None
-    return DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_per_split)
+    return DecodeTiles(block_rows, _BLOCK_KV, stages, blocks_per_sm, warpgroups, tiles_per_split, latent)
 
 
 def _fits(sizes: DecodeTiles, spec: AttentionSpec, kv_itemsize: int) -> bool:

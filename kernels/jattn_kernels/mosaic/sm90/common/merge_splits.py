@@ -1,12 +1,14 @@
-"""The merge of split sequences' results on Hopper, in the order of the keys, into decode's output (Flash-Decoding).
+"""The merge of split sequences' results on Hopper, in the order of the keys, into the output (Flash-Decoding).
 
-grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one
+grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one, or a
+                                               part of a wide row where there are few
 one warpgroup; merges many splits at a time, so that their loads overlap, and what is left a few at a time; those of a
 sequence that is alone, which has all workers, as many at a time as registers can take
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,40 +19,60 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.mosaic.sm90.decode.kernel import SplitResults
 
 _THREADS = 128
-_AT_A_TIME = (16, 4)  # splits
+_WIDE, _FEW_ROWS = 512, 64  # numbers of a wide row; rows, of wide ones
+_AT_A_TIME = (16, 4), (4,)  # splits; of wide rows
 _MOST_AT_A_TIME = 48  # each is a register of a thread for 128 numbers, and time to lower
+
+
+class SplitResults(NamedTuple):
+    """What a split-KV kernel leaves: sequences that are done, and splits of the others, each normalised by itself.
+
+    Attributes:
+        out: Of sequences of one split; whatever memory held, elsewhere.
+        lse: Natural log; -inf where nothing is seen.
+        split_outs: Of the splits of the other sequences.
+        split_lses: Natural log.
+    """
+
+    out: Float[Array, "B K rows Hv"]
+    lse: Float[Array, "B K rows"]
+    split_outs: Float[Array, "W K R Hv"]
+    split_lses: Float[Array, "W K R"]
 
 
 def merge_splits(
     results: SplitResults, schedule: DecodeSchedule, *, batch_invariant: bool
 ) -> tuple[Float[Array, "B K rows Hv"], Float[Array, "B K rows"]]:
-    """Output and natural-log lse of all sequences: decode's, with those of the split ones put in their places.
+    """Output and natural-log lse of all sequences: the kernel's, with those of the split ones put in their places.
 
     Args:
         batch_invariant: Whether a sequence's splits are to be added in the same order whatever else is in the batch.
     """
     num_seqs, heads, num_rows, width = results.out.shape
     num_splits, _, padded_rows, _ = results.split_outs.shape
-    rows = math.lcm(_THREADS, width) // width  # of a vector
-    lanes = rows * width
-    layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
-    num_vectors = num_rows // rows
     alone = num_seqs == 1 and not batch_invariant
-    at_a_time = (min(num_splits, _MOST_AT_A_TIME),) if alone else _AT_A_TIME
+    lanes = _lanes(num_rows, width, alone=alone)
+    rows, parts = max(1, lanes // width), max(1, width // lanes)  # of a vector; of a row
+    layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
+    num_vectors = num_rows // rows * parts
+    at_a_time = (min(num_splits, _MOST_AT_A_TIME),) if alone else _AT_A_TIME[width >= _WIDE]
 
     def kernel(outs_ref, lses_ref, split_ref, out_ref, lse_ref):
         place, head, vector = (lax.axis_index(name) for name in ("split", "head", "vector"))
         sequence, first, end = (split_ref[place, field] for field in range(3))
         # Heads that share padded rows have their own ones one after another.
-        source = lax.div(lax.rem(head * num_rows, padded_rows), rows) + vector
+        own = lax.rem(head * num_rows, padded_rows)
+        source = (lax.div(own, rows) if parts == 1 else own * parts) + vector
+
+        def row_of(vector, row):
+            return vector * rows + row if parts == 1 else lax.div(vector, parts)
 
         @pl.when(sequence >= 0)
         def merge():
             def load(split):
-                lse = [lses_ref[split, head, source * rows + row] for row in range(rows)]
+                lse = [lses_ref[split, head, row_of(source, row)] for row in range(rows)]
                 return lse, plgpu.load(outs_ref.at[split, head, source], layout=layout, optimized=False)
 
             carry = (
@@ -70,8 +92,12 @@ def merge_splits(
             acc, m_i, l_i = carry
             safe_l_i = [jnp.where(a == 0, 1.0, a) for a in l_i]
             out_ref[sequence, head, vector] = (acc / spread(safe_l_i)).astype(results.out.dtype)
-            for row in range(rows):
-                lse_ref[sequence, head, vector * rows + row] = m_i[row] + jnp.log(safe_l_i[row])
+
+            def store_lse():
+                for row in range(rows):
+                    lse_ref[sequence, head, row_of(vector, row)] = m_i[row] + jnp.log(safe_l_i[row])
+
+            store_lse() if parts == 1 else pl.when(lax.rem(vector, parts) == 0)(store_lse)
 
     def spread(numbers):
         """One number a row, as a vector."""
@@ -87,11 +113,18 @@ def merge_splits(
         grid_names=("vector", "head", "split"),
         kernel_name="merge_splits",
     )
-    outs = results.split_outs.reshape(num_splits, heads, padded_rows // rows, lanes)
+    outs = results.split_outs.reshape(num_splits, heads, padded_rows // rows * parts, lanes)
     out, lse = jax.new_ref(results.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(results.lse)
     run(outs, results.split_lses, schedule.split, out, lse)
     merged, merged_lse = launch.frozen(out, lse)
     return merged.reshape(results.out.shape), merged_lse
+
+
+def _lanes(num_rows: int, width: int, *, alone: bool) -> int:
+    """Numbers of a vector."""
+    if width >= _WIDE and alone and num_rows < _FEW_ROWS:
+        return _THREADS
+    return math.lcm(_THREADS, width)
 
 
 def _merge_some(step, carry, *, load, first, end, spread, num_splits):

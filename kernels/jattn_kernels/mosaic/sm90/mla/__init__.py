@@ -1,0 +1,1 @@
+"""Absorbed latent attention of many query rows a sequence."""

@@ -1,0 +1,122 @@
+"""Absorbed MLA of a few queries a sequence (DeepSeek-V2, arXiv:2405.04434): a latent row is key and value of all heads.
+
+Up to 16 rows of queries a sequence, decode's kernel reads a row once and takes its first columns as the value: queries
+are the few columns of its products. More rows are rows of the products of a kernel of their own.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn_kernels.call import AttentionCall, AttentionOptions
+from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, seen_by_some
+from jattn_kernels.lowering.mask_words import mask_words_by_key
+from jattn_kernels.lowering.scales import head_scales, logit_factors
+from jattn_kernels.lowering.split_schedule import DecodeSchedule, split
+from jattn_kernels.lowering.token_bounds import sequence_bounds
+from jattn_kernels.merge import sink_share
+from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
+from jattn_kernels.mosaic.sm90.common.operands import stacked
+from jattn_kernels.mosaic.sm90.common.tiles import num_sms
+from jattn_kernels.mosaic.sm90.decode import split_kv
+from jattn_kernels.mosaic.sm90.mla.config import BLOCK_KV, BLOCK_ROWS, PAIR, LatentConfig, Operands
+from jattn_kernels.mosaic.sm90.mla.kernel import attend
+from jattn_kernels.operands import AttentionOperands
+
+_FEW_ROWS = 16  # as many as decode's kernel has memory for
+_PAIRS_PER_SPLIT = 8  # where results must not depend on the batch
+
+
+def make_schedule(
+    call: AttentionCall, seq_lens: Int[Array, " B"], cu_q_lens: None, max_seq_len: int | None
+) -> DecodeSchedule | None:
+    """The work list; None if it needs a `max_seq_len` that is not given."""
+    assert call.num_tokens is not None
+    if _has_few_rows(call, call.num_tokens):
+        return split_kv.make_schedule(call, seq_lens, max_seq_len)
+    if call.spec.batch_invariant and max_seq_len is None:
+        return None
+    bounds = sequence_bounds(seq_lens, AttentionOptions(), call.spec, call.num_tokens)
+    return _schedule(call, bounds, call.num_tokens, max_seq_len)
+
+
+def mla_decode(
+    call: AttentionCall, operands: AttentionOperands
+) -> tuple[Float[Array, "B Q N C"], Float[Array, "B Q N"]]:
+    """Output and lse of a few queries a sequence."""
+    assert operands.q_pe is not None
+    pages = jnp.expand_dims(operands.k, -2)  # of one head
+    if _has_few_rows(call, operands.q.shape[1]):
+        return split_kv.paged_decode(call, dataclasses.replace(operands, k=pages))
+    return _many_rows(call, dataclasses.replace(operands, k=pages))
+
+
+def _has_few_rows(call: AttentionCall, num_tokens: int) -> bool:
+    # A token's results must not depend on how many are asked at a time: one kernel for all numbers of them.
+    rows = call.spec.num_q_heads * (1 if call.spec.batch_invariant else num_tokens)
+    return rows <= _FEW_ROWS or "alibi_slopes" in call.features
+
+
+def _many_rows(
+    call: AttentionCall, operands: AttentionOperands
+) -> tuple[Float[Array, "B Q N C"], Float[Array, "B Q N"]]:
+    spec, options, q = call.spec, operands.options, operands.q
+    assert call.page_size is not None
+    batch_size, num_tokens, heads = q.shape[:3]
+    seq_lens, max_keys = operands.seq_lens, operands.page_table.shape[1] * call.page_size
+    config = LatentConfig(spec, call.page_size, num_tokens, q.dtype)
+    bounds = sequence_bounds(seq_lens, options, spec, num_tokens)
+    schedule = options.schedule
+    if schedule is None or depends_on_places(spec, options):
+        schedule = _schedule(call, bounds, num_tokens, max_keys)
+
+    def padded(x):
+        """Rows token by token, in whole blocks."""
+        x = x.reshape(batch_size, num_tokens * heads, *x.shape[3:])
+        return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK_ROWS), *[(0, 0)] * (x.ndim - 2)])
+
+    def of_rows(of_tokens):
+        return padded(jnp.broadcast_to(of_tokens[..., None], (batch_size, num_tokens, heads)))
+
+    masked, narrow = options.custom_mask is not None, is_narrow(spec)
+    is_scaled = options.q_scale is not None or options.k_scale is not None
+    layer, pages, _ = stacked(operands.k, None, options.layer_index)
+    kernel_operands = Operands(
+        q_nope=padded(q),
+        q_pe=padded(operands.q_pe),
+        pages=pages,
+        page_table=operands.page_table,
+        layer=layer,
+        work_tiles=schedule.work_tiles,
+        workers=schedule.workers,
+        whole_end=jnp.zeros_like(seq_lens) if masked or narrow else bounds.end.min(axis=1),
+        first=of_rows(bounds.first) if narrow else None,
+        end=of_rows(bounds.end) if num_tokens > 1 else None,
+        logit_factor=logit_factors(options, spec) if is_scaled else None,
+        out_factor=None if options.v_scale is None else head_scales(options.v_scale, 1, options.layer_index),
+        mask=mask_words_by_key(
+            options.custom_mask,
+            seq_lens,
+            num_tokens=num_tokens,
+            num_keys=max(max_keys + -max_keys % BLOCK_KV, BLOCK_KV),
+        )
+        if masked
+        else None,
+    )
+    results = attend(config, kernel_operands, schedule)
+    out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
+    rows = num_tokens * heads
+    out, lse = out[:, 0, :rows].reshape(q.shape), lse[:, 0, :rows].reshape(q.shape[:-1])
+    if options.sinks is not None:
+        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
+    return out, lse
+
+
+def _schedule(call: AttentionCall, bounds: KeyBounds, num_tokens: int, max_keys: int | None) -> DecodeSchedule:
+    """Parts of sequences for as many workers as, with all blocks of rows, fill the GPU once."""
+    spec = call.spec
+    row_blocks = -(-num_tokens * spec.num_q_heads // BLOCK_ROWS)
+    pairs_per_split = _PAIRS_PER_SPLIT if spec.batch_invariant else None
+    workers = max(1, num_sms() // row_blocks)
+    return split(*seen_by_some(bounds), pairs_per_split, max_keys, block_kv=PAIR, workers=workers)

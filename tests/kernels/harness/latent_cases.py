@@ -1,0 +1,42 @@
+"""Cases of absorbed MLA at the sizes of Hopper's kernels; in a file of their own, as their widths are."""
+
+import itertools
+from typing import Any
+
+from jattn_kernels import AttentionSpec
+from tests.kernels.harness.case_table import Case
+
+_LENS = (130, 1, 64, 0, 257, 1500)
+_VERIFY = {"q_lens": (3,) * 6, "kv_lens": (130, 3, 64, 0, 257, 1500)}
+_EVERYTHING = {"sinks": True, "q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
+
+
+def latent_case(name: str, heads: int, *, spec: dict[str, Any] | None = None, **fields: Any) -> Case:
+    """A batch of DeepSeek's widths, in bfloat16 over pages of 16, unless said."""
+    facts = {"num_q_heads": heads, "num_kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "sm_scale": 192**-0.5}
+    given = {"q_lens": (1,) * 6, "kv_lens": _LENS, "padding_rows": 2, "page_size": 16, "dtype": "bfloat16", **fields}
+    return Case(name=f"mla_decode_{name}", operation="mla_decode", spec=AttentionSpec(**facts | (spec or {})), **given)
+
+
+def _cases_of(heads: int) -> list[Case]:
+    return [
+        latent_case(f"{name}_of_{heads}", heads, **fields)
+        for name, fields in (
+            ("page_32_float16", {"page_size": 32, "dtype": "float16"}),
+            ("page_64", {"page_size": 64}),
+            ("page_128_layers", {"page_size": 128, "num_layers": 2, "layer_index": 1}),
+            ("verify", _VERIFY),
+            ("window_kv_start", {**_VERIFY, "spec": {"window_left": 200}, "kv_start": (5, 0, 3, 0, 0, 7)}),
+            ("mask", {**_VERIFY, "custom_mask": True, "q_positions": True}),
+            ("everything", {**_VERIFY, **_EVERYTHING, "spec": {"logits_soft_cap": 5.0, "chunk_size": 100}}),
+            ("invariant", {"spec": {"batch_invariant": True}, "kv_lens": (1024, 1, 64, 0, 1025, 3000)}),
+        )
+    ]
+
+
+LATENT_CASES = [
+    *(latent_case(f"heads_{heads}", heads) for heads in (5, 8, 16, 32, 64, 128)),
+    *itertools.chain.from_iterable(map(_cases_of, (16, 64))),
+    latent_case("alibi_of_64", 64, alibi=True),
+    latent_case("several_blocks_of_rows", 40, **_VERIFY),
+]

@@ -1,0 +1,127 @@
+"""Hopper's kernels of absorbed MLA on the CPU: against the oracle under the interpreter, and what serves which call."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn_kernels import AttentionSpec, make_schedule, mla_decode
+from jattn_kernels.call import Device
+from jattn_kernels.lowering.split_schedule import DecodeSchedule
+from jattn_kernels.mosaic.sm90 import mla_decode as entry
+from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults, merge_splits
+from jattn_kernels.mosaic.sm90.decode import split_kv
+from tests.kernels.harness.case_table import Case, assert_close, build
+from tests.kernels.harness.interpreter import interpreted
+
+# Narrower than DeepSeek's, as the interpreter takes its time.
+FACTS = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "sm_scale": 0.1}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU of three SMs; the interpreter is it."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    for module in (split_kv, entry):
+        monkeypatch.setattr(module, "num_sms", lambda: 3)
+    with interpreted():
+        yield
+
+
+def case(name, *, heads=16, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype="bfloat16", spec=None, **fields):
+    return Case(
+        name=name,
+        operation="mla_decode",
+        spec=AttentionSpec(**FACTS | {"num_q_heads": heads} | (spec or {})),
+        q_lens=(q_len,) * len(kv_lens),
+        kv_lens=kv_lens,
+        page_size=page_size,
+        dtype=dtype,
+        **fields,
+    )
+
+
+INTERPRETED = [
+    case("few_rows_layers", num_layers=2, layer_index=1, kv_lens=(70, 3), page_size=64),
+    case("verify_window", heads=32, q_len=2, kv_lens=(270, 65), kv_start=(5, 0), spec={"window_left": 40}),
+    case("blocks_of_rows_split", heads=128, kv_lens=(300, 0), dtype="float16", padding_rows=1),
+]
+SLOW = [
+    case("few_rows", kv_lens=(13, 1, 0, 70, 600)),
+    case("few_rows_two_tokens", heads=8, q_len=2, kv_lens=(130, 9)),
+    case("whole_widths", heads=64, kv_lens=(200,), spec={"head_dim": 576, "v_head_dim": 512}),
+    case("rows_padded", heads=20, kv_lens=(130, 9, 3), page_size=32),
+    case("tree", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1)),
+    case("scales_sinks_cap", heads=64, kv_lens=(150, 9), sinks=True, q_scale="rows", spec={"logits_soft_cap": 5.0}),
+    case("invariant", heads=64, kv_lens=(1100, 9, 0), spec={"batch_invariant": True}),
+    case("alibi", heads=32, kv_lens=(70, 9), alibi=True),
+]
+
+
+def attend(case, inputs):
+    decode = functools.partial(mla_decode, spec=case.spec, return_lse=True, implementation="mosaic")
+    return jax.jit(decode)(*inputs.args, **inputs.options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda case: case.name,
+)
+def test_mosaic_mla_decode_agrees_with_the_oracle_without_races(hopper, case):
+    inputs = build(case)
+    assert_close(case, inputs, *attend(case, inputs))
+
+
+@pytest.mark.parametrize(("heads", "block_kv"), [(16, 64), (17, 128), (128, 128)])
+def test_a_given_schedule_is_that_of_the_kernel_that_serves_the_call(monkeypatch, heads, block_kv):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    spec = AttentionSpec(num_q_heads=heads, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=0.1)
+    facts = {"spec": spec, "num_tokens": 1, "dtype": "bfloat16", "page_size": 64, "implementation": "mosaic"}
+    make = functools.partial(make_schedule, operation="mla_decode", max_seq_len=4096, **facts)
+    made = jax.eval_shape(make, jax.ShapeDtypeStruct((4,), jnp.int32))
+    (schedule,) = jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, DecodeSchedule))
+    assert schedule.block_kv == block_kv
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"kv_dtype": "float8_e4m3fn"}, "`mosaic` does not take bfloat16 queries and float8_e4m3fn latents"),
+        ({"spec": {"head_dim": 176}}, "`mosaic` takes latents of a multiple of 64 numbers up to 512, and 64 rotated"),
+        ({"page_size": 8}, "`mosaic` takes page_size 16, 32, 64, 128 in mla_decode, not 8"),
+        ({"dtype": "float32"}, "`mosaic` does not take float32 queries and float32 latents"),
+    ],
+)
+def test_what_mosaic_has_no_latent_kernel_for_is_refused(monkeypatch, fields, sentence):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    refused = case("refused", **fields)
+    with pytest.raises(NotImplementedError, match=sentence):
+        attend(refused, build(refused))
+
+
+@pytest.mark.parametrize(("num_seqs", "num_rows"), [(1, 8), (1, 64), (3, 8)])
+def test_splits_of_wide_rows_are_merged(num_seqs, num_rows):
+    """A lone sequence's few rows are cut into several blocks."""
+    width, splits = 512, 2 * num_seqs
+    random = np.random.default_rng(0)
+    outs = random.standard_normal((splits, 1, num_rows, width)).astype(np.float32)
+    lses = random.standard_normal((splits, 1, num_rows)).astype(np.float32)
+    nothing = np.zeros((num_seqs, 1, num_rows, width), np.float32)
+    first = np.arange(num_seqs, dtype=np.int32)
+    schedule = DecodeSchedule(
+        work_tiles=np.zeros((splits, 5), np.int32),
+        workers=np.zeros((1, 7), np.int32),
+        split=np.stack([first, 2 * first, 2 * first + 2], axis=1),
+        block_kv=64,
+    )
+    with interpreted():
+        merge = functools.partial(merge_splits, schedule=schedule, batch_invariant=False)
+        out, lse = jax.jit(merge)(SplitResults(nothing, nothing[..., 0], outs, lses))
+    weights = np.exp(lses.astype(np.float64)).reshape(num_seqs, 2, 1, num_rows)
+    parts = outs.reshape(num_seqs, 2, 1, num_rows, width)
+    expected = (parts * weights[..., None]).sum(axis=1) / weights.sum(axis=1)[..., None]
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, np.log(weights.sum(axis=1)), rtol=1e-5, atol=1e-6)
