@@ -95,14 +95,14 @@ def _many_rows(
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         logit_factor=logit_factors(options, spec) if is_scaled else None,
         out_factor=None if options.v_scale is None else head_scales(options.v_scale, 1, options.layer_index),
-        mask=mask_words_by_key(
+        mask=None
+        if options.custom_mask is None
+        else mask_words_by_key(
             options.custom_mask,
             seq_lens,
             num_tokens=num_tokens,
             num_keys=max(max_keys + -max_keys % BLOCK_KV, BLOCK_KV),
-        )
-        if masked
-        else None,
+        ),
     )
     results = attend(config, kernel_operands, schedule)
     out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
