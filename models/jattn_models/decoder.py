@@ -19,7 +19,7 @@ from jattn_models.attention import Attention, Pass
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.layer_pattern import LayerKind, Segment
-from jattn_models.layers import GatedMLP, OfLayer, ReadInPlace, RMSNorm, Vocabulary
+from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Vocabulary
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
 
@@ -45,7 +45,7 @@ class DecoderLayer(nnx.Module):
         if kind.sparse and config.experts is not None:
             self.mlp = MixtureOfExperts(width, config.experts, dtype=dtype, rngs=rngs, parallel=parallel)
         else:
-            self.mlp = GatedMLP(
+            self.mlp = (GatedMLP if config.gated else PlainMLP)(
                 width,
                 config.intermediate_size,
                 activation=config.activation,
@@ -192,12 +192,14 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _norm(config: DecoderConfig, dtype: Any) -> RMSNorm:
+def _norm(config: DecoderConfig, dtype: Any) -> RMSNorm | LayerNorm:
     """Of the residual stream."""
+    if config.layer_norm:
+        return LayerNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
     return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
 
 
-def _normed(norm: RMSNorm | None, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def _normed(norm: RMSNorm | LayerNorm | None, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
     return hidden if norm is None else norm(hidden)
 
 

@@ -36,8 +36,10 @@ class DecoderConfig:
         attention_scale: Factor on q.k; 1 / sqrt(head_dim) if None.
         attention_cap: Soft cap of q.k after it; None is off.
         temperature: Of queries that do not turn, or of all; None for none.
-        activation: Of the MLPs of dense layers, by Hugging Face's name.
+        gated: Whether the MLPs of dense layers have a gate.
+        activation: Theirs, by Hugging Face's name.
         norms: Where the norms of attention and MLP stand: "before" them, "after" them and before the sum, or "both".
+        layer_norm: Whether norms of the residual stream go by mean and deviation and have biases.
         norm_offset: What a norm's factor is above its weight.
         embedding_scale: Factor on the embedded tokens.
         residual_scale: Factor on what attention and MLP add to the residual stream.
@@ -67,8 +69,10 @@ class DecoderConfig:
     attention_scale: float | None = None
     attention_cap: float | None = None
     temperature: Temperature | None = None
+    gated: bool = True
     activation: str = "silu"
     norms: Norms = "before"
+    layer_norm: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -186,6 +186,30 @@ class GatedMLP(nnx.Module):
         return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
+class PlainMLP(nnx.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool = False,
+        dtype: Any,
+        rngs: nnx.Rngs,
+        parallel: Parallel,
+    ):
+        self.activation = activation
+        units = parallel.share(intermediate_size, "`intermediate_size`")
+        self.parallel = parallel
+        self.up_proj = Linear(hidden_size, units, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return self.parallel.all_reduce(self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x))))
+
+
 class Vocabulary(nnx.Module):
     """The embedding of tokens and, unless it is tied, the projection back to logits; split by token over devices."""
 

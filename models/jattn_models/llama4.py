@@ -3,24 +3,28 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-import numpy as np
-
 from jattn.checkpoint import Checkpoint
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names
-from jattn_models.attention import Attention
 from jattn_models.config_fields import boolean, positive, refuse, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.rotary_order import neighbours_to_halves
 from jattn_models.routing_fields import read_routing
 from jattn_models.temperature import Temperature
 from jattn_models.turning_layers import turning
 from jattn_models.weights import Path, Source
 
-_READ = ("attention_chunk_size", "layer_types", "no_rope_layers", "attn_temperature_tuning", "scoring_func")
+_READ = (
+    "attention_bias",
+    "attention_chunk_size",
+    "layer_types",
+    "no_rope_layers",
+    "attn_temperature_tuning",
+    "scoring_func",
+)
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 
 
@@ -82,10 +86,7 @@ class Llama4ForCausalLM(Decoder):
         """As `Decoder.from_checkpoint`; what turns in pairs of neighbours there turns in halves of a head here."""
         model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)
         assert isinstance(model, cls)
-        order = jnp.asarray(_halves_of_pairs(model.layers[0].attention))
-        for stack in model.layers:
-            kernel = stack.attention.qkv_proj.kernel
-            kernel[...] = jnp.take(kernel[...], order, axis=-1)
+        neighbours_to_halves((stack.attention for stack in model.layers), model.config.head_dim)
         return model
 
     @classmethod
@@ -113,15 +114,6 @@ def _is_tuned(fields: Mapping[str, Any]) -> bool:
     if isinstance(given := fields.get("attn_temperature_tuning"), int):
         return given != 0
     return boolean(fields, "attn_temperature_tuning", default=True)
-
-
-def _halves_of_pairs(attention: Attention) -> np.ndarray:
-    """For each column of the fused projection the one to take: queries' and keys' even dimensions, then their odd."""
-    heads = attention.num_q_heads + 2 * attention.num_kv_heads
-    columns = np.arange(heads * attention.head_dim, dtype=np.int32).reshape(heads, attention.head_dim)
-    turning = attention.num_q_heads + attention.num_kv_heads
-    columns[:turning] = np.concatenate([columns[:turning, ::2], columns[:turning, 1::2]], axis=1)
-    return columns.reshape(-1)
 
 
 def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:

@@ -53,6 +53,8 @@ def of_model[Config: DecoderConfig](
         ("vocabulary", "embedding"): split_inputs("model.embed_tokens.weight"),
         ("norm", "scale"): whole("model.norm.weight"),
     }
+    if config.layer_norm:
+        sources["norm", "bias"] = whole("model.norm.bias")
     if not config.tied:
         sources[("vocabulary", "lm_head", "kernel")] = split_outputs("lm_head.weight")
     for number, (layers, kind) in enumerate(config.stacks):
@@ -80,6 +82,8 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
         ("attention", "o_proj", "kernel"): split_inputs("self_attn.o_proj.weight"),
         **of_gated_mlp(("mlp",), "mlp", config.intermediate_size, biased=config.mlp_bias),
     }
+    if config.layer_norm:
+        sources |= {(norm, "bias"): whole(f"{name}.bias") for norm, name in _NORMS[config.norms].items()}
     if config.o_bias:
         sources["attention", "o_proj", "bias"] = whole("self_attn.o_proj.bias")
     if config.qkv_bias:
@@ -119,6 +123,25 @@ def of_gated_mlp(
     }
     if biased:
         sources[*path, "gate_up_proj", "bias"] = split_outputs({f"{name}.bias": units for name in gate_up})
+        sources[*path, "down_proj", "bias"] = whole(f"{prefix}.{down}.bias")
+    return sources
+
+
+def of_plain_mlp(path: Path, prefix: str, *, up: str, down: str, biased: bool) -> dict[Path, Source]:
+    """The tensors of an MLP without gate.
+
+    Args:
+        path: Of the MLP in a layer.
+        prefix: Of the tensors.
+        up, down: What the projections are called.
+        biased: Whether they have biases.
+    """
+    sources = {
+        (*path, "up_proj", "kernel"): split_outputs(f"{prefix}.{up}.weight"),
+        (*path, "down_proj", "kernel"): split_inputs(f"{prefix}.{down}.weight"),
+    }
+    if biased:
+        sources[*path, "up_proj", "bias"] = split_outputs(f"{prefix}.{up}.bias")
         sources[*path, "down_proj", "bias"] = whole(f"{prefix}.{down}.bias")
     return sources
 

@@ -42,7 +42,7 @@ from tests.models.harness.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *WRAPPED_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 25
+    assert len(announced) == 27
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -106,9 +106,9 @@ def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 
 
-@pytest.mark.parametrize("case", ["olmoe", "phi3"])
+@pytest.mark.parametrize("case", ["olmoe", "phi3", "glm4"])
 def test_devices_that_have_the_same_heads_of_keys_give_the_whole_models_logits(case):
-    """The norm of all keys together (olmoe), one tensor of queries, keys and values (phi3)."""
+    """The norm of all keys together (olmoe), one tensor of all three (phi3), biases and heads reordered (glm4)."""
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2], size=4)
 
 
@@ -242,7 +242,7 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
     assert chunks == ({8, None} if case == "llama4" else {None})
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe", "llama4", "phi3", "phi3_longrope", "yarn"])
+@pytest.mark.parametrize("case", ["deepseek_v3", "glm4", "glm4_moe", "llama4", "phi3", "phi3_longrope", "yarn"])
 def test_rope_frequencies_match_transformers(case):
     with np.load(GOLDEN / case / "golden.npz") as arrays:
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)

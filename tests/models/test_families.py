@@ -8,6 +8,7 @@ import pytest
 
 from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
+from jattn_models.glm4 import Glm4Config
 from jattn_models.glm4_moe import Glm4MoeConfig
 from jattn_models.granite import GraniteConfig
 from jattn_models.llama4 import Llama4Config
@@ -26,6 +27,7 @@ from jattn_models.qwen3_moe import Qwen3MoeConfig
 from jattn_models.rope import Rope
 from jattn_models.rope_scaling import LinearScaling, Llama3Scaling
 from jattn_models.smollm3 import SmolLM3Config
+from jattn_models.starcoder2 import Starcoder2Config
 from jattn_models.temperature import Temperature
 from tests.models.harness.smallest import SMALLEST
 
@@ -41,6 +43,7 @@ WINDOW_FIRST = ["sliding_attention", "full_attention", "full_attention", "full_a
     [
         (Gemma2Config, (4, 256, 8192, 1e-6, 1e4, True)),
         (Gemma3Config, (4, 256, 131072, 1e-6, 1e6, True)),
+        (Glm4Config, (2, 128, 131072, 1.5625e-7, 1e4, False)),
         (Glm4MoeConfig, (8, 8, 131072, 1e-5, 1e4, False)),
         (GraniteConfig, (32, 8, 2048, 1e-6, 1e4, False)),
         (Llama4Config, (8, 128, 131072, 1e-5, 5e5, False)),
@@ -58,6 +61,7 @@ WINDOW_FIRST = ["sliding_attention", "full_attention", "full_attention", "full_a
         (Qwen3Config, (32, 128, 32768, 1e-6, 1e4, False)),
         (Qwen3MoeConfig, (4, 8, 32768, 1e-6, 1e4, False)),
         (SmolLM3Config, (4, 8, 32768, 1e-6, 2e6, True)),
+        (Starcoder2Config, (2, 8, 4096, 1e-5, 1e4, True)),
     ],
 )
 def test_absent_fields_have_hugging_faces_defaults(config_class, expected):
@@ -102,6 +106,16 @@ def test_gemma3_has_a_rope_for_each_type_of_layer(fields, full, local):
     config = Gemma3Config.from_dict(SMALLEST | fields)
     assert (config.rope, config.local_rope) == (full, local)
     assert {kind.rope for _, kind in config.stacks if kind.window_left is not None} == {"local"}
+
+
+def test_biases_of_glm4_and_starcoder2_are_there_unless_they_say_otherwise():
+    def biases(config):
+        return config.qkv_bias, config.o_bias, config.mlp_bias
+
+    assert biases(Glm4Config.from_dict(SMALLEST)) == (True, False, False)
+    assert biases(Glm4Config.from_dict(SMALLEST | {"attention_bias": False})) == (False, False, False)
+    assert biases(Starcoder2Config.from_dict(SMALLEST)) == (True, True, True)
+    assert biases(Starcoder2Config.from_dict(SMALLEST | {"use_bias": False})) == (False, False, False)
 
 
 def test_granites_absent_factors_are_one():
@@ -304,6 +318,8 @@ def test_wrong_field_is_named(config_class, fields, message):
             "`rope_type` must leave amplitudes alone in this architecture. Got an amplitude of 1.04",
         ),
         (Gemma2Config, {"hidden_activation": "gelu"}, "`hidden_activation` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
+        (Glm4Config, {"mlp_bias": True}, "`mlp_bias` must be false: .* Got true"),
+        (Starcoder2Config, {"hidden_act": "gelu"}, "`hidden_act` must be 'gelu_pytorch_tanh'. Got 'gelu'"),
         (GraniteConfig, {"sliding_window": 8}, "`sliding_window` must be null: .* Got 8"),
         (MinistralConfig, {"attention_bias": True}, "`attention_bias` must be false: .* Got true"),
         (MinistralConfig, {"layer_types": ["chunked_attention"] * 4}, "`layer_types` must be of .* Got 'chunked"),

@@ -6,6 +6,7 @@ import pytest
 
 from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
+from jattn_models.glm4 import Glm4Config
 from jattn_models.glm4_moe import Glm4MoeConfig
 from jattn_models.granite import GraniteConfig
 from jattn_models.llama4 import Llama4Config
@@ -22,6 +23,7 @@ from jattn_models.qwen2_moe import Qwen2MoeConfig
 from jattn_models.qwen3 import Qwen3Config
 from jattn_models.qwen3_moe import Qwen3MoeConfig
 from jattn_models.smollm3 import SmolLM3Config
+from jattn_models.starcoder2 import Starcoder2Config
 
 SMALLEST = {
     "vocab_size": 64,
@@ -88,12 +90,14 @@ READ = {
     },
     Gemma3Config: {"attention_bias", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"},
     Llama4Config: {
+        "attention_bias",
         "attention_chunk_size",
         "layer_types",
         "no_rope_layers",
         "attn_temperature_tuning",
         "scoring_func",
     },
+    Glm4Config: {"attention_bias", "partial_rotary_factor"},
     Glm4MoeConfig: {"partial_rotary_factor", "attention_bias", "routed_scaling_factor", "n_group", "topk_group"},
     GraniteConfig: {
         "attention_bias",
@@ -116,6 +120,7 @@ READ = {
     Qwen2MoeConfig: {"sliding_window", "attention_bias"},
     Qwen3Config: {"attention_bias", "sliding_window"},
     Qwen3MoeConfig: {"attention_bias", "sliding_window"},
+    Starcoder2Config: {"sliding_window"},
     SmolLM3Config: {"attention_bias", "mlp_bias", "no_rope_layers", "sliding_window"},
 }
 families = pytest.mark.parametrize("config_class", READ, ids=lambda config_class: config_class.__name__)
@@ -149,7 +154,8 @@ def test_layers_without_windows_may_say_so(fields):
 
 
 @pytest.mark.parametrize(
-    "config_class", [Gemma2Config, Gemma3Config, MinistralConfig, MistralConfig, MixtralConfig, Phi3Config]
+    "config_class",
+    [Gemma2Config, Gemma3Config, MinistralConfig, MistralConfig, MixtralConfig, Phi3Config, Starcoder2Config],
 )
 def test_window_that_is_said_not_to_be_used_is_refused(config_class):
     with pytest.raises(NotImplementedError, match=r"`use_sliding_window` must be true: .* Got false"):
@@ -184,6 +190,7 @@ def test_llama4_scores_are_sigmoids():
         (Glm4MoeConfig, "norm_topk_prob"),
         (Glm4MoeConfig, "attention_bias"),
         (Glm4MoeConfig, "use_qk_norm"),
+        (Starcoder2Config, "use_bias"),
         (Llama4Config, "use_qk_norm"),
     ],
 )

@@ -254,6 +254,7 @@ CASES = {
         {
             **SMALL,
             "head_dim": 16,
+            "attention_bias": True,
             "intermediate_size": 16,
             "intermediate_size_mlp": 40,
             "num_local_experts": 2,
@@ -330,4 +331,13 @@ CASES = {
         "Mistral3",
         {**SMALL, "model_type": "ministral3", "rope_parameters": None, "tie_word_embeddings": True},
     ),
+    "glm4": (
+        "Glm4",
+        {
+            **SMALL,
+            "head_dim": 16,
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "starcoder2": ("Starcoder2", {**SMALL, **WINDOW}),
 }
