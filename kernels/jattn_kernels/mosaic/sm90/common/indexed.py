@@ -37,10 +37,10 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
     def store_registers(ctx, target, places, *of_places):
         del ctx
         for i, register in enumerate(places.registers.flat):
-            of_register = _scalars(of_places[0].registers.flat[i]) if of_places else None
-            for j, place in enumerate(_scalars(register)):
+            for j in range(_count(register)):
+                place = _scalar(register, j)
                 with mgpu.when(_is_a_place(place)):
-                    value = of_register[j] if of_register else _constant(place.type, values)
+                    value = _scalar(of_places[0].registers.flat[i], j) if of_places else _constant(place.type, values)
                     llvm.store(value, utils.getelementptr(utils.memref_ptr(target), [place], value.type))
 
     store_registers(target, *arrays)
@@ -88,14 +88,13 @@ def _address(ref: Any, place: Any) -> Any:
     return utils.getelementptr(utils.memref_ptr(ref), [place], place.type)
 
 
-def _scalar(register: Any) -> Any:
-    """The first number of a register."""
-    return _scalars(register)[0]
-
-
-def _scalars(register: Any) -> list[Any]:
+def _count(register: Any) -> int:
     """The numbers of a register, which is one or a vector of some."""
+    return register.type.shape[0] if isinstance(register.type, ir.VectorType) else 1
+
+
+def _scalar(register: Any, number: int = 0) -> Any:
+    """One of a register's numbers."""
     if not isinstance(register.type, ir.VectorType):
-        return [register]
-    i32 = ir.IntegerType.get_signless(32)
-    return [llvm.extractelement(register, arith.constant(i32, i)) for i in range(register.type.shape[0])]
+        return register
+    return llvm.extractelement(register, arith.constant(ir.IntegerType.get_signless(32), number))
