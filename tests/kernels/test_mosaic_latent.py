@@ -90,7 +90,8 @@ def test_a_given_schedule_is_that_of_the_kernel_that_serves_the_call(monkeypatch
     ("fields", "sentence"),
     [
         ({"kv_dtype": "float8_e4m3fn"}, "`mosaic` does not take bfloat16 queries and float8_e4m3fn latents"),
-        ({"spec": {"head_dim": 176}}, "`mosaic` takes latents of a multiple of 64 numbers up to 512, and 64 rotated"),
+        ({"spec": {"head_dim": 176}}, "`mosaic` takes latents of a multiple of 128 numbers up to 512, and 64 rotated"),
+        ({"heads": 32, "spec": {"head_dim": 256, "v_head_dim": 192}}, "takes latents of a multiple of 128 .*, not 192"),
         ({"page_size": 8}, "`mosaic` takes page_size 16, 32, 64, 128 in mla_decode, not 8"),
         ({"dtype": "float32"}, "`mosaic` does not take float32 queries and float32 latents"),
     ],

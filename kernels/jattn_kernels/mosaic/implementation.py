@@ -134,9 +134,9 @@ def _refuses_latent(call: AttentionCall) -> str | None:
     spec, page_sizes = call.spec, _PAGE_SIZES["mla_decode"]
     if call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in mla_decode."
-    if spec.value_dim % 64 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
+    if spec.value_dim % 128 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
         return (
-            f"`mosaic` takes latents of a multiple of 64 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
+            f"`mosaic` takes latents of a multiple of 128 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
             f"ones, not {spec.value_dim} and {spec.head_dim - spec.value_dim}."
         )
     if call.page_size not in page_sizes:
