@@ -1,11 +1,10 @@
 """`jattn compile`: all that a server would compile, kept on disk for it."""
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from jattn.cli.inputs import default_checkpoint, model_folder, nonempty_path
+from jattn.cli.inputs import CheckpointArgument, default_checkpoint, model_folder
 from jattn.cli.knob_flags import takes_knobs
 from jattn.cli.output import check_output, logged, print_steps, starting, writing
 from jattn.cli.sentences import sentences_for_errors
@@ -13,14 +12,7 @@ from jattn.cli.sentences import sentences_for_errors
 
 @takes_knobs(without=["compile_in_background"], max_num_seqs=None, prefill_tokens=None)
 def compile_checkpoint(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            parser=nonempty_path,
-            help="Hugging Face checkpoint folder; the bundled one by default.",
-        ),
-    ] = None,
+    checkpoint: CheckpointArgument = None,
     **knobs: Any,
 ) -> None:
     """Compile the steps that serve a model, and keep them on disk, as for a container image.

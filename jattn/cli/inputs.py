@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -19,6 +20,16 @@ def nonempty_path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("must not be empty.")
     return Path(text)
+
+
+CheckpointArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        parser=nonempty_path,
+        help="Hugging Face checkpoint folder; the bundled one by default.",
+    ),
+]
 
 
 def read_prompts(path: Path) -> list[str]:

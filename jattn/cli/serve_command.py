@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jattn.cli.inputs import default_checkpoint, model_folder, nonempty_path
+from jattn.cli.inputs import CheckpointArgument, default_checkpoint, model_folder
 from jattn.cli.knob_flags import takes_knobs
 from jattn.cli.output import logged, print_steps, starting
 from jattn.cli.sentences import sentences_for_errors
@@ -16,14 +16,7 @@ _SIZES = {"max_num_seqs": 256, "prefill_tokens": 2048}  # of a GPU; on a CPU com
 
 @takes_knobs(max_num_seqs=None, prefill_tokens=None, compile_in_background=True)
 def serve(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            parser=nonempty_path,
-            help="Hugging Face checkpoint folder; the bundled one by default.",
-        ),
-    ] = None,
+    checkpoint: CheckpointArgument = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 is all of this machine's. Default: this machine alone.")
     ] = "127.0.0.1",

@@ -62,22 +62,30 @@ class DeepseekV3Config(LatentConfig):
             topk_group=4,
             **_WIDTHS,
         )
-        refuse(fields, "scoring_func", unless="sigmoid")
-        refuse(fields, "topk_method", unless="noaux_tc")
-        return cls(
-            **latent_fields(
-                fields,
-                choice_biased=True,
-                scoring="sigmoid",
-                normalised=boolean(fields, "norm_topk_prob", default=True),
-                num_groups=positive(fields, "n_group", int),
-                groups_per_token=positive(fields, "topk_group", int),
-                group_score="two_best",
-            )
-        )
+        return cls(**biased_fields(fields))
 
 
 _WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
+def biased_fields(fields: Mapping[str, Any], *, is_sparse: Callable[[int], bool] | None = None) -> dict[str, Any]:
+    """`latent_fields` of a configuration whose experts are chosen as DeepSeek-V3's are.
+
+    Raises:
+        ValueError, NotImplementedError: As `latent_fields`.
+    """
+    refuse(fields, "scoring_func", unless="sigmoid")
+    refuse(fields, "topk_method", unless="noaux_tc")
+    return latent_fields(
+        fields,
+        choice_biased=True,
+        is_sparse=is_sparse,
+        scoring="sigmoid",
+        normalised=boolean(fields, "norm_topk_prob", default=True),
+        num_groups=positive(fields, "n_group", int),
+        groups_per_token=positive(fields, "topk_group", int),
+        group_score="two_best",
+    )
 
 
 def latent_fields(

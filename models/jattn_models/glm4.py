@@ -3,14 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jattn.checkpoint import Checkpoint
-from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names
 from jattn_models.config_fields import positive, with_defaults
-from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.layer_pattern import LayerKind, alike
-from jattn_models.rotary_order import neighbours_to_halves
+from jattn_models.rotary_order import NeighbourTurningDecoder
 from jattn_models.weights import Path, Source
 
 
@@ -33,20 +30,10 @@ class Glm4Config(DecoderConfig):
         return cls(**shared, segments=alike(positive(fields, "num_hidden_layers", int)), norms="both")
 
 
-class Glm4ForCausalLM(Decoder):
+class Glm4ForCausalLM(NeighbourTurningDecoder):
     """A GLM-4 language model."""
 
     config_class: ClassVar = Glm4Config
-
-    @classmethod
-    def from_checkpoint(
-        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE, rank: int = 0
-    ) -> "Glm4ForCausalLM":
-        """As `Decoder.from_checkpoint`; what turns in pairs of neighbours there turns in halves here."""
-        model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)
-        assert isinstance(model, cls)
-        neighbours_to_halves((stack.attention for stack in model.layers), model.config.rope.rotary_dim)
-        return model
 
     @classmethod
     def layer_tensors(cls, config: Glm4Config, kind: LayerKind) -> dict[Path, Source]:

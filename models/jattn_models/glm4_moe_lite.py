@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jattn_models.config_fields import boolean, positive, refuse, with_defaults
-from jattn_models.deepseek import DeepseekV3ForCausalLM, latent_fields
+from jattn_models.config_fields import positive, with_defaults
+from jattn_models.deepseek import DeepseekV3ForCausalLM, biased_fields
 from jattn_models.latent_attention import LatentConfig
 
 _LAYER_TYPES = ("dense", "sparse")
@@ -32,21 +32,9 @@ class Glm4MoeLiteConfig(LatentConfig):
             qk_rope_head_dim=64,
             v_head_dim=256,
         )
-        refuse(fields, "scoring_func", unless="sigmoid")
-        refuse(fields, "topk_method", unless="noaux_tc")
         types = _layer_types(fields)
-        return cls(
-            **latent_fields(
-                fields,
-                choice_biased=True,
-                is_sparse=None if types is None else lambda layer: types[layer] == "sparse",
-                scoring="sigmoid",
-                normalised=boolean(fields, "norm_topk_prob", default=True),
-                num_groups=positive(fields, "n_group", int),
-                groups_per_token=positive(fields, "topk_group", int),
-                group_score="two_best",
-            )
-        )
+        is_sparse = None if types is None else lambda layer: types[layer] == "sparse"
+        return cls(**biased_fields(fields, is_sparse=is_sparse))
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):

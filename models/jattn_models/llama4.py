@@ -3,15 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from jattn.checkpoint import Checkpoint
-from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names
 from jattn_models.config_fields import boolean, positive, refuse, with_defaults
-from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
-from jattn_models.rotary_order import neighbours_to_halves
+from jattn_models.rotary_order import NeighbourTurningDecoder
 from jattn_models.routing_fields import read_routing
 from jattn_models.temperature import Temperature
 from jattn_models.turning_layers import turning
@@ -74,20 +71,10 @@ class Llama4Config(DecoderConfig):
         )
 
 
-class Llama4ForCausalLM(Decoder):
+class Llama4ForCausalLM(NeighbourTurningDecoder):
     """A Llama 4 language model."""
 
     config_class: ClassVar = Llama4Config
-
-    @classmethod
-    def from_checkpoint(
-        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE, rank: int = 0
-    ) -> "Llama4ForCausalLM":
-        """As `Decoder.from_checkpoint`; what turns in pairs of neighbours there turns in halves of a head here."""
-        model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)
-        assert isinstance(model, cls)
-        neighbours_to_halves((stack.attention for stack in model.layers), model.config.head_dim)
-        return model
 
     @classmethod
     def layer_tensors(cls, config: Llama4Config, kind: LayerKind) -> dict[Path, Source]:

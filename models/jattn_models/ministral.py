@@ -7,6 +7,7 @@ from jattn_models.config_fields import positive, with_defaults
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.mistral import with_mistral_defaults
 from jattn_models.temperature import Temperature
 from jattn_models.windows import WINDOW_FIELDS, listed, one_window, window_left
 
@@ -31,9 +32,7 @@ class MinistralConfig(DecoderConfig):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "MinistralConfig":
-        fields = with_defaults(
-            config, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
-        )
+        fields = with_mistral_defaults(config)
         return cls(**shared_fields(fields, read=WINDOW_FIELDS), segments=_segments(fields))
 
 

@@ -14,10 +14,15 @@ class MistralConfig(DecoderConfig):
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "MistralConfig":
-        fields = with_defaults(
-            config, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
-        )
+        fields = with_mistral_defaults(config)
         return cls(**shared_fields(fields, read=WINDOW_FIELDS), segments=one_window(fields))
+
+
+def with_mistral_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with what transformers' has where it says nothing."""
+    return with_defaults(
+        config, num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6, sliding_window=4096
+    )
 
 
 class MistralForCausalLM(Decoder):

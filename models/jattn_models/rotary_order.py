@@ -1,11 +1,28 @@
-"""Projections of checkpoints whose heads turn in pairs of neighbours, in an order in which halves of a head turn."""
+"""Decoders whose checkpoints turn neighbouring dimensions of a head, in an order in which halves of a head turn."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.checkpoint import Checkpoint
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models.attention import Attention
+from jattn_models.decoder import Decoder
+
+
+class NeighbourTurningDecoder(Decoder):
+    """A decoder of such checkpoints."""
+
+    @classmethod
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE, rank: int = 0
+    ) -> Decoder:
+        """As `Decoder.from_checkpoint`; what turns in pairs of neighbours there turns in halves here."""
+        model = super().from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)
+        neighbours_to_halves((stack.attention for stack in model.layers), model.config.rope.rotary_dim)
+        return model
 
 
 def neighbours_to_halves(attentions: Iterable[Attention], rotary_dim: int) -> None:
