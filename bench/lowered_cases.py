@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jattn_kernels
 from bench.lowered import lowered_hash
-from jattn_kernels import AttentionSpec, Routing
+from jattn_kernels import AttentionSpec, QuantizedKernel, Routing
 from jattn_kernels.call import Device
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
@@ -83,6 +83,10 @@ def _products() -> Iterator[tuple[str, Hashed]]:
         operands = _array((rows, depth), "bfloat16"), _array((2, depth, columns), "bfloat16")
         case = functools.partial(lowered_hash, jattn_kernels.matmul, *operands, layer_index=_array((), "int32"))
         yield f"matmul/{rows}x{depth}x{columns}", case
+    rows, values, scales = _array((16, 4096), "bfloat16"), _array((2, 6144, 4096), "float8_e4m3fn"), (2, 6144, 1)
+    kernel = QuantizedKernel(values=values, scales=_array(scales, "float32"))
+    case = functools.partial(lowered_hash, jattn_kernels.matmul, rows, kernel, layer_index=_array((), "int32"))
+    yield "matmul/fp8", case
 
 
 def _schedules() -> Iterator[tuple[str, Hashed]]:

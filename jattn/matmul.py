@@ -1,5 +1,5 @@
 """Products with weights, as models use them."""
 
-from jattn_kernels import matmul
+from jattn_kernels import QuantizedKernel, matmul, quantize_kernel
 
-__all__ = ["matmul"]
+__all__ = ["QuantizedKernel", "matmul", "quantize_kernel"]

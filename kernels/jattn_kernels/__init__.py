@@ -8,6 +8,7 @@ from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
 from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
+from jattn_kernels.quantized import QuantizedKernel, quantize_kernel, quantize_rows
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.rotation import rotate
 from jattn_kernels.routing import route
@@ -18,6 +19,7 @@ from jattn_kernels.spec import AttentionSpec
 __all__ = [
     "AttentionSpec",
     "HeadNorms",
+    "QuantizedKernel",
     "Routing",
     "copy_pages",
     "lse_from_base2",
@@ -32,6 +34,8 @@ __all__ = [
     "normed_heads",
     "paged_decode",
     "paged_extend",
+    "quantize_kernel",
+    "quantize_rows",
     "ragged_extend",
     "rms_norm",
     "rotate",

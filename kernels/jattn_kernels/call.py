@@ -10,6 +10,7 @@ import jax
 from jax.core import Tracer
 
 from jattn_kernels.operands import AttentionOptions as AttentionOptions
+from jattn_kernels.quantized import ScalesKind
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.spec import AttentionSpec
 
@@ -175,6 +176,7 @@ class MatmulCall:
         num_rows, depth, columns: Of [num_rows, depth] @ [depth, columns].
         dtype, kernel_dtype: Names of those of the rows and of the weights.
         out_dtype: Name of the result's; products are summed in float32.
+        scales: What of quantised weights has a scale of its own; None of weights that are not.
         device, modes: As in AttentionCall.
     """
 
@@ -184,6 +186,7 @@ class MatmulCall:
     dtype: str
     kernel_dtype: str
     out_dtype: str
+    scales: ScalesKind | None = None
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["matmul"] = "matmul"

@@ -11,13 +11,14 @@ from jattn_kernels.call import MatmulCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.operands import MatmulOperands
+from jattn_kernels.quantized import QuantizedKernel, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_layer_index, same_dtype
 from jattn_kernels.xla.implementation import XLA
 
 
 def matmul(
     x: Float[Array, "*rows D"],
-    kernel: Float[Array, "*L D F"],
+    kernel: Float[Array, "*L D F"] | QuantizedKernel,
     *,
     layer_index: Int[Array, ""] | int | None = None,
     out_dtype: Any = None,
@@ -27,8 +28,11 @@ def matmul(
 
     A kernel of its own on Hopper for up to 8 rows: it reads the weights at the memory's speed, where they lie.
 
+    With a quantised kernel the rows are quantised too, each by a scale of its own (`quantize_rows`), or each part of a
+    row by its own where the kernel's blocks divide the depth. Sums are multiplied with both scales, and cast once.
+
     Args:
-        kernel: [D, F], or [L, D, F] with `layer_index`.
+        kernel: [D, F], or [L, D, F] with `layer_index`; a QuantizedKernel [F, D], or [L, F, D].
         layer_index: Which of the stack's layers; may be traced.
         out_dtype: Of the result; x's if None.
         implementation: Which one to use; None takes the kernel where it serves the call.
@@ -41,11 +45,14 @@ def matmul(
     out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
     if out_dtype.name not in FLOATS:
         raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
-    out = _run(operands, implementation, out_dtype=out_dtype.name)
-    return out.reshape(*x.shape[:-1], kernel.shape[-1])
+    facts = {"scales": kernel.scales_kind} if isinstance(kernel, QuantizedKernel) else {}
+    out = _run(operands, implementation, out_dtype=out_dtype.name, **facts)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
+    if isinstance(kernel, QuantizedKernel):
+        return _quantized_operands(x, kernel, layer_index)
     check_are_arrays(x=x, kernel=kernel)
     same_dtype("x", x, "kernel", kernel)
     if x.dtype.name not in FLOATS:
@@ -70,12 +77,40 @@ def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
     )
 
 
+def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> MatmulOperands:
+    check_are_arrays(x=x)
+    check_quantized(kernel)
+    values, scales = jnp.asarray(kernel.values), jnp.asarray(kernel.scales)
+    if (values.ndim == 3) != (layer_index is not None):
+        raise ValueError(
+            "`kernel` must have values [F, D], or [L, F, D] and `layer_index` given. "
+            f"Got values.shape={values.shape}, layer_index={None if layer_index is None else 'given'}."
+        )
+    if x.dtype.name not in FLOATS or x.ndim < 1 or x.shape[-1] != values.shape[-1]:
+        raise ValueError(
+            f"`x` must be one of {', '.join(FLOATS)}, with a column for each of the kernel's inputs, the last axis of "
+            f"its values. Got x.dtype={x.dtype}, x.shape={x.shape}, values.shape={values.shape}."
+        )
+    if layer_index is None:
+        values, scales = values[None], scales[None]
+    else:
+        check_layer_index(layer_index, values.shape[0])
+    if kernel.scales_kind == "channel":
+        scales = jnp.broadcast_to(scales, (*values.shape[:2], 1))
+    return MatmulOperands(
+        x=jnp.asarray(x).reshape(-1, x.shape[-1]),
+        kernel=values,
+        scales=scales,
+        layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
+    )
+
+
 def _run(operands: MatmulOperands, implementation: str | None, **facts: Any) -> Any:
     num_rows, depth = operands.x.shape
     call = MatmulCall(
         num_rows=num_rows,
         depth=depth,
-        columns=operands.kernel.shape[2],
+        columns=operands.kernel.shape[2 if operands.scales is None else 1],
         dtype=operands.x.dtype.name,
         kernel_dtype=operands.kernel.dtype.name,
         modes=modes_of(operands),
@@ -92,4 +127,8 @@ def _product(implementation: Implementation, call: MatmulCall, operands: MatmulO
 @_product.defjvp
 def _product_jvp(implementation, call, primals, tangents):
     del implementation
+    if call.scales is not None:
+        raise NotImplementedError(
+            "A product with quantised weights has no derivative. Train with weights that are not quantised."
+        )
     return jax.jvp(functools.partial(XLA.run, call), primals, tangents)

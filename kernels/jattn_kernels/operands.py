@@ -193,11 +193,17 @@ class ExpertsOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOperands:
-    """All arrays of a product with weights; `layer_index` names the layer of `kernel`."""
+    """All arrays of a product with weights; `layer_index` names the layer of `kernel`.
+
+    Attributes:
+        kernel: [L, D, F]; the values of a QuantizedKernel, [L, F, D], where there are scales.
+        scales: Of a QuantizedKernel; of one scale for each output channel, or for each block.
+    """
 
     x: Float[Array, "T D"]
-    kernel: Float[Array, "L D F"]
+    kernel: Float[Array, "L _ _"]
     layer_index: Int[Array, ""]
+    scales: Float32[Array, "L SF SD"] | None = None
 
 
 Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands | MatmulOperands

@@ -3,12 +3,15 @@
 from jattn_kernels.reference.attention import mla_decode, mla_extend, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.reference.experts import mixture_of_experts
 from jattn_kernels.reference.merge import merge_state, merge_states
+from jattn_kernels.reference.quantized import dequantized, matmul, quantize_rows, to_e4m3
 from jattn_kernels.reference.requests import REQUESTS, Request
 from jattn_kernels.reference.routing import route
 
 __all__ = [
     "REQUESTS",
     "Request",
+    "dequantized",
+    "matmul",
     "merge_state",
     "merge_states",
     "mixture_of_experts",
@@ -16,6 +19,8 @@ __all__ = [
     "mla_extend",
     "paged_decode",
     "paged_extend",
+    "quantize_rows",
     "ragged_extend",
     "route",
+    "to_e4m3",
 ]

@@ -1,0 +1,94 @@
+"""Weights and activations in fp8 (e4m3): what they are as arrays, and how numbers are rounded to them."""
+
+import dataclasses
+import functools
+import typing
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays
+
+FP8 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of FP8; what is above it would become NaN
+_PART = float(np.float32(1 / LARGEST))  # a factor, as compilers make one of a constant that is divided by
+_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # devices may take smaller numbers for 0
+
+ScalesKind = Literal["channel", "block"]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedKernel:
+    """Weights of few bits and their factors: a number stands for itself times the scale of its block.
+
+    Outputs come first: Hopper's tensor cores read 8-bit operands along the depth alone, and so checkpoints store them.
+
+    Attributes:
+        values: float8_e4m3fn.
+        scales: Of blocks of F / SF x D / SD numbers: SF = F and SD = 1 have a scale for each output channel, SF = SD =
+            1 one for the whole tensor.
+    """
+
+    values: Float[Array, "*L F D"]
+    scales: Float32[Array, "*L SF SD"]
+
+    @property
+    def scales_kind(self) -> ScalesKind:
+        """What has a scale of its own: an output channel, or a block. One for the whole tensor is every channel's."""
+        *_, outputs, inputs = self.scales.shape
+        return "channel" if inputs == 1 and outputs in (1, self.values.shape[-2]) else "block"
+
+
+def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], Float32[Array, "*rows 1"]]:
+    """Rows in FP8, and the float32 factor of each: its largest number's size times 1 / 448, or 1 of a row of zeros.
+
+    Numbers are rounded to nearest, ties to even, and none overflows. A row with NaN or infinity becomes NaN, and no
+    other does.
+
+    Raises:
+        ValueError: `x` is no array of float32, bfloat16 or float16 with an axis.
+    """
+    check_are_arrays(x=x)
+    if x.dtype.name not in FLOATS or x.ndim < 1:
+        raise ValueError(f"`x` must be [..., D] of {', '.join(FLOATS)}. Got x.shape={x.shape}, x.dtype={x.dtype}.")
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0).astype(jnp.float32)
+    scales = jnp.where(largest == 0, 1.0, jnp.maximum(largest * _PART, _SMALLEST_SCALE))
+    values = x.astype(jnp.float32) / jnp.broadcast_to(scales, x.shape)
+    return jnp.clip(values, -LARGEST, LARGEST).astype(FP8), scales
+
+
+def quantize_kernel(kernel: Float[Array, "*L F D"]) -> QuantizedKernel:
+    """Weights with a scale for each output channel, outputs first in `kernel` too; rounded as by `quantize_rows`.
+
+    Raises:
+        ValueError: As `quantize_rows`.
+    """
+    values, scales = quantize_rows(kernel)
+    return QuantizedKernel(values=values, scales=scales)
+
+
+def check_quantized(kernel: QuantizedKernel) -> None:
+    """Checks what a quantised kernel is made of.
+
+    Raises:
+        ValueError: Its arrays are of another dtype, or do not go together.
+    """
+    values, scales = kernel.values, kernel.scales
+    check_are_arrays(values=values, scales=scales)
+    if values.dtype != FP8 or scales.dtype != jnp.float32:
+        raise ValueError(
+            "`kernel` must have float8_e4m3fn values and float32 scales. "
+            f"Got values.dtype={values.dtype}, scales.dtype={scales.dtype}."
+        )
+    alike = values.ndim == scales.ndim and values.ndim in (2, 3) and values.shape[:-2] == scales.shape[:-2]
+    if not alike or any(not few or many % few for many, few in zip(values.shape[-2:], scales.shape[-2:], strict=True)):
+        raise ValueError(
+            "`kernel` must have values [F, D] and scales [SF, SD], with a leading axis of layers in both or in none, "
+            "where SF divides F and SD divides D. "
+            f"Got values.shape={values.shape}, scales.shape={scales.shape}."
+        )

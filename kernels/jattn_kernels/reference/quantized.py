@@ -1,0 +1,44 @@
+"""The oracle's fp8: how numbers are rounded to e4m3, and products of quantised rows with quantised weights."""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+_LARGEST = 448.0  # of e4m3
+_MANTISSA_BITS, _LEAST_EXPONENT = 3, -6  # numbers below 2^-6 stand 2^-9 apart
+
+
+def to_e4m3(x: Float[Any, "*shape"]) -> np.ndarray:
+    """The nearest numbers that e4m3 has, of two the one with an even last bit; 448 at most."""
+    x = np.asarray(x, np.float64)
+    _, exponents = np.frexp(x)
+    step = np.exp2(np.maximum(exponents - 1, _LEAST_EXPONENT) - _MANTISSA_BITS)
+    return np.clip(np.rint(x / step) * step, -_LARGEST, _LARGEST)
+
+
+def quantize_rows(x: Float[Any, "*rows D"]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as e4m3 has them, and their factors: in float32 the largest number's size times 1 / 448, and 1 of zeros.
+
+    A factor is at least the smallest normal number.
+    """
+    x = np.asarray(x, np.float32)
+    largest = np.abs(x).max(axis=-1, keepdims=True, initial=0)
+    scales = np.maximum(largest * np.float32(1 / _LARGEST), np.finfo(np.float32).tiny)
+    scales = np.where(largest == 0, np.float32(1), scales)
+    return to_e4m3(x / scales), scales
+
+
+def dequantized(values: Float[Any, "F D"], scales: Float[Any, "SF SD"]) -> np.ndarray:
+    """What weights in blocks stand for."""
+    values, scales = np.asarray(values, np.float64), np.asarray(scales, np.float64)
+    for axis in range(2):
+        scales = np.repeat(scales, values.shape[axis] // scales.shape[axis], axis=axis)
+    return values * scales
+
+
+def matmul(x: Float[Any, "T D"], values: Float[Any, "F D"], scales: Float[Any, "SF SD"]) -> np.ndarray:
+    """Rows, quantised by as many scales as the weights have along the depth, times what the weights stand for."""
+    x = np.asarray(x)
+    rows, row_scales = quantize_rows(x.reshape(x.shape[0], np.shape(scales)[1], -1))
+    return (rows * row_scales).reshape(x.shape) @ dequantized(values, scales).T
