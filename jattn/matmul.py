@@ -1,5 +1,5 @@
 """Products with weights, as models use them."""
 
-from jattn_kernels import QuantizedKernel, matmul, quantize_kernel
+from jattn_kernels import QuantizedKernel, Splits, added, matmul, matmul_splits, quantize_kernel
 
-__all__ = ["QuantizedKernel", "matmul", "quantize_kernel"]
+__all__ = ["QuantizedKernel", "Splits", "added", "matmul", "matmul_splits", "quantize_kernel"]

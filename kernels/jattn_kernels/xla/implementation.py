@@ -9,6 +9,7 @@ from jattn_kernels.call import AttentionCall, Call, NormCall
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
+from jattn_kernels.splits import added
 from jattn_kernels.xla import attention, experts
 from jattn_kernels.xla.matmul import matmul
 from jattn_kernels.xla.rotate_and_write import rotate_and_write
@@ -28,8 +29,10 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def _rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"]:
-    return norm_of_rows(operands.x, operands.scale, operands.layer_index, eps=call.eps, offset=call.offset)
+def _rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"] | tuple[Float[Array, "T D"], ...]:
+    x = operands.x if operands.addition is None else operands.x + added(operands.addition)
+    normed = norm_of_rows(x, operands.scale, operands.layer_index, eps=call.eps, offset=call.offset)
+    return (x, normed) if call.of_sum else normed
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
