@@ -45,14 +45,15 @@ def rms_norm(
         def load(ref):
             return plgpu.load(ref, layout=layout, optimized=False)
 
-        numbers = load(x_ref.at[row])
+        # All is asked for before anything is stored: a load behind a store waits for what is stored.
+        numbers, factor = load(x_ref.at[row]), load(scale_ref.at[layer_ref[0]]).astype(jnp.float32)
         if parts:
             parts_ref, sum_ref, out_ref = refs
             addition = functools.reduce(operator.add, [load(parts_ref.at[i, row]) for i in range(len(parts[0]))])
             sum_ref[row] = numbers = numbers + addition.astype(x.dtype)
         else:
             (out_ref,) = refs
-        numbers, factor = (each.astype(jnp.float32) for each in (numbers, load(scale_ref.at[layer_ref[0]])))
+        numbers = numbers.astype(jnp.float32)
         inverse = lax.rsqrt((numbers * numbers).sum() / columns + eps)
         out_ref[row] = (numbers * inverse * (factor + offset)).astype(x.dtype)
 
