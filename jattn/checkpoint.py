@@ -14,6 +14,7 @@ from jattn.arguments import whole_number
 from jattn.safetensors_file import SafetensorsFile
 from jattn.wrapped_text import is_wrapper, text_config, text_names
 
+QUANTIZATIONS = ("fp8",)  # what weights may be held in that are stored in more bits
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
@@ -40,6 +41,7 @@ class Checkpoint:
         architecture: The first of the configuration's architectures; the wrapper's, if there is one.
         generation_config: generation_config.json; empty if absent.
         max_context_len: Tokens of the longest text that is to be served; None for as long as the model was made for.
+        quantization: What the weights of projections are to be held in; None for what the checkpoint says.
     """
 
     def __init__(self, path: str | Path):
@@ -54,6 +56,7 @@ class Checkpoint:
         generation_config = self.path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
         self.max_context_len: int | None = None
+        self.quantization: str | None = None
         self._on_read: Callable[[], None] = lambda: None
         self._files, self._listing = self._open_weights()
         self._stored_names = {name: name for name in self._files}
@@ -90,6 +93,14 @@ class Checkpoint:
         self._on_read()
         return tensor
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether there is a tensor of this name that is stored in fp8 (e4m3)."""
+        return name in self._files and self._files[name].is_fp8(self._stored_names[name])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's, from its file's header."""
+        return self._files[name].shape(self._stored_names[name])
+
     def watched(self, on_read: Callable[[], None]) -> "Checkpoint":
         """The checkpoint, which calls `on_read` after each tensor that is read of it."""
         watched = copy.copy(self)
@@ -109,6 +120,17 @@ class Checkpoint:
             )
         served.max_context_len = max_context_len
         return served
+
+    def quantized(self, quantization: str | None) -> "Checkpoint":
+        """The checkpoint as it is to be held.
+
+        Raises:
+            ValueError: `quantization` is neither None nor one of QUANTIZATIONS.
+        """
+        check_quantization(quantization)
+        held = copy.copy(self)
+        held.quantization = quantization
+        return held
 
     def cut_down(self, num_layers: int) -> "Checkpoint":
         """The checkpoint with its first layers alone, as a draft model for itself.
@@ -174,6 +196,16 @@ class Checkpoint:
             if name not in shards[shard].names:
                 raise ValueError(f"{self.path / shard} must hold the tensor {name!r}, which {_INDEX} places there.")
         return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def check_quantization(quantization: Any) -> None:
+    """Checks what the weights of projections are to be held in.
+
+    Raises:
+        ValueError: It is neither None nor one of QUANTIZATIONS.
+    """
+    if quantization is not None and not (isinstance(quantization, str) and quantization in QUANTIZATIONS):
+        raise ValueError(f"`quantization` must be None or one of: {', '.join(QUANTIZATIONS)}. Got {quantization!r}.")
 
 
 def check_folder(path: Path, name: str) -> None:

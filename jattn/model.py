@@ -26,7 +26,8 @@ class CausalLM(Protocol):
     """A Flax nnx module that turns tokens into logits through a backend and a pool.
 
     One that several devices share has a method `local_logits` too: `compute_logits` of the device's own tokens, which
-    `Parallel.gather_logits` makes whole rows of.
+    `Parallel.gather_logits` makes whole rows of. One whose weights may be quantised while they are loaded has a tuple
+    `quantizations` of what to, and minds its checkpoint's `quantization`.
     """
 
     @property
@@ -79,7 +80,7 @@ def load_model(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_D
         FileNotFoundError, ValueError, NotImplementedError: As the model's `from_checkpoint`; or there are fewer
             devices.
     """
-    from_checkpoint = model_class(checkpoint.architecture).from_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
+    from_checkpoint = _class_for(checkpoint).from_checkpoint  # pyright: ignore[reportAttributeAccessIssue]
     if parallel.axis is None:
         return from_checkpoint(checkpoint, dtype=dtype)
     parts = []
@@ -99,10 +100,21 @@ def model_without_weights(checkpoint: Checkpoint, *, dtype: Any, parallel: Paral
     Raises:
         ValueError, NotImplementedError: As `from_checkpoint` of the configuration.
     """
-    make = getattr(model_class(checkpoint.architecture), "without_weights", None)
+    make = getattr(_class_for(checkpoint), "without_weights", None)
     if make is None:
         return None
     return make(checkpoint, dtype=dtype) if parallel.axis is None else make(checkpoint, dtype=dtype, parallel=parallel)
+
+
+def _class_for(checkpoint: Checkpoint) -> type:
+    """The class of a checkpoint's model, which must be able to hold weights as that is to be held."""
+    model = model_class(checkpoint.architecture)
+    if checkpoint.quantization not in (None, *getattr(model, "quantizations", ())):
+        raise NotImplementedError(
+            f"`quantization` must be None for {checkpoint.architecture}, which does not quantise what it loads. "
+            f"Got {checkpoint.quantization!r}."
+        )
+    return model
 
 
 def model_class(architecture: str) -> type:

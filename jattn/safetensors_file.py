@@ -35,6 +35,10 @@ class SafetensorsFile:
         """A tensor's, from the header."""
         return tuple(self._file.get_slice(name).get_shape())
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor is stored in fp8 (e4m3), from the header."""
+        return self._file.get_slice(name).get_dtype() in _FP8
+
     def read(self, name: str, piece: tuple[slice, ...] | None = None) -> np.ndarray:
         """A tensor, or a piece of one, in the dtype that it is stored in.
 

@@ -41,6 +41,15 @@ class EngineConfig:
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
     ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Knob(
+            "What the weights of projections are rounded to while they load: fp8, which takes half the bytes of "
+            "bfloat16, and rounds each token's activations too; by default they are held as the checkpoint says.",
+            flag=True,
+            choices=("fp8",),
+        ),
+    ] = None
     kv_cache_dtype: Annotated[
         str,
         Knob(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jattn.arguments import instance, whole_number
 from jattn.backend import backend_class
+from jattn.checkpoint import check_quantization
 from jattn.kv_cache_dtype import cache_dtype, stored_dtype
 from jattn.serving.steps.drafting import check_drafter, check_drafter_fits
 
@@ -33,6 +34,7 @@ def checked(config: Any) -> dict[str, int]:
             instance(name, value, bool, *[type(None)] * is_optional)
     if not isinstance(config.dtype, str) or config.dtype not in DTYPES:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}. Got {config.dtype!r}.")
+    check_quantization(config.quantization)
     if config.dtype == "auto":
         cache_dtype(config.kv_cache_dtype)
     else:

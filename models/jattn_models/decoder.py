@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.backend import AttentionBackend, AttentionLayer
-from jattn.checkpoint import Checkpoint
+from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.matmul import Splits, added
@@ -19,6 +19,7 @@ from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
+from jattn_models.held_in_fp8 import hold_in_fp8
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Vocabulary
 from jattn_models.sharding import Rank
@@ -86,11 +87,13 @@ class Decoder(nnx.Module):
         parallel: This device's share of the model.
 
     Attributes:
+        quantizations: What weights may be quantised to while they are loaded (`Checkpoint.quantized`).
         config_class: Reads the family's config.json.
         layer_class: Takes what DecoderLayer takes.
         layers: One module a stack of layers of the same kind (`DecoderConfig.stacks`).
     """
 
+    quantizations: ClassVar[tuple[str, ...]] = QUANTIZATIONS
     config_class: ClassVar[type[DecoderConfig]] = DecoderConfig
     layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
 
@@ -127,11 +130,9 @@ class Decoder(nnx.Module):
         """
         device = Rank(rank, parallel.size)
         abstract = cls.without_weights(checkpoint, dtype=dtype, parallel=parallel)
-        config = abstract.config
         graph, state = nnx.split(abstract)
-        sources = tensor_names.of_model(config, cls.layer_tensors, by_expert=parallel.by_expert)
-        stored = StoredTensors(checkpoint, config.block_scales)
-        unread = cls.unread_tensors(config)
+        sources, stored = abstract.sources(), StoredTensors(checkpoint, abstract.config.quantization)
+        unread = cls.unread_tensors(abstract.config)
         return nnx.merge(graph, weights.load(state, sources, stored, unread=unread, rank=device))
 
     @classmethod
@@ -140,7 +141,13 @@ class Decoder(nnx.Module):
         config = cls.config_class.from_dict(checkpoint.config)
         if checkpoint.max_context_len is not None:
             config = config.for_context(checkpoint.max_context_len)
-        return nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
+        model = nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
+        hold_in_fp8(model, model.sources(), StoredTensors(checkpoint, config.quantization))
+        return model
+
+    def sources(self) -> dict[weights.Path, weights.Source]:
+        """Where each of the model's leaves lies in a checkpoint."""
+        return tensor_names.of_model(self.config, self.layer_tensors, by_expert=self.parallel.by_expert)
 
     @classmethod
     def layer_tensors(cls, config: Any, kind: LayerKind) -> dict[weights.Path, weights.Source]:

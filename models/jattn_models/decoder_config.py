@@ -7,7 +7,8 @@ from typing import Any, Literal
 from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment
-from jattn_models.quantization import BlockScales, read_quantization
+from jattn_models.quantization import Quantization
+from jattn_models.quantization_config import read_quantization
 from jattn_models.rope import Rope
 from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
@@ -46,7 +47,7 @@ class DecoderConfig:
         logit_scale: Factor on the logits.
         logit_cap: Soft cap of the logits after it; None is off.
         experts: The mixture of sparse layers; None if all are dense.
-        block_scales: How the checkpoint's weights in fp8 are scaled; None if it has none.
+        quantization: How the checkpoint's weights in fp8 are scaled; None if it has none.
     """
 
     vocab_size: int
@@ -79,7 +80,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     experts: Experts | None = None
-    block_scales: BlockScales | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self):
         if self.num_q_heads % self.num_kv_heads:
@@ -159,6 +160,6 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
         "rms_norm_eps": positive(fields, "rms_norm_eps", float),
         "rope": Rope.from_config(fields, head_dim, partial="partial_rotary_factor" in read),
         "tied": boolean(fields, "tie_word_embeddings", default=False),
-        "block_scales": read_quantization(fields),
+        "quantization": read_quantization(fields),
         **biases,
     }

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import Splits, matmul, matmul_splits
+from jattn.matmul import FP8, QuantizedKernel, Splits, matmul, matmul_splits
 from jattn.norm import add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
@@ -53,10 +53,13 @@ class ReadInPlace(nnx.Param):
 
 
 class Linear(nnx.Module):
-    """A projection, without bias unless asked for; its kernel is [inputs, outputs].
+    """A projection, without bias unless asked for; its kernel is [inputs, outputs], [outputs, inputs] in fp8.
 
     Args:
         summed_over: Devices that share the inputs, and sum what each returns: the bias is in the part of one.
+
+    Attributes:
+        scales: Of a kernel in fp8, [outputs, 1]; None of others.
     """
 
     def __init__(
@@ -71,11 +74,26 @@ class Linear(nnx.Module):
     ):
         self.summed_over = summed_over
         self.kernel = ReadInPlace(random_weights(rngs, (inputs, outputs), dtype)[...])
+        self.scales: ReadInPlace | None = None
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
+    def hold_in_fp8(self) -> None:
+        """Makes place for weights in fp8 in place of its own; of shapes alone, as `nnx.eval_shape` gives them."""
+        *layers, inputs, outputs = self.kernel.get_value().shape
+        shapes = {FP8: (*layers, outputs, inputs), jnp.float32: (*layers, outputs, 1)}
+        values, scales = (ReadInPlace(jax.ShapeDtypeStruct(shape, dtype)) for dtype, shape in shapes.items())
+        self.kernel, self.scales = values, nnx.data(scales)
+
+    def reorder_outputs(self, order: Int[Array, " F"]) -> None:
+        """Takes the outputs of the given numbers, in this order, of all layers of a stack."""
+        of_kernel = -1 if self.scales is None else -2
+        for leaf, axis in ((self.kernel, of_kernel), (self.scales, of_kernel), (self.bias, -1)):
+            if leaf is not None:
+                leaf[...] = jnp.take(leaf[...], order, axis=axis)
+
     def __call__(self, x: Float[Array, "*batch D"], *, out_dtype: Any = None) -> Float[Array, "*batch F"]:
-        stack, layer = self.kernel.stack_and_layer
-        y = matmul(x, stack, layer_index=layer, out_dtype=out_dtype)
+        weights, layer = self._weights()
+        y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         if self.bias is None:
             return y
         return y + jnp.broadcast_to(self.summed_over.once(self.bias[...]).astype(y.dtype), y.shape)
@@ -84,8 +102,15 @@ class Linear(nnx.Module):
         """The same, for who adds it up."""
         if self.bias is not None:
             return self(x)
-        stack, layer = self.kernel.stack_and_layer
-        return matmul_splits(x, stack, layer_index=layer)
+        weights, layer = self._weights()
+        return matmul_splits(x, weights, layer_index=layer)
+
+    def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
+        """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
+        kernel, layer = self.kernel.stack_and_layer
+        if self.scales is None:
+            return kernel, layer
+        return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0]), layer
 
 
 class NormScale(ReadInPlace):

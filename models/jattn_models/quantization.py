@@ -1,12 +1,8 @@
-"""Quantization: how a checkpoint stores the weights of its projections, as config.json announces it."""
+"""Quantization: how a checkpoint stores the weights of its projections, and the sentences for what is not read."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
-
-_BUILT = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-# The tensors themselves say which are quantised; activations are not rounded here, so neither are their scales.
-_UNREAD = ("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
+from typing import Any, NoReturn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,37 +16,78 @@ class BlockScales:
     rows: int
     columns: int
 
-    def block(self, rank: int) -> tuple[int, ...]:
-        """The lengths of a block along the axes of a tensor of so many."""
-        return ((1,) * rank + (self.rows, self.columns))[-rank:]
+
+@dataclasses.dataclass(frozen=True)
+class ChannelScales:
+    """Weights in fp8 (e4m3) with a factor for each output channel, or one for the tensor; tokens have their own.
+
+    Attributes:
+        not_done: What is announced beside that and not built, as "name=value".
+    """
+
+    not_done: tuple[str, ...] = ()
 
 
-def read_quantization(fields: Mapping[str, Any]) -> BlockScales | None:
-    """What `quantization_config` says; None where the weights are not quantised.
+Quantization = BlockScales | ChannelScales
+
+
+def check_asked(announced: Quantization | None, asked: str | None) -> None:
+    """Checks that what a checkpoint stores may be held as it is asked for.
 
     Args:
-        fields: Without nulls.
+        asked: What the weights of projections are to be held in; None for what the checkpoint says.
 
     Raises:
-        NotImplementedError: It announces something else than fp8 with a scale for each block.
+        NotImplementedError: It may not.
     """
-    announced = fields.get("quantization_config")
-    if not announced:
-        return None
-    if not isinstance(announced, Mapping):
-        raise NotImplementedError(f"{_SENTENCE} Got {announced!r}.")
-    given = {"fmt": "e4m3", "activation_scheme": "dynamic", "quant_method": None, "weight_block_size": None}
-    given |= {name: value for name, value in announced.items() if value is not None and name not in _UNREAD}
-    block = given.pop("weight_block_size")
+    if isinstance(announced, BlockScales) and asked is not None:
+        raise NotImplementedError(
+            "`quantization` must be None for a checkpoint in fp8 with a scale for each block, which is held as what it "
+            f"stands for in `dtype`: load an unquantised one. Got {asked!r}."
+        )
+    if isinstance(announced, ChannelScales) and announced.not_done and asked is None:
+        raise NotImplementedError(
+            "`quantization_config` must announce dynamic scales of activations and keys that are not quantised, or "
+            "`quantization` be 'fp8' to take the weights alone, with a scale of its own for each token. "
+            f"Got {', '.join(announced.not_done)}."
+        )
+
+
+def refuse_announced(got: str) -> NoReturn:
+    """Says what would be read.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        "`quantization_config` must be absent, or announce weights in fp8 (e4m3) with a scale for each tensor, output "
+        "channel or block, by quant_method fp8, fbgemm_fp8, compressed-tensors or modelopt: load unquantised weights, "
+        f"or such ones. Got {got}."
+    )
+
+
+def check_fields(given: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...] | None], where: str = "") -> None:
+    """Checks that fields have values that are read.
+
+    Args:
+        allowed: By name; None takes any value.
+        where: How the names are led in sentences.
+
+    Raises:
+        NotImplementedError: One has not.
+    """
     for name, value in given.items():
-        if value != _BUILT.get(name):
-            raise NotImplementedError(f"{_SENTENCE} Got {name}={value!r}.")
+        values = allowed.get(name, ())
+        if values is not None and not any(value == each and type(value) is type(each) for each in values):
+            refuse_announced(f"{where}{name}={value!r}")
+
+
+def block_scales(block: Any, name: str) -> BlockScales:
+    """The scales of blocks whose lengths are listed.
+
+    Raises:
+        NotImplementedError: It is no list of two lengths.
+    """
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise NotImplementedError(f"{_SENTENCE} Got weight_block_size={block!r}.")
+        refuse_announced(f"{name}={block!r}")
     return BlockScales(*block)
-
-
-_SENTENCE = (
-    "`quantization_config` must be absent, or announce fp8 with a scale for each block (quant_method='fp8', "
-    "fmt='e4m3', activation_scheme='dynamic', weight_block_size=[128, 128]): load unquantised weights, or such ones."
-)

@@ -33,10 +33,7 @@ def neighbours_to_halves(attentions: Iterable[Attention], rotary_dim: int) -> No
         rotary_dim: Dimensions of a head that turn; those after them stay where they are.
     """
     for attention in attentions:
-        order, projection = jnp.asarray(_columns(attention, rotary_dim)), attention.qkv_proj
-        for leaf in (projection.kernel, projection.bias):
-            if leaf is not None:
-                leaf[...] = jnp.take(leaf[...], order, axis=-1)
+        attention.qkv_proj.reorder_outputs(jnp.asarray(_columns(attention, rotary_dim)))
 
 
 def _columns(attention: Attention, rotary_dim: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -12,24 +13,26 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jattn.checkpoint import Checkpoint
-from jattn_models.quantization import BlockScales
+from jattn.matmul import QuantizedKernel, quantize_kernel
+from jattn_models.quantization import BlockScales, ChannelScales, Quantization
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _FP8 = "float8_e4m3fn"
-_SCALES = "_scale_inv"  # added to a tensor's name; a factor all the same, not its inverse
+_SCALES = ("_scale_inv", "_scale")  # added to a tensor's name; factors both, not their inverse
 _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store what their configuration says anyway
+_STATIC = re.compile(r".*\.(input_scale|activation_scale|[qkv]_scale|output_scale)")  # of activations and keys
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensors:
-    """A checkpoint's tensors; those in fp8 come out with their scales applied.
+    """A checkpoint's tensors; those in fp8 come out with their scales applied, or beside them.
 
     Attributes:
-        block_scales: How tensors in fp8 are scaled; None if none is in fp8.
+        quantization: How tensors in fp8 are scaled; None if none is in fp8.
     """
 
     checkpoint: Checkpoint
-    block_scales: BlockScales | None = None
+    quantization: Quantization | None = None
 
     def check_names(self, read: Iterable[str], unread: tuple[str, ...]) -> None:
         """Checks the names alone, before memory is taken for all the layers that a configuration claims.
@@ -46,9 +49,10 @@ class StoredTensors:
             if name not in self._names:
                 self.checkpoint.read(name)  # raises: it is missing
             left.pop(name, None)
-            if self.block_scales is not None:
-                left.pop(name + _SCALES, None)
-        if others := [name for name in left if not name.startswith(unread) and not _RECOMPUTED.fullmatch(name)]:
+            if self.quantization is not None:
+                left.pop(self._scales_name(name), None)
+        others = [name for name in left if not name.startswith(unread) and not self._may_be_left(name)]
+        if others:
             raise ValueError(
                 f"{self.checkpoint.path} must hold only tensors that {self.checkpoint.architecture} has a place for. "
                 f"Got {len(others)} others, such as {others[0]!r}."
@@ -67,32 +71,77 @@ class StoredTensors:
             ValueError: It is missing, or has another shape or dtype, or its scales do.
         """
         tensor = self.checkpoint.read(name, shape, piece)
-        if self.block_scales is not None and (tensor.dtype.name == _FP8 or name + _SCALES in self._names):
-            return self._dequantised(self.block_scales, name, tensor, shape, piece, dtype)
-        _check_dtype(name, tensor, _DTYPES)
-        return tensor
-
-    def _dequantised(
-        self,
-        block_scales: BlockScales,
-        name: str,
-        tensor: np.ndarray,
-        shape: tuple[int, ...],
-        piece: tuple[slice, ...] | None,
-        dtype: Any,
-    ) -> Array:
+        if not self._is_scaled(name, tensor):
+            _check_dtype(name, tensor, _DTYPES)
+            return tensor
         _check_dtype(name, tensor, (_FP8,))
-        block = block_scales.block(len(shape))
-        of_scales = tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+        scales, numbers = self._scales(name, shape, piece)
+        return _scaled(tensor, scales, np.ix_(*numbers), dtype=dtype)
+
+    def read_in_fp8(self, name: str, shape: tuple[int, int], piece: tuple[slice, ...] | None) -> QuantizedKernel:
+        """A projection's tensor, or a piece of one, in fp8 with a scale for each output.
+
+        It is quantised here, if it is not stored so: each output by its largest number in the piece.
+
+        Args:
+            shape, piece: As of `read`.
+
+        Raises:
+            ValueError: As `read`.
+        """
+        tensor = self.checkpoint.read(name, shape, piece)
+        if not self._is_scaled(name, tensor):
+            _check_dtype(name, tensor, _DTYPES)
+            return _quantized(tensor)
+        _check_dtype(name, tensor, (_FP8,))
+        scales, (rows, _) = self._scales(name, shape, piece)
+        return QuantizedKernel(values=jnp.asarray(tensor), scales=jnp.asarray(scales[rows], jnp.float32))
+
+    def is_in_fp8(self, name: str) -> bool:
+        """Whether a tensor is stored in fp8 with a scale for each output, or one for all of it."""
+        return isinstance(self.quantization, ChannelScales) and self.checkpoint.is_fp8(name)
+
+    def _is_scaled(self, name: str, tensor: np.ndarray) -> bool:
+        if self.quantization is None:
+            return False
+        return tensor.dtype.name == _FP8 or self._scales_name(name) in self._names
+
+    def _scales_name(self, name: str) -> str:
+        """Of the tensor of another's scales; the first that they might have, if there is none."""
+        choices = [name + end for end in (_SCALES if isinstance(self.quantization, BlockScales) else _SCALES[::-1])]
+        return next((choice for choice in choices if choice in self._names), choices[0])
+
+    def _scales(
+        self, name: str, shape: tuple[int, ...], piece: tuple[slice, ...] | None
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The scales of a tensor or a piece of one, and for each number its scale's place among them, an axis each."""
+        name = self._scales_name(name)
+        block, of_scales = self._blocks(name, shape)
         taken = tuple(slice(0, length) for length in shape) if piece is None else piece
         own = tuple(slice(each.start // size, -(-each.stop // size)) for each, size in zip(taken, block, strict=True))
-        scales = self.checkpoint.read(name + _SCALES, of_scales, None if piece is None else own)
-        _check_dtype(name + _SCALES, scales, _DTYPES)
+        part = None if piece is None or not of_scales else own[: len(of_scales)]
+        scales = self.checkpoint.read(name, of_scales, part)
+        _check_dtype(name, scales, _DTYPES)
         numbers = [
             np.arange(each.start, each.stop) // size - first.start
             for each, size, first in zip(taken, block, own, strict=True)
         ]
-        return _scaled(tensor, scales, np.ix_(*numbers), dtype=dtype)
+        return scales.reshape([each.stop - each.start for each in own]), numbers
+
+    def _blocks(self, scales_name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths of a block along the axes of a tensor, and the shape that its scales must have."""
+        if isinstance(self.quantization, BlockScales):
+            block = ((1,) * len(shape) + (self.quantization.rows, self.quantization.columns))[-len(shape) :]
+            return block, tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+        stored = self.checkpoint.shape(scales_name) if scales_name in self._names else ()
+        if stored in (shape[:1], (shape[0], *[1] * (len(shape) - 1))):
+            return (1, *shape[1:]), stored
+        return shape, stored if math.prod(stored) == 1 else ()
+
+    def _may_be_left(self, name: str) -> bool:
+        """Whether nobody need read a tensor: it can be told, or is not done and that has been said."""
+        not_done = isinstance(self.quantization, ChannelScales) and self.quantization.not_done
+        return bool(_RECOMPUTED.fullmatch(name) or (not_done and _STATIC.fullmatch(name)))
 
     @functools.cached_property
     def _names(self) -> frozenset[str]:
@@ -112,3 +161,6 @@ def _scaled(tensor: Array, scales: Array, blocks: tuple[Array, ...], *, dtype: A
         blocks: For each number of the tensor the place of its factor among the scales, an array an axis.
     """
     return (tensor.astype(jnp.float32) * scales.astype(jnp.float32)[blocks]).astype(dtype)
+
+
+_quantized = jax.jit(quantize_kernel)  # on the device likewise

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,55 +100,109 @@ def load(
     Raises:
         ValueError: A tensor is missing, has another shape or dtype, or has no leaf.
     """
-    leaves = [(path, variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)]
-    stored.check_names(itertools.chain.from_iterable(sources[path].names() for path, _, _ in leaves), unread)
-    loaded = [
-        (path, variable.replace(_leaf(path, abstract, sources[path].on(rank), stored, rank)))
-        for path, variable, abstract in leaves
-    ]
-    return nnx.from_flat_state(loaded)
+    leaves = {path: (variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)}
+    read = [path for path in leaves if path[-1] != "scales"]
+    stored.check_names(itertools.chain.from_iterable(sources[path].names() for path in read), unread)
+    loaded = {}
+    for path in read:
+        source, (_, abstract), scales = sources[path].on(rank), leaves[path], (*path[:-1], "scales")
+        if path[-1] == "kernel" and scales in leaves:
+            loaded[path], loaded[scales] = _quantized(abstract, source, stored, rank)
+        else:
+            loaded[path] = _leaf(abstract, source, stored, rank, is_kernel=path[-1] == "kernel")
+    return nnx.from_flat_state([(path, variable.replace(loaded[path])) for path, (variable, _) in leaves.items()])
 
 
-def _leaf(path: Path, abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors, rank: Rank) -> Any:
+class _Part(NamedTuple):
+    """What one leaf has of one tensor.
+
+    Attributes:
+        name: The tensor's.
+        shape: The whole tensor's.
+        piece: What of it is read; None is all.
+        place: Where it lies along the leaf's leading axes.
+        start: And along its outputs, or its last axis.
+        rows: Which of what is read the leaf has, in its order; None is all.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    piece: tuple[slice, ...] | None
+    place: tuple[int, ...]
+    start: int
+    rows: np.ndarray | None = None
+
+    def taken(self, tensor: Any) -> Any:
+        return tensor if self.rows is None else tensor[self.rows]
+
+
+def _leaf(abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors, rank: Rank, *, is_kernel: bool) -> Any:
+    leaf, share = None, abstract.shape[len(source.numbers) :]
+    transposed = is_kernel and len(share) == 2
+    for part in _parts(share, source, rank, transposed=transposed):
+        tensor = part.taken(stored.read(part.name, part.shape, part.piece, dtype=abstract.dtype))
+        if leaf is None:  # only now: the configuration's shape is the checkpoint's too
+            leaf = jnp.zeros(abstract.shape, abstract.dtype)
+        if part.rows is not None and not transposed:
+            tensor = tensor.reshape(share)
+        leaf = _placed(leaf, tensor, [*part.place, *[0] * (len(share) - 1), part.start], transposed=transposed)
+    return leaf
+
+
+def _quantized(
+    abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors, rank: Rank
+) -> tuple[Array, Array]:
+    """A kernel in fp8, outputs first, and its scales."""
+    leaves, (outputs, inputs) = None, abstract.shape[-2:]
+    for part in _parts((inputs, outputs), source, rank, transposed=True):
+        rows, columns = part.shape
+        kernel = stored.read_in_fp8(part.name, (rows, columns), part.piece)
+        if leaves is None:
+            leaves = jnp.zeros(abstract.shape, abstract.dtype), jnp.zeros((*abstract.shape[:-1], 1), jnp.float32)
+        corner = [*part.place, part.start, 0]
+        leaves = tuple(
+            _placed(leaf, part.taken(tensor), corner, transposed=False)
+            for leaf, tensor in zip(leaves, (kernel.values, kernel.scales), strict=True)
+        )
+    assert leaves is not None
+    values, scales = leaves
+    return values, scales
+
+
+def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bool) -> Iterator[_Part]:
+    """What fills a leaf.
+
+    Args:
+        share: The leaf's shape without its leading axes; of a kernel [inputs, outputs].
+        transposed: Whether its tensors are [outputs, inputs].
+    """
     if source.of_heads is not None:
-        return _leaf_of_heads(abstract, source, source.of_heads, stored, rank)
-    leaf = None
-    share = abstract.shape[len(source.numbers) :]
+        yield from _parts_of_heads(share, source, source.of_heads, rank)
+        return
     shape = whole_shape(share, source.sharded, rank.size)
-    transposed = path[-1] == "kernel" and len(share) == 2
+    order = slice(None, None, -1) if transposed else slice(None)
     for place in source.places():
         start = 0
         for part in source.parts:
             blocks = source.blocks(part, shape[-1])
             whole = (*shape[:-1], sum(blocks))
             for piece in pieces(whole, blocks, source.sharded, rank, source.unit):
-                order = slice(None, None, -1) if transposed else slice(None)
                 read = piece[order] if rank.size > 1 else None
-                tensor = stored.read(source.name(part, place), whole[order], read, dtype=abstract.dtype)
-                if leaf is None:  # only now: the configuration's shape is the checkpoint's too
-                    leaf = jnp.zeros(abstract.shape, abstract.dtype)
-                leaf = _placed(leaf, tensor, place, start, transposed=transposed)
+                yield _Part(source.name(part, place), whole[order], read, place, start)
                 start += piece[-1].stop - piece[-1].start
-        assert start == share[-1], f"{path} is not filled"
-    return leaf
+        assert start == share[-1], f"{source} does not fill {share}"
 
 
-def _leaf_of_heads(
-    abstract: jax.ShapeDtypeStruct, source: Source, of_heads: OfHeads, stored: StoredTensors, rank: Rank
-) -> Any:
-    (part,), leaf, taken = source.parts, None, len(of_heads.order)
-    share, size = abstract.shape[len(source.numbers) :], 1 if source.sharded is None else rank.size
-    is_kernel = len(share) == 2
-    heads, inputs = (share[1] // taken, share[0]) if is_kernel else (share[0], share[2])
-    rows = heads * of_heads.width
-    own = (slice(rank.number * rows, (rank.number + 1) * rows), slice(0, inputs)) if size > 1 else None
+def _parts_of_heads(share: tuple[int, ...], source: Source, of_heads: OfHeads, rank: Rank) -> Iterator[_Part]:
+    """Those of a kernel, or of [heads, outputs of a head, inputs]."""
+    (part,), taken = source.parts, len(of_heads.order)
+    size = 1 if source.sharded is None else rank.size
+    heads, inputs = (share[1] // taken, share[0]) if len(share) == 2 else (share[0], share[2])
+    count = heads * of_heads.width
+    own = (slice(rank.number * count, (rank.number + 1) * count), slice(0, inputs)) if size > 1 else None
+    rows = (np.arange(heads)[:, None] * of_heads.width + np.array(of_heads.order)[None]).reshape(-1)
     for place in source.places():
-        tensor = stored.read(source.name(part, place), (rows * size, inputs), own, dtype=abstract.dtype)
-        tensor = tensor.reshape(heads, of_heads.width, inputs)[:, np.array(of_heads.order)]
-        if leaf is None:
-            leaf = jnp.zeros(abstract.shape, abstract.dtype)
-        leaf = _placed(leaf, tensor.reshape(-1, inputs) if is_kernel else tensor, place, 0, transposed=is_kernel)
-    return leaf
+        yield _Part(source.name(part, place), (count * size, inputs), own, place, 0, rows)
 
 
 def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -161,8 +215,7 @@ def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 @functools.partial(jax.jit, donate_argnames="leaf", static_argnames="transposed")
-def _placed(leaf: Array, tensor: Array, place, start, *, transposed: bool) -> Array:
+def _placed(leaf: Array, tensor: Array, corner, *, transposed: bool) -> Array:
     """The leaf with one tensor in its place; on the device, which transposes faster than NumPy."""
     part = (tensor.T if transposed else tensor).astype(leaf.dtype)
-    corner = [*place, *([0] * (part.ndim - 1)), start]
-    return jax.lax.dynamic_update_slice(leaf, part.reshape((1,) * len(place) + part.shape), corner)
+    return jax.lax.dynamic_update_slice(leaf, part.reshape((1,) * (len(corner) - part.ndim) + part.shape), corner)

@@ -90,6 +90,7 @@ def test_generate_hands_on_every_flag(llm):
     flags = "--max-tokens 5 --temperature 0.1 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
     flags += " --n 3 --min-tokens 2 --min-p 0.25 --repetition-penalty 1.5 --stop a --stop bc"
     flags += " --presence-penalty -0.5 --frequency-penalty 0.75 --kv-cache-dtype fp8_e5m2"
+    flags += " --quantization fp8"
     sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64 --prefill-tokens 32"
     sizes += " --max-chunk-tokens 16 --no-mixed-steps --backend flashinfer --implementation xla --debug-checks"
     sizes += " --tensor-parallel 2 --expert-parallel"
@@ -97,6 +98,7 @@ def test_generate_hands_on_every_flag(llm):
     assert EngineConfig(**llm.options) == EngineConfig(
         dtype="bfloat16",
         kv_cache_dtype="fp8_e5m2",
+        quantization="fp8",
         page_size=8,
         num_pages=20,
         max_num_seqs=2,

@@ -43,9 +43,11 @@ def test_fields_are_the_keywords_of_llm():
 
 def test_every_knob_reaches_the_engine(monkeypatch):
     given = {"prefill_tokens": 128, "max_chunk_tokens": 32, "full_sampling": False, "kv_cache_dtype": "fp8_e4m3"}
+    given["quantization"] = "fp8"
     configs = []
 
     def record(model, config, **_):
+        assert model.layers[0].mlp.down_proj.kernel.dtype == "float8_e4m3fn"
         configs.append(config)
         raise InterruptedError
 

@@ -14,7 +14,8 @@ from jattn.checkpoint import Checkpoint
 from jattn.model import model_class
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models.llama_config import LlamaConfig
-from jattn_models.quantization import BlockScales, read_quantization
+from jattn_models.quantization import BlockScales
+from jattn_models.quantization_config import read_quantization
 from tests.models.harness.goldens import GOLDEN, OTHER_CASES
 from tests.models.harness.smallest import SMALLEST
 
@@ -147,8 +148,8 @@ def test_scales_that_nothing_announces_are_refused(tmp_path):
 @pytest.mark.parametrize("more", [{}, {"fmt": None}, {"modules_to_not_convert": ["lm_head"], "scale_fmt": "ue8m0"}])
 def test_announcements_of_fp8_in_blocks_are_read(more):
     fields = SMALLEST | {"quantization_config": FP8 | more}
-    assert LlamaConfig.from_dict(fields).block_scales == BlockScales(128, 128)
-    assert LlamaConfig.from_dict(SMALLEST | {"quantization_config": {}}).block_scales is None
+    assert LlamaConfig.from_dict(fields).quantization == BlockScales(128, 128)
+    assert LlamaConfig.from_dict(SMALLEST | {"quantization_config": {}}).quantization is None
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,6 @@ def test_announcements_of_fp8_in_blocks_are_read(more):
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2'"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme='static'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
-        (FP8 | {"weight_block_size": None}, "weight_block_size=None"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size=\[128\]"),
         (FP8 | {"weight_block_size": [128, 0]}, r"weight_block_size=\[128, 0\]"),
         (FP8 | {"weight_block_size": [128, True]}, r"weight_block_size=\[128, True\]"),

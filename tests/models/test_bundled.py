@@ -41,8 +41,11 @@ def evaluation():
 
 @pytest.fixture(scope="module")
 def window_nats():
-    """The summed loss of at most WINDOW + 1 tokens, through shuffled pages and a padded bucket."""
-    model = LlamaForCausalLM.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)
+    return nats_of(LlamaForCausalLM.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32))
+
+
+def nats_of(model):
+    """A function: the summed loss of at most WINDOW + 1 tokens, through shuffled pages and a padded bucket."""
     backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=WINDOW, page_size=PAGE_SIZE))
     table = np.random.default_rng(0).permutation(np.arange(1, NUM_PAGES, dtype=np.int32))
     places = np.arange(WINDOW, dtype=np.int32)
@@ -102,17 +105,34 @@ def test_bundled_tokenizer_begins_as_a_document(tokenizer):
     assert 0 not in ids[1:]
 
 
-@pytest.mark.parametrize("name", ["bisect.py", "curses/ascii.py", "secrets.py", "xml/sax/__init__.py"])
-def test_bundled_loss_is_as_stated_and_beats_the_bigram(name, tokenizer, evaluation, window_nats):
-    stated = evaluation["held_out_files"][name]
+HELD_OUT = ("bisect.py", "curses/ascii.py", "secrets.py", "xml/sax/__init__.py")
+
+
+def held_out(name, tokenizer):
+    """A file's tokens as the windows that they are read in, and how many of them are foretold."""
     text = (pathlib.Path(sysconfig.get_path("stdlib")) / name).read_text(encoding="utf-8")
     tokens = np.array([0, *tokenizer.encode(text, add_special_tokens=False).ids, 0], np.int32)
-    pieces = [tokens[start : start + WINDOW + 1] for start in range(0, len(tokens) - 1, WINDOW)]
-    nats = sum(window_nats(piece) for piece in pieces) / (len(tokens) - 1)
+    return [tokens[start : start + WINDOW + 1] for start in range(0, len(tokens) - 1, WINDOW)], len(tokens) - 1
+
+
+@pytest.mark.parametrize("name", HELD_OUT)
+def test_bundled_loss_is_as_stated_and_beats_the_bigram(name, tokenizer, evaluation, window_nats):
+    stated = evaluation["held_out_files"][name]
+    pieces, count = held_out(name, tokenizer)
+    nats = sum(map(window_nats, pieces)) / count
     # The file itself differs a little between versions of Python.
-    same_text = len(tokens) - 1 == stated["tokens"]
+    same_text = count == stated["tokens"]
     assert nats == pytest.approx(stated["nats_per_token"], abs=0.002 if same_text else 0.15)
     assert nats < stated["bigram_nats_per_token"] - 0.5
+
+
+def test_bundled_perplexity_in_fp8_is_within_a_hundredth(tokenizer, window_nats):
+    in_fp8 = nats_of(LlamaForCausalLM.from_checkpoint(Checkpoint(FOLDER).quantized("fp8"), dtype=jnp.float32))
+    files = [held_out(name, tokenizer) for name in HELD_OUT]
+    more = sum(in_fp8(piece) - window_nats(piece) for pieces, _ in files for piece in pieces)
+    ratio = np.exp(more / sum(count for _, count in files))
+    assert ratio == pytest.approx(1, abs=0.01)
+    assert ratio != 1
 
 
 def test_bundled_card_states_the_evaluation(evaluation):

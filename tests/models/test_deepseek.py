@@ -78,7 +78,7 @@ def test_glm_lites_layers_have_a_type_each(types):
         (DeepseekV3Config, {"rope_interleave": False}, "`rope_interleave` must be true"),
         (DeepseekV3Config, {"index_topk": 2048}, "`index_topk` must be null: sparse attention by an indexer"),
         (DeepseekV3Config, {"attention_bias": True}, "`attention_bias` must be false"),
-        (DeepseekV3Config, {"quantization_config": {"quant_method": "fp8"}}, "`quantization_config` must be absent"),
+        (DeepseekV3Config, {"quantization_config": {"quant_method": "awq"}}, "`quantization_config` must be absent"),
     ],
 )
 def test_what_is_not_built_is_named(config_class, fields, message):

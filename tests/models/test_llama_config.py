@@ -89,7 +89,7 @@ def test_wrong_field_is_named(fields, message):
     [
         ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0"),
         ({"hidden_act": "gelu"}, "`hidden_act` must be 'silu'. Got 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config` must be absent"),
+        ({"quantization_config": {"quant_method": "awq"}}, "`quantization_config` must be absent"),
         (
             {"rope_scaling": {"rope_type": "proportional"}},
             r"`rope_type` must be one of .*llama3.*\. Got 'proportional'",

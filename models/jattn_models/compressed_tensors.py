@@ -1,0 +1,84 @@
+"""compressed-tensors: what its groups in `quantization_config` say of weights and activations."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jattn_models.quantization import (
+    BlockScales,
+    ChannelScales,
+    Quantization,
+    block_scales,
+    check_fields,
+    refuse_announced,
+)
+
+_FORMATS = ("float-quantized",)
+_SAID_ELSEWHERE = ("version", "quantization_status", "global_compression_ratio")
+_FP8 = {"num_bits": (8,), "type": ("float",), "symmetric": (True,)}
+_OBSERVED = dict.fromkeys(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"))  # how scales were found
+
+
+def read_groups(given: Mapping[str, Any]) -> Quantization:
+    """What all groups say alike.
+
+    Args:
+        given: Fields of the announcement, without nulls.
+
+    Raises:
+        NotImplementedError: They differ, or one announces something else than fp8.
+    """
+    allowed = dict.fromkeys((*_SAID_ELSEWHERE, "config_groups", "kv_cache_scheme"))
+    empty = dict.fromkeys(("sparsity_config", "transform_config"), ({},))
+    check_fields({"format": None, **given}, {"format": _FORMATS, **allowed, **empty})
+    groups = given.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        refuse_announced(f"config_groups={groups!r}")
+    keys = (f"kv_cache_scheme={given['kv_cache_scheme']!r}",) if given.get("kv_cache_scheme") else ()
+    found = [_group(f"config_groups.{name}", group) for name, group in groups.items()]
+    if all(isinstance(each, ChannelScales) for each in found):
+        not_done = [each for group in found if isinstance(group, ChannelScales) for each in group.not_done]
+        return ChannelScales((*dict.fromkeys(not_done), *keys))
+    if keys:
+        refuse_announced(keys[0])
+    if len(set(found)) > 1:
+        refuse_announced("config_groups that differ")
+    return found[0]
+
+
+def _group(name: str, group: Any) -> Quantization:
+    if not isinstance(group, Mapping):
+        refuse_announced(f"{name}={group!r}")
+    group = {field: value for field, value in group.items() if value is not None}
+    read = dict.fromkeys(("targets", "weights", "input_activations"))
+    check_fields(group, {"format": _FORMATS, **read}, f"{name}.")
+    weights = _scheme(f"{name}.weights", group.get("weights"))
+    allowed = {"strategy": ("tensor", "channel", "block"), "dynamic": (False,), "block_structure": None}
+    check_fields({"strategy": None, **weights}, _FP8 | _OBSERVED | allowed, f"{name}.weights.")
+    activations = f"{name}.input_activations"
+    if weights["strategy"] == "block":
+        return _in_blocks(name, weights, group.get("input_activations"))
+    if "input_activations" not in group:
+        return ChannelScales((f"{activations}=None",))
+    tokens = _scheme(activations, group["input_activations"])
+    schemes = {"strategy": ("token", "tensor"), "dynamic": (True, False)}
+    check_fields(tokens, _FP8 | _OBSERVED | schemes, f"{activations}.")
+    if tokens.get("strategy") == "token" and tokens.get("dynamic"):
+        return ChannelScales()
+    found = (f"{activations}.{field}={tokens.get(field)!r}" for field in ("strategy", "dynamic"))
+    return ChannelScales((" and ".join(found),))
+
+
+def _in_blocks(name: str, weights: Mapping[str, Any], activations: Any) -> BlockScales:
+    """Blocks are held as what they stand for, so that it is all one how activations are to be rounded by parts."""
+    if activations is not None:
+        given = _scheme(f"{name}.input_activations", activations)
+        schemes = {"strategy": ("group",), "dynamic": (True,), "group_size": None}
+        check_fields(given, _FP8 | _OBSERVED | schemes, f"{name}.input_activations.")
+    return block_scales(weights.get("block_structure"), f"{name}.weights.block_structure")
+
+
+def _scheme(name: str, scheme: Any) -> dict[str, Any]:
+    """The fields of a scheme, without nulls."""
+    if not isinstance(scheme, Mapping):
+        refuse_announced(f"{name}={scheme!r}")
+    return {"num_bits": None, "type": None} | {field: value for field, value in scheme.items() if value is not None}

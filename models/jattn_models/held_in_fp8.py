@@ -1,0 +1,36 @@
+"""Which projections of a model hold their weights in fp8: those of a checkpoint that are stored so, or all."""
+
+from collections.abc import Mapping
+
+from flax import nnx
+
+from jattn_models.layers import Linear
+from jattn_models.quantization import check_asked
+from jattn_models.stored_tensors import StoredTensors
+from jattn_models.weights import Path, Source
+
+_IN_LAYERS = "layers"  # where a path begins; the projection back to logits is outside
+_FEW_OUTPUTS = 16  # a gate: what it returns weighs whole sums, and its weights are next to nothing
+
+
+def hold_in_fp8(model: nnx.Module, sources: Mapping[Path, Source], stored: StoredTensors) -> None:
+    """Makes place for weights in fp8, in a model of shapes alone, where they are to be.
+
+    A projection whose tensors are not all stored alike, those of all its layers, is held as they say in its own dtype.
+    Where weights are quantised as they are loaded it is all in layers, but for gates; embeddings, routers, experts and
+    what latent attention takes up are no projections of this kind.
+
+    Raises:
+        NotImplementedError: The checkpoint's weights cannot be held as it is asked for.
+    """
+    asked = stored.checkpoint.quantization
+    check_asked(stored.quantization, asked)
+    for path, module in nnx.iter_modules(model):
+        if not isinstance(module, Linear):
+            continue
+        if stored.quantization is not None:
+            held = all(map(stored.is_in_fp8, sources[*path, "kernel"].names()))
+        else:
+            held = asked is not None and path[0] == _IN_LAYERS and module.kernel.get_value().shape[-1] >= _FEW_OUTPUTS
+        if held:
+            module.hold_in_fp8()
