@@ -22,6 +22,7 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
+from jattn.matmul import FP8
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
@@ -33,9 +34,11 @@ from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig
+from jattn_models.held_in_fp8 import hold_projections_in_fp8
 from jattn_models.llama import LlamaForCausalLM
 
 _WEIGHT_SIZE = 0.02
+_FP8_SIZE = 100.0  # of numbers in fp8, which go to 448
 _STOP_IDS = 8
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 20
@@ -72,19 +75,28 @@ def _share_met(routing: Any, tokens: int) -> float:
 
 
 def random_model(
-    shapes: dict[str, Any] = LLAMA_3_8B, family: type[Decoder] = LlamaForCausalLM, parallel: Parallel = ONE_DEVICE
+    shapes: dict[str, Any] = LLAMA_3_8B,
+    family: type[Decoder] = LlamaForCausalLM,
+    parallel: Parallel = ONE_DEVICE,
+    *,
+    in_fp8: bool = False,
 ) -> Model:
-    """A bf16 model of these shapes; each stacked leaf is made layer by layer where it will lie."""
+    """A bf16 model of these shapes, its projections perhaps in fp8; each stacked leaf is made where it will lie."""
     config = family.config_class.from_dict(shapes)
     abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), parallel=parallel))
+    if in_fp8:
+        hold_projections_in_fp8(abstract)
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 
     def filled(number: int, path: Any, leaf: Any) -> Any:
+        if "scales" in jax.tree_util.keystr(path):
+            return jnp.full(leaf.shape, _WEIGHT_SIZE / _FP8_SIZE, leaf.dtype)
         if "scale" in jax.tree_util.keystr(path):
             return jnp.ones(leaf.shape, leaf.dtype)
         key = jax.random.key(number + len(leaves) * parallel.first_of(1))
-        return random_normal(key, leaf.shape, leaf.dtype.name, _WEIGHT_SIZE)
+        size = _FP8_SIZE if leaf.dtype == FP8 else _WEIGHT_SIZE
+        return random_normal(key, leaf.shape, leaf.dtype.name, size)
 
     weights = [
         made(functools.partial(filled, number, path, leaf), parallel, shares=True)

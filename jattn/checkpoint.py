@@ -15,6 +15,7 @@ from jattn.safetensors_file import SafetensorsFile
 from jattn.wrapped_text import is_wrapper, text_config, text_names
 
 QUANTIZATIONS = ("fp8",)  # what weights may be held in that are stored in more bits
+_BESIDE = "hf_quant_config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
@@ -37,7 +38,8 @@ class Checkpoint:
 
     Attributes:
         path: The folder.
-        config: config.json; of a text model inside another, its `text_config`.
+        config: config.json; of a text model inside another, its `text_config`. What hf_quant_config.json says of
+            quantised weights is its `quantization_config`, if it has none.
         architecture: The first of the configuration's architectures; the wrapper's, if there is one.
         generation_config: generation_config.json; empty if absent.
         max_context_len: Tokens of the longest text that is to be served; None for as long as the model was made for.
@@ -51,7 +53,7 @@ class Checkpoint:
         check_folder(self.path, "path")
         if not (self.path / "config.json").is_file():
             raise FileNotFoundError(f"`path` must be a folder with a `config.json`. Got {str(path)!r}.")
-        self.config = read_json(self.path / "config.json")
+        self.config = self._config()
         self.architecture = self._architecture()
         generation_config = self.path / "generation_config.json"
         self.generation_config = read_json(generation_config) if generation_config.is_file() else {}
@@ -156,6 +158,15 @@ class Checkpoint:
             if not (number := numbers[name]) or int(number[1]) < num_layers
         }
         return cut
+
+    def _config(self) -> dict[str, Any]:
+        """config.json, with what modelopt may have written beside it of its weights and not into it."""
+        config, beside = read_json(self.path / "config.json"), self.path / _BESIDE
+        if config.get("quantization_config") is None and beside.is_file():
+            announced = read_json(beside).get("quantization")
+            fields = announced if isinstance(announced, dict) else {}
+            config["quantization_config"] = {"quant_method": "modelopt", **fields}
+        return config
 
     def _architecture(self) -> str:
         architectures = self.config.get("architectures")

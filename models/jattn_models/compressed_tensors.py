@@ -28,8 +28,11 @@ def read_groups(given: Mapping[str, Any]) -> Quantization:
         NotImplementedError: They differ, or one announces something else than fp8.
     """
     allowed = dict.fromkeys((*_SAID_ELSEWHERE, "config_groups", "kv_cache_scheme"))
+    sparsity, others = given.get("sparsity_config"), {**given, "sparsity_config": {}}
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        refuse_announced(f"sparsity_config.format={sparsity['format']!r}")
     empty = dict.fromkeys(("sparsity_config", "transform_config"), ({},))
-    check_fields({"format": None, **given}, {"format": _FORMATS, **allowed, **empty})
+    check_fields({"format": None, **others}, {"format": _FORMATS, **allowed, **empty})
     groups = given.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         refuse_announced(f"config_groups={groups!r}")

@@ -17,20 +17,29 @@ def hold_in_fp8(model: nnx.Module, sources: Mapping[Path, Source], stored: Store
     """Makes place for weights in fp8, in a model of shapes alone, where they are to be.
 
     A projection whose tensors are not all stored alike, those of all its layers, is held as they say in its own dtype.
-    Where weights are quantised as they are loaded it is all in layers, but for gates; embeddings, routers, experts and
-    what latent attention takes up are no projections of this kind.
 
     Raises:
         NotImplementedError: The checkpoint's weights cannot be held as it is asked for.
     """
     asked = stored.checkpoint.quantization
     check_asked(stored.quantization, asked)
-    for path, module in nnx.iter_modules(model):
-        if not isinstance(module, Linear):
-            continue
-        if stored.quantization is not None:
-            held = all(map(stored.is_in_fp8, sources[*path, "kernel"].names()))
-        else:
-            held = asked is not None and path[0] == _IN_LAYERS and module.kernel.get_value().shape[-1] >= _FEW_OUTPUTS
-        if held:
-            module.hold_in_fp8()
+    if stored.quantization is not None:
+        for path, linear in _linears(model):
+            if all(map(stored.is_in_fp8, sources[*path, "kernel"].names())):
+                linear.hold_in_fp8()
+    elif asked is not None:
+        hold_projections_in_fp8(model)
+
+
+def hold_projections_in_fp8(model: nnx.Module) -> None:
+    """Makes place for weights in fp8 in all projections of layers, but for gates.
+
+    Embeddings, routers, experts and what latent attention takes up are no projections of this kind.
+    """
+    for path, linear in _linears(model):
+        if path[0] == _IN_LAYERS and linear.kernel.get_value().shape[-1] >= _FEW_OUTPUTS:
+            linear.hold_in_fp8()
+
+
+def _linears(model: nnx.Module) -> list[tuple[Path, Linear]]:
+    return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)]

@@ -9,7 +9,7 @@ from typing import Any
 from jattn_models.compressed_tensors import read_groups
 from jattn_models.quantization import ChannelScales, Quantization, block_scales, check_fields, refuse_announced
 
-_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_LISTS = ("modules_to_convert", "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
 
 def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
@@ -37,7 +37,7 @@ def _of_transformers(given: Mapping[str, Any]) -> Quantization:
     given = {"activation_scheme": "dynamic", **given}
     is_static, is_in_blocks = given["activation_scheme"] == "static", "weight_block_size" in given
     schemes = ("dynamic",) if is_in_blocks else ("dynamic", "static")
-    allowed = {"fmt": ("e4m3",), "activation_scheme": schemes}
+    allowed = {"fmt": ("e4m3",), "activation_scheme": schemes, "expert_dtype": ("fp8",)}
     check_fields(given, allowed | dict.fromkeys(("scale_fmt", "dequantize", "weight_block_size")))
     if is_in_blocks:
         return block_scales(given["weight_block_size"], "weight_block_size")

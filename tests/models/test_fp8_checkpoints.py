@@ -1,10 +1,13 @@
 """Checkpoints in fp8 with a scale for each output or tensor: held as stored, whoever wrote them, or refused."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jattn.checkpoint import Checkpoint
 from jattn.model import load_model, model_class, model_without_weights
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models.quantization import BlockScales, ChannelScales
@@ -102,6 +105,19 @@ def test_what_is_not_done_beside_weights_must_be_asked_for(tmp_path, announced, 
     assert_same(found, leaves(in_float32)[0])
 
 
+def test_what_modelopt_writes_beside_config_json_is_read(tmp_path):
+    in_fp8, in_float32 = copies(GOLDEN / "gqa", tmp_path, "modelopt")
+    config = {name: value for name, value in in_fp8.config.items() if name != "quantization_config"}
+    (in_fp8.path / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    beside = in_fp8.path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    assert_same(leaves(Checkpoint(in_fp8.path))[0], leaves(in_float32)[0])
+    beside.write_text("{}")
+    with pytest.raises(NotImplementedError, match=r"`quantization_config` must be absent, or .* Got quant_algo=None"):
+        model_without_weights(Checkpoint(in_fp8.path), dtype=jnp.float32)
+
+
 def test_scales_of_activations_that_nothing_announces_are_refused(tmp_path):
     in_fp8, _ = copies(GOLDEN / "gqa", tmp_path, more={"input_scale": np.ones((), np.float32)})
     with pytest.raises(ValueError, match=r"must hold only tensors .* Got 21 others, such as '.*.input_scale'"):
@@ -135,7 +151,7 @@ def test_groups_may_be_several():
     groups = compressed_tensors()["config_groups"] | {
         "group_1": compressed_tensors("tensor")["config_groups"]["group_0"]
     }
-    announced = compressed_tensors(config_groups=groups, sparsity_config={}, version="0.12.2")
+    announced = compressed_tensors(config_groups=groups, sparsity_config={"format": "dense"}, version="0.12.2")
     assert read_quantization({"quantization_config": announced}) == ChannelScales()
 
 
@@ -151,7 +167,7 @@ def changed(field, **values):
     ("announced", "got"),
     [
         (compressed_tensors(format="pack-quantized"), "format='pack-quantized'"),
-        (compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
+        (compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format='sparse-24-bitm"),
         (compressed_tensors(config_groups={}), "config_groups={}"),
         (compressed_tensors("group"), "config_groups.group_0.weights.strategy='group'"),
         (changed("weights", num_bits=4), "config_groups.group_0.weights.num_bits=4"),
