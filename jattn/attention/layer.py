@@ -23,6 +23,8 @@ class AttentionLayer:
         use_irope: Keys of the own chunk only, where the backend has an `attention_chunk_size`.
         is_cross_attention: Queries see the encoder's keys, all of them.
         k_scale, v_scale: What keys and values in fp8 are stored divided by, for all heads or for each; None is 1.
+        sinks: A logit of each head that counts in the softmax's denominator alone; None is off. Where no call is made,
+            their shape is enough.
         chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off.
         kv: What the group's rows are: keys and values of heads, or latent rows of absorbed MLA, of which all heads are
             keys and the first `v_head_dim` numbers their values.
@@ -45,6 +47,7 @@ class AttentionLayer:
     is_cross_attention: bool = static(default=False)
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
+    sinks: Float[Array, " N"] | None = None
     chunk_size: int | None = static(default=None)
     kv: Literal["heads", "latent"] = static(default="heads")
 
@@ -64,6 +67,8 @@ class AttentionLayer:
             raise ValueError(f"`logit_cap` must be at least 0 (off). Got logit_cap={self.logit_cap}.")
         if self.kv not in ("heads", "latent"):
             raise ValueError(f"`kv` must be heads or latent. Got {self.kv!r}.")
+        if self.kv == "latent" and self.sinks is not None:
+            raise ValueError("`sinks` must be None in a layer that reads latent rows. Got sinks with kv='latent'.")
         if self.kv == "latent" and (self.tp_k_head_num != 1 or self.is_cross_attention):
             raise ValueError(
                 "`kv` may be latent in a layer of one key head that is no cross attention. "

@@ -109,6 +109,7 @@ class PagedAttentionBackend:
             layer_index=layer.layer_id,
             k_scale=scales[0],
             v_scale=scales[1],
+            sinks=layer.sinks,
             schedule=metadata.schedule_of(kind),
             implementation=self.options.implementation,
         )
@@ -143,12 +144,13 @@ class PagedAttentionBackend:
         return self._call(kind).schedule(metadata.read_by(kind, 0), metadata.slots[0].shape[0])
 
     def _call(self, kind: LayerKind) -> PagedCall:
+        of_pool = ("k_scale", "v_scale") if self._is_fp8 else ()
         return PagedCall(
             spec=kind.spec,
             dtype=self.options.dtype,
             kv_dtype=self._stored_dtype,
             page_size=self.page_size,
             latent=kind.latent,
-            features=("layer_index", "k_scale", "v_scale") if self._is_fp8 else ("layer_index",),
+            features=("layer_index", *of_pool, *(("sinks",) if kind.has_sinks else ())),
             implementation=self.options.implementation,
         )

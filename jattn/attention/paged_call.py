@@ -75,6 +75,7 @@ def attend_pages(
     latent: bool = False,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
+    sinks: Float[Array, " N"] | None = None,
     schedule: Any = None,
     return_lse: bool = False,
     **options: Any,
@@ -82,6 +83,7 @@ def attend_pages(
     """Output of the queries, and their lse if asked for.
 
     Args:
+        sinks: Of the layer's heads; None for none.
         k_pages: Latent rows too, or keys and values in one array; `v_pages` is then None.
         options: What else the kernels take and `read` has not.
     """
@@ -99,6 +101,6 @@ def attend_pages(
     else:
         attend = paged_decode if decode else paged_extend
         parts = (q, k_pages, v_pages)
-        options |= {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule}
+        options |= {"k_scale": k_scale, "v_scale": v_scale, "sinks": sinks, "schedule": schedule}
     result = attend(*parts, *places, return_lse=return_lse, **options)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), result) if decode else result

@@ -13,6 +13,7 @@ class LayerKind(NamedTuple):
     spec: AttentionSpec
     latent: bool
     is_cross: bool
+    has_sinks: bool = False
 
 
 _spec = functools.lru_cache(maxsize=1024)(AttentionSpec)  # a step asks once a layer
@@ -39,7 +40,7 @@ def kind_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> LayerKind
         chunk_size=layer.chunk_size,
         page_layout=page_layout,
     )
-    return LayerKind(spec, layer.kv == "latent", is_cross)
+    return LayerKind(spec, layer.kv == "latent", is_cross, layer.sinks is not None)
 
 
 def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> AttentionSpec:

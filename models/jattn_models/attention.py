@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -60,6 +61,7 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(width, outputs, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         inputs = self.num_q_heads * config.head_dim
         self.o_proj = Linear(inputs, width, bias=config.o_bias, summed_over=parallel, dtype=dtype, rngs=rngs)
+        self.sinks = nnx.Param(jnp.zeros(self.num_q_heads, jnp.float32)) if config.sinks else None
         self.qkv_clip = config.qkv_clip
         self.norms_heads = config.qk_norm in ("head", "unit")
         self.q_norm, self.k_norm = (
@@ -67,7 +69,8 @@ class Attention(nnx.Module):
         )
 
     def layer(self, layer_index: Int[Array, ""] | int) -> AttentionLayer:
-        """What a backend must know of one of these layers."""
+        """What a backend must know of one of these layers; of sinks the shape alone."""
+        sinks: Any = None if self.sinks is None else jax.ShapeDtypeStruct((self.num_q_heads,), jnp.float32)
         return AttentionLayer(
             layer_id=layer_index,
             tp_q_head_num=self.num_q_heads,
@@ -78,6 +81,7 @@ class Attention(nnx.Module):
             scaling=self.scaling,
             logit_cap=self.cap,
             sliding_window_size=-1 if self.window_left is None else self.window_left,
+            sinks=sinks,
             chunk_size=self.chunk_size,
         )
 
@@ -88,6 +92,8 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
+        if self.sinks is not None:
+            layer = dataclasses.replace(layer, sinks=self.sinks[...])
         rest = (layer, this_pass.forward_batch, this_pass.metadata, pool)
         if self.rope is not None and self._turns_alone:
             heads = self.qkv_proj.splits(x).reshape(x.shape[0], -1, self.head_dim)

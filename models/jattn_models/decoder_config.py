@@ -36,6 +36,7 @@ class DecoderConfig:
         qkv_clip: The most that a query's, key's or value's numbers are in size, after that norm; None is off.
         attention_scale: Factor on q.k; 1 / sqrt(head_dim) if None.
         attention_cap: Soft cap of q.k after it; None is off.
+        sinks: Whether each head has one: a logit that counts in the softmax's denominator alone.
         temperature: Of queries that do not turn, or of all; None for none.
         gated: Whether the MLPs of dense layers have a gate.
         activation: Theirs, by Hugging Face's name.
@@ -69,6 +70,7 @@ class DecoderConfig:
     local_rope: Rope | None = None
     attention_scale: float | None = None
     attention_cap: float | None = None
+    sinks: bool = False
     temperature: Temperature | None = None
     gated: bool = True
     activation: str = "silu"

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-Sharded = Literal["outputs", "inputs", "heads", "experts"] | None  # heads and experts: the first of three axes
-_AXES = {"outputs": -1, "inputs": -2, "heads": -3, "experts": -3}
+Sharded = Literal["outputs", "inputs", "heads", "experts"] | None  # heads and experts: the first axis
+_AXES = {"outputs": -1, "inputs": -2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def whole_shape(shape: tuple[int, ...], sharded: Sharded, size: int) -> tuple[in
     """The shape of a leaf on one device, given the shape of each of `size` devices' share."""
     if sharded is None:
         return shape
-    axis = len(shape) + _AXES[sharded]
+    axis = _axis(sharded, len(shape))
     return (*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
 
 
@@ -59,7 +59,7 @@ def pieces(
     if sharded is None or rank.size == 1:
         yield tuple(everything)
         return
-    axis, start = _AXES[sharded], 0
+    axis, start = _axis(sharded, len(shape)), 0
     for width in blocks if sharded == "outputs" else (shape[axis],):
         units = width // unit if sharded == "outputs" else width
         alike = max(units, rank.size) % min(units, rank.size) == 0
@@ -69,3 +69,8 @@ def pieces(
         everything[axis] = slice(first, first + part)
         yield tuple(everything)
         start += width
+
+
+def _axis(sharded: Sharded, count: int) -> int:
+    """Which of so many axes is split."""
+    return count + _AXES[sharded] if sharded in _AXES else 0

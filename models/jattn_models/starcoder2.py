@@ -49,5 +49,5 @@ class Starcoder2ForCausalLM(Decoder):
 
     @classmethod
     def layer_tensors(cls, config: Starcoder2Config, kind: LayerKind) -> dict[Path, Source]:
-        tensors = {path: source for path, source in tensor_names.of_layer(config).items() if path[0] != "mlp"}
-        return tensors | tensor_names.of_plain_mlp(("mlp",), "mlp", up="c_fc", down="c_proj", biased=config.mlp_bias)
+        mlp = tensor_names.of_plain_mlp(("mlp",), "mlp", up="c_fc", down="c_proj", biased=config.mlp_bias)
+        return tensor_names.of_layer_but_its_mlp(config) | mlp

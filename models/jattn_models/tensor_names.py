@@ -26,9 +26,10 @@ def whole(name: str) -> Source:
     return Source({name: None})
 
 
-def split_outputs(parts: str | Mapping[str, Widths], unit: int = 1) -> Source:
+def split_outputs(parts: str | Mapping[str, Widths], unit: int = 1, *, alternating: bool = False) -> Source:
     """A leaf whose outputs devices share, each block by itself, in whole units; a name alone is one block."""
-    return Source({parts: None} if isinstance(parts, str) else parts, "outputs", unit=unit)
+    parts = {parts: None} if isinstance(parts, str) else parts
+    return Source(parts, "outputs", alternating=alternating, unit=unit)
 
 
 def split_inputs(name: str) -> Source:
@@ -95,6 +96,11 @@ def of_layer(config: DecoderConfig) -> dict[Path, Source]:
             of_projection = split_outputs({name: widths[x]}, unit=config.head_dim)
             sources["attention", f"{x}_norm", "scale"] = whole(name) if config.qk_norm == "head" else of_projection
     return sources
+
+
+def of_layer_but_its_mlp(config: DecoderConfig) -> dict[Path, Source]:
+    """Those of a layer whose MLP's tensors have other names."""
+    return {path: source for path, source in of_layer(config).items() if path[0] != "mlp"}
 
 
 def of_gated_mlp(

@@ -44,6 +44,7 @@ class Source:
         numbers: What fills a placeholder of the names, such as `{layer}`; the leaf has a leading axis for each.
         of_heads: Some of each head's outputs are in the leaf, which is a kernel or [heads, outputs of a head, inputs];
             None where all are. Such a leaf has one part.
+        alternating: Whether one tensor's blocks lie in it output by output, each block's first, each block's second.
         unit: Outputs that no two devices split, those of a head: of fewer heads than devices several have the same.
     """
 
@@ -51,6 +52,7 @@ class Source:
     sharded: Sharded = None
     numbers: Mapping[str, range] = dataclasses.field(default_factory=dict)
     of_heads: OfHeads | None = None
+    alternating: bool = False
     unit: int = 1
 
     def on(self, rank: Rank) -> "Source":
@@ -122,6 +124,7 @@ class _Part(NamedTuple):
         piece: What of it is read; None is all.
         place: Where it lies along the leaf's leading axes.
         start: And along its outputs, or its last axis.
+        alternating: Blocks whose outputs alternate in it.
         rows: Which of what is read the leaf has, in its order; None is all.
     """
 
@@ -130,6 +133,7 @@ class _Part(NamedTuple):
     piece: tuple[slice, ...] | None
     place: tuple[int, ...]
     start: int
+    alternating: int = 1
     rows: np.ndarray | None = None
 
     def taken(self, tensor: Any) -> Any:
@@ -145,7 +149,8 @@ def _leaf(abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors,
             leaf = jnp.zeros(abstract.shape, abstract.dtype)
         if part.rows is not None and not transposed:
             tensor = tensor.reshape(share)
-        leaf = _placed(leaf, tensor, [*part.place, *[0] * (len(share) - 1), part.start], transposed=transposed)
+        corner = [*part.place, *[0] * (len(share) - 1), part.start]
+        leaf = _placed(leaf, tensor, corner, transposed=transposed, alternating=part.alternating)
     return leaf
 
 
@@ -186,9 +191,11 @@ def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bo
         for part in source.parts:
             blocks = source.blocks(part, shape[-1])
             whole = (*shape[:-1], sum(blocks))
-            for piece in pieces(whole, blocks, source.sharded, rank, source.unit):
+            count = len(blocks) if source.alternating else 1
+            joined = whole[-1:] if source.alternating else blocks
+            for piece in pieces(whole, joined, source.sharded, rank, source.unit):
                 read = piece[order] if rank.size > 1 else None
-                yield _Part(source.name(part, place), whole[order], read, place, start)
+                yield _Part(source.name(part, place), whole[order], read, place, start, count)
                 start += piece[-1].stop - piece[-1].start
         assert start == share[-1], f"{source} does not fill {share}"
 
@@ -202,7 +209,7 @@ def _parts_of_heads(share: tuple[int, ...], source: Source, of_heads: OfHeads, r
     own = (slice(rank.number * count, (rank.number + 1) * count), slice(0, inputs)) if size > 1 else None
     rows = (np.arange(heads)[:, None] * of_heads.width + np.array(of_heads.order)[None]).reshape(-1)
     for place in source.places():
-        yield _Part(source.name(part, place), (count * size, inputs), own, place, 0, rows)
+        yield _Part(source.name(part, place), (count * size, inputs), own, place, 0, rows=rows)
 
 
 def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -214,8 +221,10 @@ def _indices(lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (i, *rest)
 
 
-@functools.partial(jax.jit, donate_argnames="leaf", static_argnames="transposed")
-def _placed(leaf: Array, tensor: Array, corner, *, transposed: bool) -> Array:
+@functools.partial(jax.jit, donate_argnames="leaf", static_argnames=("transposed", "alternating"))
+def _placed(leaf: Array, tensor: Array, corner, *, transposed: bool, alternating: int = 1) -> Array:
     """The leaf with one tensor in its place; on the device, which transposes faster than NumPy."""
     part = (tensor.T if transposed else tensor).astype(leaf.dtype)
+    if alternating > 1:
+        part = jnp.swapaxes(part.reshape(*part.shape[:-1], -1, alternating), -1, -2).reshape(part.shape)
     return jax.lax.dynamic_update_slice(leaf, part.reshape((1,) * (len(corner) - part.ndim) + part.shape), corner)

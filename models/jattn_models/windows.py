@@ -66,11 +66,14 @@ def windows_by_layer(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
     return segments(num_layers, lambda layer: LayerKind(window if is_sliding(layer) else None))
 
 
-def alternating(fields: Mapping[str, Any], period: int, *, sliding_rope: RopeName = "global") -> tuple[Segment, ...]:
+def alternating(
+    fields: Mapping[str, Any], period: int, *, sliding_rope: RopeName = "global", sparse: bool = False
+) -> tuple[Segment, ...]:
     """Layers as `layer_types` lists them; without it, the last of each `period` sees all keys and the others a window.
 
     Args:
         sliding_rope: Which rotary embedding layers with the window have.
+        sparse: Whether all are.
 
     Raises:
         ValueError: The list does not fit the layers, or names a window that there is not.
@@ -78,8 +81,8 @@ def alternating(fields: Mapping[str, Any], period: int, *, sliding_rope: RopeNam
     """
     num_layers = positive(fields, "num_hidden_layers", int)
     is_sliding = listed(fields, num_layers) if "layer_types" in fields else lambda layer: (layer + 1) % period != 0
-    sliding = LayerKind(window_left(fields), rope=sliding_rope)
-    return segments(num_layers, lambda layer: sliding if is_sliding(layer) else LayerKind())
+    sliding, full = LayerKind(window_left(fields), sparse, rope=sliding_rope), LayerKind(sparse=sparse)
+    return segments(num_layers, lambda layer: sliding if is_sliding(layer) else full)
 
 
 def listed(fields: Mapping[str, Any], num_layers: int) -> Callable[[int], bool]:

@@ -58,6 +58,10 @@ def test_model_of_latent_rows_is_refused_by_flashinfer_before_it_compiles():
     [
         ({"tp_q_head_num": 2}, r"must have the same heads, .* Got heads and widths \[\(2, 2, 16\), \(4, 2, 16\)\]"),
         ({"sliding_window_size": 9}, r"one window or none: use `paged`. .* windows \[7, 9\]"),
+        (
+            {"sinks": jax.ShapeDtypeStruct((4,), "float32")},
+            "`sinks` must be None in layers of a FlashInfer backend: use `paged` or `flash_attention`. Got 4 sinks",
+        ),
         ({"chunk_size": 8}, "`chunk_size` must be None in layers of a FlashInfer backend: use `paged`"),
     ],
 )

@@ -44,7 +44,7 @@ from tests.models.harness.goldens import (
 def test_every_announced_architecture_has_a_golden_checkpoint():
     announced = {point.name for point in entry_points(group="jattn.models") if point.module.startswith("jattn_models.")}
     assert {architecture(case) for case in (*LLAMA_CASES, *WRAPPED_CASES, *OTHER_CASES)} == announced
-    assert len(announced) == 27
+    assert len(announced) == 28
 
 
 @pytest.mark.parametrize("case", OTHER_CASES)
@@ -84,7 +84,8 @@ def test_chunked_layers_are_refused_by_a_surface_without_chunks():
         paged_run("llama4", page_size=8, surface="flashinfer")
 
 
-# What the engine sees of the others: windows, chunks, mixtures, biases, groups. For latent rows see test_latent_llm.
+# What the engine sees of the others: windows, chunks, mixtures, biases, groups. For latent rows see test_latent_llm,
+# for sinks test_gpt_oss.
 SERVED = ("gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
 
 
@@ -130,9 +131,9 @@ def test_devices_that_have_the_same_heads_of_keys_give_the_whole_models_logits(c
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2], size=4)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "llama4", "qwen2_moe"])
+@pytest.mark.parametrize("case", ["mixtral", "llama4", "qwen2_moe", "gpt_oss"])
 def test_devices_that_share_experts_whole_give_the_whole_models_logits(case):
-    """The weight is on what an expert is given (llama4); beside an expert that is not shared so (the last two)."""
+    """The weight is on what an expert is given (llama4); beside an expert that is not shared so (the two); biases."""
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2], by_expert=True)
 
 
@@ -170,6 +171,7 @@ SEES_ALL = {"window_left": None, "chunk_size": None}
         ("gemma2", 8, SEES_ALL, {}),
         ("gemma3", 8, SEES_ALL, {}),
         ("llama4", 8, SEES_ALL, {}),
+        ("gpt_oss", 8, SEES_ALL, {}),
         ("granite", 0, {}, {"embedding_scale": 1.0}),
         ("granite", 0, {}, {"residual_scale": 1.0}),
         ("granite", 0, {}, {"logit_scale": 1.0}),
@@ -212,6 +214,7 @@ def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
         ("glm4_moe", {"scaling_factor": 1.0}, {}),
         ("glm4_moe", {"normalised": False}, {}),
         ("glm4_moe", {"scoring": "softmax"}, {}),
+        ("gpt_oss", {"scoring": "softmax", "normalised": False}, {}),
         ("olmoe", {"normalised": False}, {}),
         ("olmoe", {}, {"qkv_clip": None}),
         ("qwen2_moe", {"normalised": True}, {}),
@@ -235,6 +238,7 @@ def test_golden_logits_need_what_the_mixture_says(case, routing, fact):
         ("gemma2", [2], {-1, 7}),
         ("gemma3", [5, 1], {-1, 7}),
         ("glm4_moe", [1, 2], {-1}),
+        ("gpt_oss", [2], {-1, 7}),
         ("llama4", [3, 1], {-1}),
         ("ministral", [2], {-1, 7}),
         ("mistral", [2], {7}),
@@ -260,7 +264,9 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
     assert chunks == ({8, None} if case == "llama4" else {None})
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3", "glm4", "glm4_moe", "llama4", "phi3", "phi3_longrope", "yarn"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v3", "glm4", "glm4_moe", "gpt_oss", "llama4", "phi3", "phi3_longrope", "yarn"]
+)
 def test_rope_frequencies_match_transformers(case):
     with np.load(GOLDEN / case / "golden.npz") as arrays:
         np.testing.assert_allclose(load(case).config.rope.frequencies(), arrays["frequencies"], rtol=1e-6)

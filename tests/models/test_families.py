@@ -10,6 +10,7 @@ from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.glm4 import Glm4Config
 from jattn_models.glm4_moe import Glm4MoeConfig
+from jattn_models.gpt_oss import GptOssConfig
 from jattn_models.granite import GraniteConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
@@ -45,6 +46,7 @@ WINDOW_FIRST = ["sliding_attention", "full_attention", "full_attention", "full_a
         (Gemma3Config, (4, 256, 131072, 1e-6, 1e6, True)),
         (Glm4Config, (2, 128, 131072, 1.5625e-7, 1e4, False)),
         (Glm4MoeConfig, (8, 8, 131072, 1e-5, 1e4, False)),
+        (GptOssConfig, (8, 64, 131072, 1e-5, 1.5e5, False)),
         (GraniteConfig, (32, 8, 2048, 1e-6, 1e4, False)),
         (Llama4Config, (8, 128, 131072, 1e-5, 5e5, False)),
         (LlamaConfig, (32, 8, 2048, 1e-6, 1e4, False)),

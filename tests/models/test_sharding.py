@@ -110,9 +110,9 @@ def test_devices_with_one_head_of_keys_have_it_each():
         np.testing.assert_array_equal(found, np.concatenate(expected, axis=-1))
 
 
-@pytest.mark.parametrize("case", ["mixtral", "llama4", "olmoe"])
+@pytest.mark.parametrize("case", ["mixtral", "llama4", "olmoe", "gpt_oss"])
 def test_experts_may_be_shared_whole(case):
-    """Of a tensor an expert, and of one tensor of all."""
+    """Of a tensor an expert, and of one tensor of all, its outputs alternating too."""
     whole = flat(nnx.state(load(case)))
     for number, state in enumerate(shares(Checkpoint(GOLDEN / case), 2, by_expert=True)[1]):
         kernels = {path: leaf for path, leaf in flat(state).items() if leaf.ndim == 4}

@@ -8,6 +8,7 @@ from jattn_models.gemma2 import Gemma2Config
 from jattn_models.gemma3 import Gemma3Config
 from jattn_models.glm4 import Glm4Config
 from jattn_models.glm4_moe import Glm4MoeConfig
+from jattn_models.gpt_oss import GptOssConfig
 from jattn_models.granite import GraniteConfig
 from jattn_models.llama4 import Llama4Config
 from jattn_models.llama_config import LlamaConfig
@@ -99,6 +100,7 @@ READ = {
     },
     Glm4Config: {"attention_bias", "partial_rotary_factor"},
     Glm4MoeConfig: {"partial_rotary_factor", "attention_bias", "routed_scaling_factor", "n_group", "topk_group"},
+    GptOssConfig: {"attention_bias", "sliding_window"},
     GraniteConfig: {
         "attention_bias",
         "attention_multiplier",

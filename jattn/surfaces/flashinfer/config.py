@@ -205,7 +205,7 @@ def _shape(name: str, value: Any, axes: int) -> tuple[int, ...]:
 
 
 def refuse_unserved(layer: AttentionLayer) -> None:
-    """Refuses a layer that attends within chunks, or reads latent rows.
+    """Refuses a layer that attends within chunks, reads latent rows, or has sinks.
 
     Raises:
         NotImplementedError: It does.
@@ -219,4 +219,9 @@ def refuse_unserved(layer: AttentionLayer) -> None:
         raise NotImplementedError(
             "`kv` must be 'heads' in layers of a FlashInfer backend: use `paged` or `flash_attention`. "
             f"Got layer.kv={layer.kv!r}."
+        )
+    if layer.sinks is not None:
+        raise NotImplementedError(
+            "`sinks` must be None in layers of a FlashInfer backend: use `paged` or `flash_attention`. "
+            f"Got {layer.sinks.shape[0]} sinks."
         )

@@ -340,4 +340,18 @@ CASES = {
         },
     ),
     "starcoder2": ("Starcoder2", {**SMALL, **WINDOW}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **SMALL,
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.0,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
 }

@@ -120,7 +120,11 @@ class DenseBackend:
         logits = layer.scaling * jnp.einsum("tnh,snh->nts", q, k, precision="highest")
         if layer.logit_cap:
             logits = layer.logit_cap * jnp.tanh(logits / layer.logit_cap)
-        weights = jax.nn.softmax(jnp.where(seen[None], logits, -jnp.inf), axis=-1)
+        logits = jnp.where(seen[None], logits, -jnp.inf)
+        if layer.sinks is not None:
+            logits = jnp.pad(logits, ((0, 0), (0, 0), (0, 1)))
+            logits = logits.at[..., -1].set(layer.sinks[:, None].astype(jnp.float32))
+        weights = jax.nn.softmax(logits, axis=-1)[..., : len(q)]
         out = jnp.einsum("nts,snh->tnh", weights, v, precision="highest")
         return out.astype(dtype), pool
 
