@@ -1,5 +1,6 @@
 """Checkpoints that are quantised to fp8 while they load: the same as stored so, and near what they were."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -16,6 +17,7 @@ from jattn.serving.engine import Engine
 from jattn.serving.executor import executor
 from jattn.serving.request import SamplingParams
 from jattn_kernels import quantize_rows
+from jattn_models.bundled import checkpoint_path
 from tests.jattn.harness.tiny import one_variant, run
 from tests.models.harness.goldens import GOLDEN, DenseBackend, load, prompts, sequence, shares
 from tests.models.harness.in_fp8 import TRANSFORMERS, copies, is_projection
@@ -68,7 +70,7 @@ def logits(graph, state, tokens):
     return model.compute_logits(hidden)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(tmp_path, monkeypatch, size):
     tokens, found = prompts("gqa")[2], []
     for number, checkpoint in enumerate(copies(GOLDEN / "gqa", tmp_path)):
@@ -121,6 +123,25 @@ def test_each_device_has_the_scales_of_its_outputs(tmp_path):
         np.testing.assert_array_equal(of_own["mlp"]["gate_up_proj"]["scales"][...], gate_up["scales"][...])
         largest = np.abs(of_own["mlp"]["down_proj"]["kernel"][...].astype(np.float32)).max(axis=-1)
         assert np.all(largest == 448)
+
+
+def test_model_is_never_held_twice(monkeypatch):
+    """Of what is not rounded yet there is no more than a tensor, as it is stored and as it is computed with."""
+    checkpoint, held = Checkpoint(checkpoint_path()).quantized("fp8"), []
+
+    def count():
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+
+    count()
+    model = load_model(checkpoint.watched(count), dtype=jnp.bfloat16)
+    largest = max(np.prod(checkpoint.shape(name)) for name in checkpoint.tensor_names) * 4
+    total = sum(leaf.nbytes for leaf in leaves(model).values())
+    assert max(held) - held[0] <= total + 2 * largest < 2.5 * total
+
+
+def test_engine_of_a_model_that_was_not_quantised_refuses_to_say_so():
+    with pytest.raises(ValueError, match=r"`quantization` must be None for a model .* Got 'fp8'"):
+        Engine(load("gqa", jnp.bfloat16), dataclasses.replace(CONFIG, quantization="fp8"))
 
 
 def test_a_model_cut_down_to_draft_is_quantised_too():

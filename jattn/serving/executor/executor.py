@@ -78,7 +78,7 @@ class Executor:
             made, jax.jit(functools.partial(empty_state, config, model.vocab_size)), config.parallel, shares=False
         )
         graph, self.weights = nnx.split(served)
-        _check_shared(self.weights, config)
+        _check_loaded(self.weights, config)
         self.pool, self.state = self._make_pool(), self._make_state()
         parts = (graph, backend, min(config.max_logprobs, model.vocab_size), config.parallel)
         steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
@@ -242,13 +242,18 @@ def _compiled(plans: dict[Any, StepPlan], config: ResolvedConfig) -> tuple[Any, 
     return steps, {key: plan.without_arrays() for key, plan in plans.items() if key not in steps}
 
 
-def _check_shared(weights: Any, config: ResolvedConfig) -> None:
-    """Says so if a model is not shared by as many devices as it is to be served by."""
+def _check_loaded(weights: Any, config: ResolvedConfig) -> None:
+    """Says so if a model is not shared by as many devices as it is to be served by, or not quantised as it is to be."""
     counts = {leaf.sharding.num_devices for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
     if counts - {config.tensor_parallel}:
         raise ValueError(
             "`tensor_parallel` must be the number of devices that `jattn.model.load_model` shared the model among, "
             f"{max(counts)}. Got {config.tensor_parallel}."
+        )
+    if config.quantization is not None and not any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(weights)):
+        raise ValueError(
+            "`quantization` must be None for a model that `jattn.model.load_model` was given a checkpoint without it "
+            f"for. Got {config.quantization!r}."
         )
 
 
