@@ -23,7 +23,7 @@ def hold_in_fp8(model: nnx.Module, sources: Mapping[Path, Source], stored: Store
     """
     asked = stored.checkpoint.quantization
     check_asked(stored.quantization, asked)
-    if stored.quantization is not None:
+    if stored.scales_beside:
         for path, linear in _linears(model):
             if all(map(stored.is_in_fp8, sources[*path, "kernel"].names())):
                 linear.hold_in_fp8()

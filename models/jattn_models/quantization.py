@@ -28,7 +28,12 @@ class ChannelScales:
     not_done: tuple[str, ...] = ()
 
 
-Quantization = BlockScales | ChannelScales
+@dataclasses.dataclass(frozen=True)
+class Mxfp4:
+    """Weights of experts in fp4 (e2m1) with a power of two for each 32 inputs; see `jattn_models.mxfp4`."""
+
+
+Quantization = BlockScales | ChannelScales | Mxfp4
 
 
 def check_asked(announced: Quantization | None, asked: str | None) -> None:
@@ -61,8 +66,8 @@ def refuse_announced(got: str) -> NoReturn:
     """
     raise NotImplementedError(
         "`quantization_config` must be absent, or announce weights in fp8 (e4m3) with a scale for each tensor, output "
-        "channel or block, by quant_method fp8, fbgemm_fp8, compressed-tensors or modelopt: load unquantised weights, "
-        f"or such ones. Got {got}."
+        "channel or block, by quant_method fp8, fbgemm_fp8, compressed-tensors or modelopt, or experts by mxfp4: load "
+        f"unquantised weights, or such ones. Got {got}."
     )
 
 

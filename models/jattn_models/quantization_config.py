@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn_models.compressed_tensors import read_groups
-from jattn_models.quantization import ChannelScales, Quantization, block_scales, check_fields, refuse_announced
+from jattn_models.quantization import ChannelScales, Mxfp4, Quantization, block_scales, check_fields, refuse_announced
 
 _LISTS = ("modules_to_convert", "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 
@@ -19,7 +19,7 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
         fields: Without nulls.
 
     Raises:
-        NotImplementedError: It announces something else than fp8.
+        NotImplementedError: It announces something else than fp8, or mxfp4 of experts.
     """
     announced = fields.get("quantization_config")
     if not announced:
@@ -59,9 +59,15 @@ def _of_modelopt(given: Mapping[str, Any]) -> Quantization:
     return ChannelScales((*algorithms[given["quant_algo"]], *keys))
 
 
+def _of_gpt_oss(given: Mapping[str, Any]) -> Quantization:
+    check_fields(given, {"dequantize": None})
+    return Mxfp4()
+
+
 _READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": _of_transformers,
     "fbgemm_fp8": _of_fbgemm,
     "modelopt": _of_modelopt,
     "compressed-tensors": read_groups,
+    "mxfp4": _of_gpt_oss,
 }

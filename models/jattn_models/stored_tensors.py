@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 
 from jattn.checkpoint import Checkpoint
 from jattn.matmul import QuantizedKernel, quantize_kernel
-from jattn_models.quantization import BlockScales, ChannelScales, Quantization
+from jattn_models.mxfp4 import packed_names, read_packed
+from jattn_models.quantization import BlockScales, ChannelScales, Mxfp4, Quantization
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _FP8 = "float8_e4m3fn"
@@ -25,10 +26,10 @@ _STATIC = re.compile(r".*\.(input_scale|activation_scale|[qkv]_scale|output_scal
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensors:
-    """A checkpoint's tensors; those in fp8 come out with their scales applied, or beside them.
+    """A checkpoint's tensors; those in few bits come out with their scales applied, or beside them.
 
     Attributes:
-        quantization: How tensors in fp8 are scaled; None if none is in fp8.
+        quantization: How tensors in few bits are stored; None if none is.
     """
 
     checkpoint: Checkpoint
@@ -46,10 +47,12 @@ class StoredTensors:
         """
         left = dict.fromkeys(self.checkpoint.tensor_names)
         for name in read:
-            if name not in self._names:
-                self.checkpoint.read(name)  # raises: it is missing
-            left.pop(name, None)
-            if self.quantization is not None:
+            names = packed_names(name) if self._is_packed(name) else (name,)
+            for each in names:
+                if each not in self._names:
+                    self.checkpoint.read(each)  # raises: it is missing
+                left.pop(each, None)
+            if self.scales_beside:
                 left.pop(self._scales_name(name), None)
         others = [name for name in left if not name.startswith(unread) and not self._may_be_left(name)]
         if others:
@@ -61,7 +64,7 @@ class StoredTensors:
     def read(
         self, name: str, shape: tuple[int, ...], piece: tuple[slice, ...] | None, *, dtype: Any
     ) -> np.ndarray | Array:
-        """A tensor, or a piece of one: in the dtype that it is stored in, or in `dtype` if that is fp8.
+        """A tensor, or a piece of one: in the dtype that it is stored in, or in `dtype` if that is of few bits.
 
         Args:
             shape: Of the whole tensor.
@@ -70,6 +73,8 @@ class StoredTensors:
         Raises:
             ValueError: It is missing, or has another shape or dtype, or its scales do.
         """
+        if self._is_packed(name):
+            return read_packed(self.checkpoint, name, shape, piece, dtype=dtype)
         tensor = self.checkpoint.read(name, shape, piece)
         if not self._is_scaled(name, tensor):
             _check_dtype(name, tensor, _DTYPES)
@@ -101,10 +106,18 @@ class StoredTensors:
         """Whether a tensor is stored in fp8 with a scale for each output, or one for all of it."""
         return isinstance(self.quantization, ChannelScales) and self.checkpoint.is_fp8(name)
 
+    def _is_packed(self, name: str) -> bool:
+        """Whether a tensor is in mxfp4: there is none of its name, but those of its bytes."""
+        stored = isinstance(self.quantization, Mxfp4) and name not in self._names
+        return stored and packed_names(name)[0] in self._names
+
     def _is_scaled(self, name: str, tensor: np.ndarray) -> bool:
-        if self.quantization is None:
-            return False
-        return tensor.dtype.name == _FP8 or self._scales_name(name) in self._names
+        return self.scales_beside and (tensor.dtype.name == _FP8 or self._scales_name(name) in self._names)
+
+    @property
+    def scales_beside(self) -> bool:
+        """Whether tensors in fp8 may have scales beside them."""
+        return isinstance(self.quantization, BlockScales | ChannelScales)
 
     def _scales_name(self, name: str) -> str:
         """Of the tensor of another's scales; the first that they might have, if there is none."""

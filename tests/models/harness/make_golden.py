@@ -7,7 +7,9 @@ cases if not all are wanted.
 import pathlib
 import shutil
 import sys
+import tempfile
 
+import in_mxfp4
 import numpy as np
 import torch
 import transformers
@@ -73,6 +75,18 @@ def greedy(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return tokens[0, -GREEDY_STEPS:]
 
 
+def logits_in_mxfp4(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
+    """Those of the same model with its experts in mxfp4, dequantised by transformers."""
+    with tempfile.TemporaryDirectory() as into:
+        packed, _ = in_mxfp4.copies(folder, pathlib.Path(into))
+        quantization = transformers.Mxfp4Config(dequantize=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            packed, dtype=torch.float32, quantization_config=quantization, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+
+
 def main() -> None:
     for seed, (name, (family, changes)) in enumerate(CASES.items()):
         if sys.argv[1:] and name not in sys.argv[1:]:
@@ -96,7 +110,10 @@ def main() -> None:
             model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         else:
             model.save_pretrained(folder, max_shard_size="70KB" if name == "sharded" else "1GB")
-        np.savez(folder / "golden.npz", **golden(model, twin))
+        arrays = golden(model, twin)
+        if name == "gpt_oss":
+            arrays["mxfp4_logits"] = logits_in_mxfp4(folder, arrays[f"tokens_{len(PROMPT_LENS) - 1}"])
+        np.savez(folder / "golden.npz", **arrays)
 
 
 if __name__ == "__main__":
