@@ -153,3 +153,16 @@ def test_langchain_calls_in_all_its_ways(http_server, tmp_path):
     asked = {"prompt": "import os\n", "temperature": 0, "max_tokens": 12}
     assert found["completed"] == http_server.post("/v1/completions", asked)["choices"][0]["text"]
     assert "".join(found["completed_streamed"]) == found["completed"]
+    for way in ("tool_called", "tool_streamed", "any_tool_called"):
+        (call,) = found[way]
+        assert call["name"] == "Weather", way
+        assert_is_weather(call["args"])
+    for method in ("json_schema", "function_calling"):
+        assert_is_weather(found["structured"][method])
+
+
+def assert_is_weather(found):
+    """An object of the harness's `Weather`."""
+    assert found.keys() == {"city", "days"}
+    assert found["city"] in ("Oslo", "Rome")
+    assert found["days"] in (1, 7)

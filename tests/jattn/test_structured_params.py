@@ -92,6 +92,8 @@ def written(made, wanted):
     ("asked", "wanted", "taken"),
     [
         ({"json": SCHEMA}, '{ "é" :\n5}', '{ "é" :\n5}'),
+        ({"json": SCHEMA}, '{\n  "é": 5\n}', '{\n  "é": 5\n}'),
+        ({"json": SCHEMA}, '{\n\n"é": 5}', "{\n"),
         ({"json": SCHEMA, "disable_any_whitespace": True}, '{ "é":5}', "{"),
         ({"json": SCHEMA, "whitespace_pattern": " "}, '{ "é" : 5 }', '{ "é" : 5 }'),
         ({"json_object": True}, '{"a": [1, null]}', '{"a": [1, null]}'),

@@ -77,6 +77,8 @@ KNOWN = {
     "mistral_long": ("mistral", "[TOOL_CALLS]" + "f" * 300, [Content("[TOOL_CALLS]" + "f" * 300)]),
     "array": ("array", f"[{F} ,{G}]", CALLS),
     "array_cut": ("array", f"[{F}, ", CALLS[:2]),
+    "array_cut_in_a_call": ("array", f'[{F}, {{"name": "', CALLS[:2]),
+    "array_cut_in_the_first": ("array", '[{"name": "', [Content('[{"name": "')]),
     "array_none": ("array", " [ ", [Content(" [ ")]),
     "array_text": ("array", "no", [Content("no")]),
     "named": ("named", '{"a": 1', call("f", '{"a": 1')),

@@ -140,6 +140,11 @@ class ToolParser:
 class ArrayParser(ToolParser):
     """Calls as a JSON array, which is the whole text: what a grammar makes of `tool_choice` "required"."""
 
+    def finish(self) -> list[Event]:
+        if self._num_calls:  # a further call that was cut off before its name is nothing that anybody said
+            self._scanner = None
+        return super().finish()
+
     def _outside(self, text: str) -> str:
         return self._in_array(text)
 

@@ -10,6 +10,8 @@ from jattn.serving.structured.grammar import Grammar
 from jattn.serving.structured.params import StructuredOutputsParams
 
 _KEPT = 64  # grammars
+# Between the tokens of JSON: as much as who indents wants, and no more, as small models write it to the end of time.
+_WHITESPACE = r"( |\n[ \t]{0,20})?"
 _LONGEST_REASON = 400  # characters: some repeat all of an expression
 
 
@@ -96,9 +98,10 @@ def _source(package: Any, params: StructuredOutputsParams) -> str:
     if params.choice is not None:
         choices = (json.dumps(choice, ensure_ascii=False) for choice in params.choice)
         return package.grammar_from("lark", f"start: {' | '.join(choices)}")
-    options = {"whitespace_flexible": not params.disable_any_whitespace}
-    if params.whitespace_pattern is not None:
-        options = {"whitespace_pattern": params.whitespace_pattern}
+    if params.disable_any_whitespace:
+        options: dict[str, Any] = {"whitespace_flexible": False}
+    else:
+        options = {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
     schema = json.dumps({"type": "object"}) if params.json is None else params.json
     return package.LLMatcher.grammar_from_json_schema(schema, overrides=options)
 

@@ -21,7 +21,8 @@ class StructuredOutputsParams:
         grammar: A context-free grammar, in llguidance's dialect of Lark, or in GBNF.
         json_object: True for any JSON object.
         disable_any_whitespace: Whether JSON comes without whitespace.
-        whitespace_pattern: A regular expression of the whitespace that JSON may have.
+        whitespace_pattern: A regular expression of the whitespace that JSON may have between its tokens; by default a
+            space, or the end of a line and an indentation.
         disable_fallback: Of vLLM; nothing here falls back.
         disable_additional_properties, structural_tag: Of vLLM; here they can only be left as they are.
 
