@@ -131,8 +131,22 @@ def crowd(name, sampling):
     return served(engine_of(name), prompts, params)
 
 
-@pytest.mark.parametrize("sampling", ["greedy", pytest.param("sampled", marks=pytest.mark.slow), "filtered"])
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    [
+        ("ngram", "filtered"),
+        ("draft_model", "greedy"),
+        *(
+            pytest.param(*facts, marks=pytest.mark.slow)
+            for facts in [
+                ("ngram", "greedy"),
+                ("draft_model", "filtered"),
+                ("ngram", "sampled"),
+                ("draft_model", "sampled"),
+            ]
+        ),
+    ],
+)
 def test_crowd_with_preemption_has_the_text_of_plain_decode(drafter, sampling):
     found = crowd(drafter, sampling)
     assert list(map(outcome, found)) == list(map(outcome, crowd("plain", sampling)))
@@ -251,7 +265,7 @@ def test_counts_of_prompt_lookup_are_those_of_a_hand_count(max_tokens):
         assert request.drafts == counted(prompt, request.generated, prompt_lookup)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_counts_of_a_draft_model_are_those_of_a_pass_over_the_whole_text(temperature):
     """So its keys are right, whatever was accepted or rejected before, and it draws with the served model's noise."""
     params = dataclasses.replace(GREEDY, max_tokens=80, temperature=temperature, seed=5)
@@ -295,10 +309,11 @@ def texts(prompts, drafter, dtype=jnp.float32, **fields):
     return [request.generated for request in requests]
 
 
-# Engines of their own, which take seconds to compile: one drafter each, and the other one in the slow tests.
+# Engines of their own, which take seconds to compile.
 
 
-@pytest.mark.parametrize("drafter", [NGRAM, pytest.param(DRAFT, marks=pytest.mark.slow)], ids=["ngram", "draft_model"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [NGRAM, DRAFT], ids=["ngram", "draft_model"])
 def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(drafter):
     """As good: nearer to the best than twice the error of a bfloat16 logit, measured against float32."""
     prompts = mixed_prompts()
@@ -313,7 +328,8 @@ def test_bfloat16_text_differs_only_where_two_tokens_are_as_good(drafter):
             assert np.max(rounded[-1]) - np.min(both) < 2 * np.max(np.abs(rounded - exact))
 
 
-@pytest.mark.parametrize("drafter", [DRAFT, pytest.param(NGRAM, marks=pytest.mark.slow)], ids=["draft_model", "ngram"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [DRAFT, NGRAM], ids=["draft_model", "ngram"])
 def test_text_over_fp8_pages_is_that_of_plain_decode_over_them(drafter):
     """Whoever writes a token's key, a verification or a decode, rounds it the same."""
     prompts, fields = list(map(encode, TEXTS)), {"kv_cache_dtype": "fp8_e4m3", "num_pages": 24}

@@ -152,7 +152,7 @@ def test_events_do_not_depend_on_the_pieces(kind, cut):
         assert "".join(event.text for event in whole) == text
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     calls=st.lists(
         st.tuples(

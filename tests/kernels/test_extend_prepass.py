@@ -30,7 +30,7 @@ def interpreter():
 
 
 PAGED = [case for case in (*INTERPRETED, *SLOW) if case.operation == "paged_extend"]
-AT_ONCE = ("dim_128", "fp8", "hnd_layers", "rope_fp8_positions")
+AT_ONCE = ("fp8", "hnd_layers")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,10 @@ AT_ONCE = ("dim_128", "fp8", "hnd_layers", "rope_fp8_positions")
     [
         *(case if case.name in AT_ONCE else pytest.param(case, marks=pytest.mark.slow) for case in PAGED),
         derived("rope_combined_layers", of="rope", **LAYERS, combined_pool="kv_first", page_size=256, **LONG),
-        derived("empty_hnd", page_layout="HND", q_lens=(3, 0, 5), kv_lens=(9, 140, 0), **ONE),
+        pytest.param(
+            derived("empty_hnd", page_layout="HND", q_lens=(3, 0, 5), kv_lens=(9, 140, 0), **ONE),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda case: case.name,
 )
@@ -60,8 +63,8 @@ def lower_with_keys_made_ready(monkeypatch, q_dtype, kv_dtype, head_dim, value_d
     "facts",
     [
         ("bfloat16", "bfloat16", 128, 128, 16, "NHD", 1e4),
-        ("bfloat16", "bfloat16", 80, 96, 16, "NHD", None),
-        ("float16", "float16", 192, 128, 256, "HND", 1e4),
+        pytest.param(("bfloat16", "bfloat16", 80, 96, 16, "NHD", None), marks=pytest.mark.slow),
+        pytest.param(("float16", "float16", 192, 128, 256, "HND", 1e4), marks=pytest.mark.slow),
         ("float16", "float8_e5m2", 128, 64, 8, "NHD", None),
     ],
     ids=str,

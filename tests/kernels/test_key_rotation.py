@@ -32,7 +32,8 @@ def pages_and_lens():
 
 
 # float16 is the one that the largest keys would overflow.
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_decode_rotates_the_largest_keys_of_e5m2(interpreter, dtype):
     *args, k_scale = pages_and_lens()
     q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, 2, SPEC.head_dim)), dtype)
@@ -46,8 +47,10 @@ def test_decode_rotates_the_largest_keys_of_e5m2(interpreter, dtype):
     ("ahead", "dtype"),
     [
         (False, "float16"),
-        (True, "bfloat16"),
-        *(pytest.param(*facts, marks=pytest.mark.slow) for facts in [(False, "bfloat16"), (True, "float16")]),
+        *(
+            pytest.param(*facts, marks=pytest.mark.slow)
+            for facts in [(True, "bfloat16"), (False, "bfloat16"), (True, "float16")]
+        ),
     ],
 )
 def test_extend_rotates_the_largest_keys_of_e5m2(interpreter, monkeypatch, ahead, dtype):

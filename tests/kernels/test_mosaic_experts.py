@@ -33,15 +33,15 @@ def mixed(inputs):
 
 
 INTERPRETED = [
-    ExpertCase(name="one_token", tokens=1, layers=2),
     ExpertCase(name="strays", tokens=9, choice="strays", dtype="float16"),
     ExpertCase(name="biases_clamped", tokens=5, per_token=3, biases=True, clamped=True, hidden=64, units=128),
     ExpertCase(name="weighs_inputs", tokens=9, weighs_inputs=True, choice="strays", units=192),
-    ExpertCase(name="twice", tokens=5, choice="twice", biases=True),
     ExpertCase(name="two_tiles", tokens=70, per_token=1, choice="same"),
-    ExpertCase(name="order_by_xla", tokens=9, experts=6),
 ]
 SLOW = [
+    ExpertCase(name="one_token", tokens=1, layers=2),
+    ExpertCase(name="twice", tokens=5, choice="twice", biases=True),
+    ExpertCase(name="order_by_xla", tokens=9, experts=6),
     *(ExpertCase(name=f"tokens_{tokens}", tokens=tokens) for tokens in (5, 9, 70)),
     ExpertCase(name="experts_16", tokens=70, experts=16, per_token=3, choice="strays", biases=True),
     ExpertCase(name="groups_by_xla", tokens=300, per_token=1, hidden=64),
@@ -114,7 +114,7 @@ LOWERED = [
     for experts in (8, 128, 256)
     for facts in (("bfloat16", False), ("float16", True))
 ]
-QUICKLY = [(1, 128, "bfloat16", False), (64, 8, "float16", True), (2048, 128, "bfloat16", False)]
+QUICKLY = [(1, 128, "bfloat16", False), (2048, 128, "bfloat16", False)]
 
 
 @pytest.mark.parametrize("routed", [False, True], ids=["given", "routed"])

@@ -114,7 +114,7 @@ SEVERAL_TOKENS |= {
         ("verify", "not_causal_split_rows", {"q_lens": (20,) * 4, "causal": False, "heads": (8, 1)}),
     ]
 }
-OFTEN = ("verify_tree", "verify_kv_start_and_chunk_and_everything_hnd")
+OFTEN = ("verify_tree",)
 
 
 @pytest.mark.parametrize(

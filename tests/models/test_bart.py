@@ -57,7 +57,9 @@ def slots(table, spans):
 OPTIONS = BackendOptions(max_context_len=MAX_CONTEXT, page_size=PAGE_SIZE, max_num_seqs=ROWS, dtype="float32")
 
 
-@pytest.mark.parametrize("surface", ["flash_attention", "flashinfer", "vllm_v0"])
+@pytest.mark.parametrize(
+    "surface", ["flash_attention", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flashinfer", "vllm_v0"))]
+)
 def test_paged_logits_match_transformers(surface):
     """Prompts with their encoders in one ragged pass, then a token at a time."""
     model = BartForConditionalGeneration.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)

@@ -142,6 +142,7 @@ def test_bundled_card_states_the_evaluation(evaluation):
     assert evaluation["held_out"]["nats_per_token"] < evaluation["baselines"]["bigram"]["nats_per_token"] - 1
 
 
+@pytest.mark.slow
 def test_train_checkpoint_smoke_writes_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--smoke", "--out", str(tmp_path)])

@@ -47,7 +47,16 @@ def test_every_announced_architecture_has_a_golden_checkpoint():
     assert len(announced) == 28
 
 
-@pytest.mark.parametrize("case", OTHER_CASES)
+# Of a kind with another case, or served below; they are in the slow tests.
+ALIKE = ("glm4_moe", "ministral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3", "starcoder2")
+
+
+def often(cases, chosen):
+    """All of them, those that are not chosen in the slow tests alone."""
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", often(OTHER_CASES, set(OTHER_CASES) - set(ALIKE)))
 def test_paged_logits_match_transformers(case):
     # Compiled in haste, phi3_longrope is off by nine tenths of the tolerance, the others by less than half of it.
     with compiled_with_care() if case == "phi3_longrope" else contextlib.nullcontext():
@@ -55,7 +64,7 @@ def test_paged_logits_match_transformers(case):
 
 
 # Norms before or on both sides of attention; a factor on additions; heads that are normed; routers.
-@pytest.mark.parametrize("case", ["gqa", "gemma3", "granite", "qwen3_moe"])
+@pytest.mark.parametrize("case", often(["gqa", "gemma3", "granite", "qwen3_moe"], ("qwen3_moe",)))
 def test_what_products_leave_to_be_added_up_is(case, monkeypatch):
     def in_splits(*operands, **options):
         seen.append(operands[1].shape)
@@ -73,7 +82,11 @@ def test_what_products_leave_to_be_added_up_is(case, monkeypatch):
 # Windows in some layers, and chunks.
 @pytest.mark.parametrize(
     ("case", "surface", "page_size"),
-    [("gemma3", "flashinfer", 8), ("gemma3", "vllm_v1", 16), ("llama4", "vllm_v1", 8)],
+    [
+        ("gemma3", "flashinfer", 8),
+        pytest.param("gemma3", "vllm_v1", 16, marks=pytest.mark.slow),
+        ("llama4", "vllm_v1", 8),
+    ],
 )
 def test_paged_logits_through_another_surface_match_transformers(case, surface, page_size):
     assert_run_is_golden(case, page_size=page_size, surface=surface)
@@ -84,20 +97,12 @@ def test_chunked_layers_are_refused_by_a_surface_without_chunks():
         paged_run("llama4", page_size=8, surface="flashinfer")
 
 
-# What the engine sees of the others: windows, chunks, mixtures, biases, groups. For latent rows see test_latent_llm,
-# for sinks test_gpt_oss.
-SERVED = ("gemma3", "glm4_moe", "llama4", "qwen2", "qwen3_moe")
+# What the engine sees of the others: windows, chunks, mixtures, biases. For latent rows see test_latent_llm, for sinks
+# test_gpt_oss.
+SERVED = ("gemma3", "llama4", "qwen2_moe")
 
 
-# phi3_longrope is the same class as phi3.
-@pytest.mark.parametrize(
-    "case",
-    [
-        case if case in SERVED else pytest.param(case, marks=pytest.mark.slow)
-        for case in (*OTHER_CASES, *WRAPPED_CASES)
-        if case != "phi3_longrope"
-    ],
-)
+@pytest.mark.parametrize("case", often([*OTHER_CASES, *WRAPPED_CASES], SERVED))
 def test_served_greedy_tokens_match_transformers(case):
     """And again when the prompts' keys are in the pool."""
     config = EngineConfig(
@@ -120,31 +125,29 @@ def test_served_greedy_tokens_match_transformers(case):
     assert any(request.num_cached_tokens for request in requests)
 
 
-@pytest.mark.parametrize("case", OTHER_CASES)
+# What is split by a rule of its own: latents, fused projections, norms of all heads, experts beside a shared one.
+@pytest.mark.parametrize("case", often(OTHER_CASES, ("deepseek_v2", "llama4", "olmo2", "phi3", "qwen2_moe")))
 def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
 
 
-@pytest.mark.parametrize("case", ["olmoe", "phi3", "glm4"])
+@pytest.mark.parametrize("case", often(["olmoe", "phi3", "glm4"], ("olmoe", "glm4")))
 def test_devices_that_have_the_same_heads_of_keys_give_the_whole_models_logits(case):
     """The norm of all keys together (olmoe), one tensor of all three (phi3), biases and heads reordered (glm4)."""
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2], size=4)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "llama4", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("case", often(["mixtral", "llama4", "qwen2_moe", "gpt_oss"], ("llama4", "gpt_oss")))
 def test_devices_that_share_experts_whole_give_the_whole_models_logits(case):
     """The weight is on what an expert is given (llama4); beside an expert that is not shared so (the two); biases."""
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2], by_expert=True)
 
 
 # What a second chunk of a prompt can get wrong is what its tokens see: a mixture has a token at a time.
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("deepseek_v2", "llama4", "mistral", "qwen2_moe"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("glm4_moe", "mixtral", "qwen3_moe")),
-    ],
-)
+IN_CHUNKS = ("deepseek_v2", "glm4_moe", "llama4", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("case", often(IN_CHUNKS, ("deepseek_v2", "llama4")))
 def test_prefill_in_two_chunks_matches_transformers(case):
     run = paged_run(case, page_size=8)
     first = run.extend([row[: len(row) // 2] for row in prompts(case)])
@@ -168,22 +171,22 @@ SEES_ALL = {"window_left": None, "chunk_size": None}
     ("case", "indifferent", "kind", "fact"),
     [
         ("gemma2", 1, {}, {"attention_cap": None}),
-        ("gemma2", 8, SEES_ALL, {}),
+        pytest.param("gemma2", 8, SEES_ALL, {}, marks=pytest.mark.slow),
         ("gemma3", 8, SEES_ALL, {}),
         ("llama4", 8, SEES_ALL, {}),
         ("gpt_oss", 8, SEES_ALL, {}),
-        ("granite", 0, {}, {"embedding_scale": 1.0}),
-        ("granite", 0, {}, {"residual_scale": 1.0}),
-        ("granite", 0, {}, {"logit_scale": 1.0}),
+        pytest.param("granite", 0, {}, {"embedding_scale": 1.0}, marks=pytest.mark.slow),
+        pytest.param("granite", 0, {}, {"residual_scale": 1.0}, marks=pytest.mark.slow),
+        pytest.param("granite", 0, {}, {"logit_scale": 1.0}, marks=pytest.mark.slow),
         ("granite", 1, {}, {"attention_scale": None}),
         ("ministral3", 8, {}, {"temperature": None}),
-        ("mistral", 8, SEES_ALL, {}),
+        pytest.param("mistral", 8, SEES_ALL, {}, marks=pytest.mark.slow),
         ("olmo3", 1, {"rope": "global"}, {}),
-        ("phi3", 8, SEES_ALL, {}),
-        ("smollm3", 1, {"rope": "global"}, {}),
+        pytest.param("phi3", 8, SEES_ALL, {}, marks=pytest.mark.slow),
+        pytest.param("smollm3", 1, {"rope": "global"}, {}, marks=pytest.mark.slow),
         ("gemma3", 1, {"rope": "global"}, {}),
-        ("gemma3", 0, {}, {"logit_cap": None}),
-        ("llama4", 1, {"rope": "global"}, {"temperature": None}),
+        pytest.param("gemma3", 0, {}, {"logit_cap": None}, marks=pytest.mark.slow),
+        pytest.param("llama4", 1, {"rope": "global"}, {"temperature": None}, marks=pytest.mark.slow),
         ("llama4", 7, {}, {"temperature": None}),
     ],
 )
@@ -206,19 +209,19 @@ def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
 @pytest.mark.parametrize(
     ("case", "routing", "fact"),
     [
-        ("deepseek_v2", {"group_score": "two_best"}, {}),
+        pytest.param("deepseek_v2", {"group_score": "two_best"}, {}, marks=pytest.mark.slow),
         ("deepseek_v2", {"num_groups": 1, "groups_per_token": 1}, {}),
         ("deepseek_v3", {}, {"attention_scale": 20**-0.5}),
-        ("glm4_moe", {"group_score": "best"}, {}),
-        ("glm4_moe", {"groups_per_token": 4}, {}),
-        ("glm4_moe", {"scaling_factor": 1.0}, {}),
-        ("glm4_moe", {"normalised": False}, {}),
+        pytest.param("glm4_moe", {"group_score": "best"}, {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {"groups_per_token": 4}, {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {"scaling_factor": 1.0}, {}, marks=pytest.mark.slow),
+        pytest.param("glm4_moe", {"normalised": False}, {}, marks=pytest.mark.slow),
         ("glm4_moe", {"scoring": "softmax"}, {}),
         ("gpt_oss", {"scoring": "softmax", "normalised": False}, {}),
-        ("olmoe", {"normalised": False}, {}),
+        pytest.param("olmoe", {"normalised": False}, {}, marks=pytest.mark.slow),
         ("olmoe", {}, {"qkv_clip": None}),
-        ("qwen2_moe", {"normalised": True}, {}),
-        ("qwen2_moe", {"scoring": "sigmoid"}, {}),
+        pytest.param("qwen2_moe", {"normalised": True}, {}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", {"scoring": "sigmoid"}, {}, marks=pytest.mark.slow),
     ],
 )
 def test_golden_logits_need_what_the_mixture_says(case, routing, fact):

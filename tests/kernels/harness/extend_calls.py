@@ -48,13 +48,31 @@ ONE = {"heads": (1, 1)}
 LAYERS = {"num_layers": 2, "layer_index": 1}
 LONG = {"heads": (2, 1), "q_lens": (40, 3), "kv_lens": (300, 20)}  # more tiles of keys than one
 FP8_QUERIES = {"of": "fp8_queries", "dtype": "float8_e4m3fn"}
-# Each feature, width and loop of the kernel in one case at least, several to a case; by themselves they are in SLOW.
+# Each loop of the kernel in one case at least, several features to a case; the others are in SLOW.
 INTERPRETED = [
     derived("plain"),
-    derived("padding", of="padding", custom_mask=False, q_positions=False, heads=(2, 1)),
     derived("long_query_more_tiles_than_stages", q_lens=(131, 1), kv_lens=(150, 700), **ONE),
     derived("hnd_layers", heads=(2, 2), page_layout="HND", num_layers=3, layer_index=1, page_size=64),
     derived("dim_128", head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), page_size=16),
+    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40), q_start=(270, 44)),
+    derived(
+        "mask_window_q_positions",
+        of="padding",
+        heads=(2, 1),
+        window_left=130,
+        kv_lens=(150, 1, 0, 70),
+        q_lens=(9, 1, 3, 20),
+    ),
+    derived(
+        "ragged_invariant", among=RAGGED, of="padding", batch_invariant=True, heads=(2, 1), num_layers=2, layer_index=1
+    ),
+    derived("fp8", of="fp8", heads=(2, 1), q_scale="rows", q_lens=(40, 3, 0), kv_lens=(300, 20, 9)),
+    derived("fp8_queries_dim_128", **FP8_QUERIES, head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), **ONE),
+    derived("ragged_fp8_float16", among=RAGGED, of="fp8", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
+    derived("rope_fp8_positions", of="rope", kv_dtype="float8_e4m3fn", q_positions=True, kv_scale="heads", **ONE),
+]
+SLOW = [
+    derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
     derived(
         "not_causal_float16_dim_256",
         of="not_causal",
@@ -65,21 +83,6 @@ INTERPRETED = [
         heads=(2, 1),
         page_size=128,
     ),
-    derived("chunk_kv_start", of="kv_start", chunk_size=100, **LONG, kv_start=(5, 40), q_start=(270, 44)),
-    derived("alibi_windows", of="alibi", causal=False, window_left=40, window_right=9, page_size=16, **LONG),
-    derived(
-        "mask_window_q_positions",
-        of="padding",
-        heads=(2, 1),
-        window_left=130,
-        kv_lens=(150, 1, 0, 70),
-        q_lens=(9, 1, 3, 20),
-    ),
-    derived("tree_dim_192_128", of="tree", head_dim=192, v_head_dim=128, heads=(8, 1), window_left=20),
-    derived("dim_96_80_page_256", head_dim=96, v_head_dim=80, heads=(5, 1), q_lens=(9,), kv_lens=(70,), page_size=256),
-    derived(
-        "ragged_invariant", among=RAGGED, of="padding", batch_invariant=True, heads=(2, 1), num_layers=2, layer_index=1
-    ),
     derived(
         "ragged_dim_80_96",
         among=RAGGED,
@@ -89,14 +92,11 @@ INTERPRETED = [
         q_lens=(5, 3, 9, 16),
         kv_lens=(13, 0, 140, 16),
     ),
-    derived("fp8", of="fp8", heads=(2, 1), q_scale="rows", q_lens=(40, 3, 0), kv_lens=(300, 20, 9)),
-    derived("fp8_queries_dim_128", **FP8_QUERIES, head_dim=128, q_lens=(9, 2), kv_lens=(140, 2), **ONE),
-    derived("ragged_fp8_float16", among=RAGGED, of="fp8", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
+    derived("dim_96_80_page_256", head_dim=96, v_head_dim=80, heads=(5, 1), q_lens=(9,), kv_lens=(70,), page_size=256),
     derived("rope_dim_128", of="rope_and_kv_start", **LONG, head_dim=128, kv_start=(5, 70_000), page_size=16),
-    derived("rope_fp8_positions", of="rope", kv_dtype="float8_e4m3fn", q_positions=True, kv_scale="heads", **ONE),
+    derived("alibi_windows", of="alibi", causal=False, window_left=40, window_right=9, page_size=16, **LONG),
     derived("ragged_rope_float16", among=RAGGED, of="rope", dtype="float16", q_lens=(5, 9), kv_lens=(13, 140), **ONE),
-]
-SLOW = [
+    derived("padding", of="padding", custom_mask=False, q_positions=False, heads=(2, 1)),
     derived("not_causal_float16", of="not_causal", dtype="float16", **ONE),
     derived("more_tiles_than_stages", q_lens=(3,), kv_lens=(700,), **ONE),
     derived("dim_256", head_dim=256, q_lens=(9, 2), kv_lens=(70, 2), heads=(2, 1), page_size=128),
