@@ -93,7 +93,8 @@ def load(
     share, a device's part alone is read.
 
     Args:
-        state: An abstract `nnx.State`, as `nnx.eval_shape` gives it, of one device's share of the model.
+        state: An abstract `nnx.State`, as `nnx.eval_shape` gives it, of one device's share of the model. A kernel that
+            has `scales` beside it is in fp8.
         sources: For each leaf its tensors.
         stored: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
         unread: How the names of tensors begin that may be there but have no leaf.

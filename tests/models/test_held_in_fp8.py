@@ -19,7 +19,16 @@ from jattn.serving.request import SamplingParams
 from jattn_kernels import quantize_rows
 from jattn_models.bundled import checkpoint_path
 from tests.jattn.harness.tiny import one_variant, run
-from tests.models.harness.goldens import GOLDEN, DenseBackend, load, prompts, sequence, shares
+from tests.models.harness.goldens import (
+    GOLDEN,
+    OTHER_CASES,
+    WRAPPED_CASES,
+    DenseBackend,
+    load,
+    prompts,
+    sequence,
+    shares,
+)
 from tests.models.harness.in_fp8 import TRANSFORMERS, copies, is_projection
 
 CONFIG = EngineConfig(
@@ -56,9 +65,11 @@ def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
         assert all(leaf.dtype == jnp.bfloat16 for leaf in found.values() if leaf.ndim == 4)
 
 
-def rows_rounded(x, kernel, *, layer_index=None, out_dtype=None):
+def rows_rounded(x, kernel, *, layer_index=None, out_dtype=None, implementation=None):
     """A layer's product with weights that stand for themselves, the rows rounded to fp8 beforehand."""
-    if layer_index is not None:
+    if layer_index is None or kernel.shape[-1] == 1:
+        kernel = kernel if layer_index is None else kernel[layer_index]
+    else:
         values, scales = quantize_rows(x)
         x, kernel = values.astype(jnp.float32) * scales, kernel[layer_index]
     return jnp.matmul(x, kernel, precision="highest").astype(out_dtype or x.dtype)
@@ -70,10 +81,17 @@ def logits(graph, state, tokens):
     return model.compute_logits(hidden)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(tmp_path, monkeypatch, size):
-    tokens, found = prompts("gqa")[2], []
-    for number, checkpoint in enumerate(copies(GOLDEN / "gqa", tmp_path)):
+FAMILIES = [pytest.param(case, 1, marks=pytest.mark.slow) for case in ("gqa", *OTHER_CASES, *WRAPPED_CASES)]
+
+
+@pytest.mark.parametrize(("case", "size"), [("gqa", 2), *FAMILIES])
+def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(tmp_path, monkeypatch, case, size):
+    """Products are summed in another order, which now and then takes a number of a row to the other side of a step.
+
+    Without any rounding these logits are off by a fifth of their size and more: the models are not trained.
+    """
+    tokens, found = prompts(case)[2], []
+    for number, checkpoint in enumerate(copies(GOLDEN / case, tmp_path)):
         if number:
             for face in ("matmul", "matmul_splits"):
                 monkeypatch.setattr(f"jattn_models.layers.{face}", rows_rounded)
@@ -81,7 +99,7 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
         stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
         of_share = functools.partial(logits, graph, tokens=tokens)
         found.append(jax.jit(jax.vmap(of_share, axis_name="tensor"))(stacked))
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-3)
+    assert np.linalg.norm(found[0] - found[1]) < 0.002 * np.linalg.norm(found[1])
 
 
 def test_text_is_that_of_the_checkpoint_stored_in_fp8_from_half_the_bytes(tmp_path):

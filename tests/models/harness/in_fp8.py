@@ -48,7 +48,8 @@ def quantised(weight, shape=None):
 
 
 def is_projection(name, tensor):
-    return name.startswith("model.layers.") and tensor.ndim == 2 and "_proj" in name
+    is_of_text = "layers." in name and "vision" not in name
+    return is_of_text and tensor.ndim == 2 and ("_proj" in name or "c_fc" in name)
 
 
 def copies(folder, into, kind="compressed_channel", *, announced=None, chosen=is_projection, more=None):
