@@ -48,11 +48,13 @@ def serve(
     ] = False,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="How the model writes calls of tools: hermes, llama3_json or mistral."),
+        typer.Option(
+            metavar="NAME", help="How the model writes calls of tools: hermes, llama3_json, mistral or openai."
+        ),
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="How the model writes its reasoning: qwen3 or deepseek_r1."),
+        typer.Option(metavar="NAME", help="How the model writes its reasoning: qwen3, deepseek_r1 or openai_gptoss."),
     ] = None,
     max_queued: Annotated[
         int,

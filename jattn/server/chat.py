@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from jattn.server.answers import Asked, Call, make_requests, read_params, respond
 from jattn.server.bodies import flag, typed
+from jattn.server.channels import Channels
 from jattn.server.chat_form import ChatForm
 from jattn.server.chat_prompt import chat_text, encoded
 from jattn.server.errors import refusals
@@ -38,14 +39,15 @@ def _read(service: Service, request: Request, body: dict[str, Any]) -> Asked:
         options = service.options
         tools = asked_tools(body, options.tool_call_parser, is_auto_enabled=options.enable_auto_tool_choice)
         params = tools.params_of(read_params(service, call, body, max_tokens=most, logprobs=asked))
-        text = chat_text(service, body)
-        thinking = Thinking.of(service, text, has_form=params.structured_outputs is not None)
-        ids = encoded(service, body, text)
+        text, has_form = chat_text(service, body), params.structured_outputs is not None
+        channels = Channels.of(service, text, has_form=has_form)
+        thinking = Thinking.of(service, text, has_form=has_form)
+        params, ids = channels.params_of(params), encoded(service, body, text + channels.opening)
         of_prompts = make_requests(service, body, [ids], params, grammar_after=thinking.end_token)
 
     def new_message() -> Message:
         return Message(
-            thinking.parser_over(tools.make_parser()),
+            channels.parser_over(thinking.parser_over(tools.make_parser())),
             is_parallel=tools.is_parallel,
             short_ids=tools.short_ids,
             includes_reasoning=includes_reasoning,

@@ -19,7 +19,7 @@ def encoded(service: Service, body: dict[str, Any], text: str) -> list[int]:
 
 
 def chat_text(service: Service, body: dict[str, Any]) -> str:
-    """`messages` as the chat template renders them, with `tools`.
+    """`messages` as the chat template renders them, with `tools`, and `reasoning_effort` if it knows of that.
 
     Raises:
         ValueError: The checkpoint has no chat template, or it refuses the messages.
@@ -29,6 +29,7 @@ def chat_text(service: Service, body: dict[str, Any]) -> str:
     opens = flag(body, "add_generation_prompt", not continues)
     if continues and opens:
         raise ValueError("`continue_final_message` and `add_generation_prompt` must not both be true.")
+    effort = typed(body, "reasoning_effort", str, "a text")
     messages: Any = with_calls_for_templates(body.get("messages"))
     text = service.llm.chat_template.render(
         messages,
@@ -36,6 +37,7 @@ def chat_text(service: Service, body: dict[str, Any]) -> str:
         tools=tools or None,
         chat_template=service.options.chat_template,
         chat_template_kwargs=typed(body, "chat_template_kwargs", dict, "an object"),
+        hints={} if effort is None else {"reasoning_effort": effort},
     )
     return _cut(text, messages[-1].get("content")) if continues else text
 

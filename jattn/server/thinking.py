@@ -30,9 +30,10 @@ class Thinking:
                 unless it is a part of the form.
         """
         name = service.options.reasoning_parser
-        if name is None:
+        always = None if name is None else REASONING_PARSERS[name]
+        if always is None:
             return cls()
-        begins = begins_in(prompt, always=REASONING_PARSERS[name])
+        begins = begins_in(prompt, always)
         if begins == "answer":
             return cls(begins)
         end = service.llm.tokenizer.encode(END, add_special_tokens=False)

@@ -175,7 +175,7 @@ def test_form_begins_behind_the_reasoning(told, monkeypatch):
 def test_conversations_with_calls_go_into_the_template(told):
     template = (
         "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning }}"
-        "{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments.place }}{% endfor %}"
+        "{{ m.thinking }}{% for c in m.tool_calls %}{{ c.function.name }}:{{ c.function.arguments.place }}{% endfor %}"
         "{{ m.tool_call_id }}]{% endfor %}"
     )
     server = told(chat_template=template, **AUTO)
@@ -190,9 +190,58 @@ def test_conversations_with_calls_go_into_the_template(told):
     rendered = server.post("/detokenize", {"tokens": server.post(CHATS, body)["prompt_token_ids"]})["prompt"]
     tools, _, rest = rendered.partition("[user")
     assert json.loads(tools) == TOOLS[1:]
-    assert rest == "|Rain?|][assistant||hmweather:here][tool|yes|1]"
+    assert rest == "|Rain?|][assistant||hmhmweather:here][tool|yes|1]"
     body = {"messages": messages, "tools": TOOLS[1:]}
     assert server.post("/detokenize", server.post("/tokenize", body) | {})["prompt"] == rendered
+
+
+def in_channel(header):
+    """A template that leaves off within a message, or before its header."""
+    return "<|start|>user<|message|>{{ messages[-1].content }}<|end|><|start|>assistant" + header
+
+
+def test_channels_are_told_apart(told):
+    body = CHAT | {"return_token_ids": True}
+    server = told(reasoning_parser="openai_gptoss", chat_template=in_channel("<|channel|>analysis<|message|>"))
+    ((message, _),) = both(server, body)
+    assert (message["content"], bool(message["reasoning"])) == (None, True)
+    server = told(tool_call_parser="openai", chat_template=in_channel("<|channel|>final<|message|>"))
+    ((message, _),) = both(server, body)
+    assert message["content"]
+    assert "reasoning" not in message
+
+
+def test_channels_end_where_a_call_or_an_answer_does(told, monkeypatch):
+    """A checkpoint whose tokens for that no file names: here one that the model likes to write."""
+    server = told(tool_call_parser="openai", chat_template=in_channel("<|channel|>final<|message|>"))
+    tokenizer = server.service.llm.tokenizer
+    encode, (stand_in,) = tokenizer.encode, tokenizer.encode("\n", add_special_tokens=False)
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **more: [stand_in] if text == "<|call|>" else encode(text, **more)
+    )
+    body = CHAT | {"max_tokens": 200, "ignore_eos": False}
+    (choice,) = server.post(CHATS, body)["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stand_in)
+    assert server.post(CHATS, body | {"ignore_eos": True})["choices"][0]["finish_reason"] == "length"
+
+
+def test_form_is_that_of_the_final_channel(told):
+    template = in_channel("")
+    server = told(reasoning_parser="openai_gptoss", tool_call_parser="openai", chat_template=template)
+    body = SAMPLED | {"return_token_ids": True, "tool_choice": "none", "structured_outputs": {"regex": "[0-9]{4}"}}
+    ((message, reason),) = both(server, body)
+    assert (len(message["content"]), message["content"].isdecimal(), reason) == (4, True, "stop")
+    prompt = server.post("/detokenize", {"tokens": server.post(CHATS, body)["prompt_token_ids"]})["prompt"]
+    assert prompt.endswith("<|end|><|start|>assistant<|channel|>final<|message|>")
+    ((message, reason),) = both(server, SAMPLED | {"tool_choice": NAMED})
+    assert (message["tool_calls"][0]["function"]["name"], reason) == ("weather", "tool_calls")
+
+
+def test_effort_goes_into_templates_that_know_it(told):
+    for template, expected in (("{{ reasoning_effort }}!", "low!"), ("{{ messages[0].role }}", "user")):
+        server = told(chat_template=template)
+        tokens = server.post("/tokenize", {"messages": CHAT["messages"], "reasoning_effort": "low"})
+        assert server.post("/detokenize", {"tokens": tokens["tokens"]})["prompt"] == expected
 
 
 def broken_call(**function):
@@ -202,6 +251,7 @@ def broken_call(**function):
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
+        ({"reasoning_effort": 3}, "`reasoning_effort` must be a text. Got 3"),
         ({"tools": TOOLS}, "needs a server with `--enable-auto-tool-choice`"),
         ({"tools": TOOLS, "tool_choice": "auto"}, "needs a server with `--enable-auto-tool-choice`"),
         ({"tools": [{"type": "function"}]}, "Each of `tools` must be"),
@@ -238,8 +288,16 @@ def test_what_cannot_be_served_is_refused(http_server, body, sentence):
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (("nobody", None, False), "`--tool-call-parser` must be one of hermes, llama3_json, mistral. Got 'nobody'"),
-        ((None, "nobody", False), "`--reasoning-parser` must be one of deepseek_r1, qwen3. Got 'nobody'"),
+        (
+            ("nobody", None, False),
+            "`--tool-call-parser` must be one of hermes, llama3_json, mistral, openai. Got 'nobody'",
+        ),
+        (
+            (None, "nobody", False),
+            "`--reasoning-parser` must be one of deepseek_r1, qwen3, openai_gptoss. Got 'nobody'",
+        ),
+        (("openai", "qwen3", False), "`--reasoning-parser` must be openai_gptoss or none beside .* Got 'qwen3'"),
+        (("hermes", "openai_gptoss", False), "`--tool-call-parser` must be openai or none beside .* Got 'hermes'"),
         ((None, None, True), "`--enable-auto-tool-choice` needs `--tool-call-parser`"),
     ],
 )
@@ -247,3 +305,4 @@ def test_parsers_that_are_not_there_are_refused(names, sentence):
     with pytest.raises(ValueError, match=sentence):
         check_parsers(*names)
     check_parsers("mistral", "qwen3", True)
+    check_parsers("openai", "openai_gptoss", True)

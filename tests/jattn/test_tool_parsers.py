@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jattn.server.tools.events import CallArguments, CallName, Content, Reasoning, merged
+from jattn.server.tools.harmony import HarmonyParser, begun_in
 from jattn.server.tools.hermes import HermesParser
 from jattn.server.tools.llama3_json import Llama3JsonParser
 from jattn.server.tools.message import Message
@@ -20,6 +21,8 @@ PARSERS = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,
+    "harmony": lambda: HarmonyParser("<|start|>assistant"),
+    "harmony_text": lambda: HarmonyParser("<|start|>assistant", has_calls=False),
     "array": ArrayParser,
     "named": lambda: NamedParser("f"),
     "plain": PlainParser,
@@ -31,6 +34,12 @@ F = '{"name": "f", "arguments": {"a": [1, "}]{\\"<"]}}'
 F_ARGUMENTS = '{"a": [1, "}]{\\"<"]}'
 G = '{"parameters": {}, "name": "g.2"}'
 CALLS = [CallName(0, "f"), CallArguments(0, F_ARGUMENTS), CallName(1, "g.2"), CallArguments(1, "{}")]
+
+THOUGHT, OPENED = "<|channel|>analysis<|message|>hm<|end|>", "<|channel|>final<|message|>"
+FINAL = f"<|start|>assistant{OPENED}"
+TO, JSON = "<|start|>assistant<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
+CALL_F, CALL_G = f"{TO}f{JSON}{F_ARGUMENTS}", f"{TO}g.2{JSON}"
+TWICE = f"{THOUGHT}<|start|>assistant{THOUGHT}{FINAL}a<|end|>\n{FINAL}b"
 
 
 def events_of(parser, pieces):
@@ -90,6 +99,19 @@ KNOWN = {
     "think_always": ("think_always", "a<think></think> b", [Reasoning("a<think>"), Content(" b")]),
     "think_told": ("think_always", "<think>\na</think>", [Reasoning("\na")]),
     "think_always_cut": ("think_always", "<thi", [Reasoning("<thi")]),
+    "harmony": ("harmony", f"{THOUGHT}{FINAL}yes<|return|>", [Reasoning("hm"), Content("yes")]),
+    "harmony_cut": ("harmony", "<|channel|>analysis<|message|>hm<|en", [Reasoning("hm<|en")]),
+    "harmony_cut_header": ("harmony", f"{THOUGHT}<|start|>assistant<|chan", [Reasoning("hm")]),
+    "harmony_call": ("harmony", f"{THOUGHT}{CALL_F}<|call|>", [Reasoning("hm"), *CALLS[:2]]),
+    "harmony_role": ("harmony", f" to=functions.f<|channel|>commentary json<|message|>{F_ARGUMENTS}", CALLS[:2]),
+    "harmony_two": ("harmony", f"{CALL_F}<|call|>{CALL_G}<|call|>", CALLS),
+    "harmony_preamble": ("harmony", f"<|channel|>commentary<|message|>so{CALL_F}", [Content("so"), *CALLS[:2]]),
+    "harmony_lines": ("harmony", TWICE, [Reasoning("hm\nhm"), Content("a\nb")]),
+    "harmony_builtin": ("harmony", "<|channel|>analysis to=python code<|message|>1+1<|call|>", [Reasoning("1+1")]),
+    "harmony_no_end": ("harmony", f"<|channel|>analysis<|message|>hm{FINAL}yes", [Reasoning("hm"), Content("yes")]),
+    "harmony_plain": ("harmony", " so <b> it", [Content(" so <b> it")]),
+    "harmony_long": ("harmony", "so " * 200, [Content("so " * 200)]),
+    "harmony_no_call": ("harmony_text", f"{CALL_F}<|call|>", [Content(F_ARGUMENTS)]),
     "answer": ("answer", "<think>a</think>", [Content("<think>a</think>")]),
 }  # fmt: skip
 
@@ -124,6 +146,8 @@ PIECES = [
         "f",
         "é🙂",
     ),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|return|>", "<|call|>"),
+    *("analysis", "commentary to=functions.f", "final", THOUGHT, FINAL, CALL_F, "a" * 100),
     *(" ", "\n", "null", "true", "a b", "1"),
 ]
 
@@ -148,7 +172,7 @@ def test_events_do_not_depend_on_the_pieces(kind, cut):
     assert events_of(PARSERS[kind](), text) == whole
     calls = [event for event in whole if isinstance(event, CallName)]
     assert [call.index for call in calls] == list(range(len(calls)))
-    if not calls and kind not in ("think", "think_always", "answer"):
+    if not calls and kind not in ("think", "think_always", "answer", "harmony", "harmony_text"):
         assert "".join(event.text for event in whole) == text
 
 
@@ -179,6 +203,7 @@ def test_calls_that_a_model_writes_are_read(calls, indent, ascii_only):
         "llama3_json": "; ".join(objects),
         "mistral": f"[TOOL_CALLS][{', '.join(objects)}]",
         "array": f"[{', '.join(objects)}]",
+        "harmony": "".join(f"{TO}{name}{JSON}{dumped(arguments)}<|call|>" for name, arguments in calls),
     }
     found = {kind: events_of(PARSERS[kind](), [text]) for kind, text in texts.items()}
     found["names"] = events_of(MistralParser(), ["".join(f"[TOOL_CALLS]{name}{dumped(a)}" for name, a in calls)])
@@ -201,6 +226,21 @@ def test_calls_that_a_model_writes_are_read(calls, indent, ascii_only):
 )
 def test_prompt_tells_where_reasoning_begins(prompt, always, begins):
     assert begins_in(prompt, always) == begins
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected", "to_answer"),
+    [
+        ("<|start|>user<|message|>?<|end|><|start|>assistant", f"{OPENED}a", "a", OPENED),
+        (f"<|start|>user<|message|>?<|end|>{FINAL}It", " is", " is", ""),
+        (f"{FINAL}<|channel|>commentary to=functions.f<|message|>{{", "}", "}", ""),
+        ("<|start|>user<|message|>?<|end|>", f"{FINAL}a", "a", FINAL),
+        ("?", f"{FINAL}a", "a", FINAL),
+    ],
+)
+def test_channel_goes_on_where_the_prompt_ends(prompt, text, expected, to_answer):
+    assert events_of(HarmonyParser(begun_in(prompt)), text) == [Content(expected)]
+    assert HarmonyParser(begun_in(prompt)).to_answer == to_answer
 
 
 def message_of(text, size, parser=HermesParser, **options):

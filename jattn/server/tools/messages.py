@@ -32,6 +32,8 @@ def _fitting(message: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"`tool_calls` of a message must be a list. Got {shortened(calls)}.")
     else:
         fitting["tool_calls"] = [_call(call) for call in calls]
+        if reasoning and not fitting.get("content"):
+            fitting["thinking"] = reasoning  # gpt-oss's templates take this before calls, and content in its place
     return fitting
 
 

@@ -46,6 +46,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        hints: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
         """The text of a conversation. It has its own begin-of-text token, if the template writes one.
@@ -58,6 +59,7 @@ class ChatTemplate:
             chat_template: A template's name, or a template itself; None takes the one called "tool_use" if there are
                 tools and it exists, or else the one called "default".
             chat_template_kwargs, variables: More of what this template knows.
+            hints: More that it may know or not.
 
         Raises:
             ValueError: There is no template, the messages are none, or the template refuses them.
@@ -69,6 +71,7 @@ class ChatTemplate:
             environment = _environment()
             parsed, program = environment.parse(template), environment.from_string(template)
         known = jinja2.meta.find_undeclared_variables(parsed) | set(self.special_tokens)
+        variables |= {name: value for name, value in (hints or {}).items() if name in known and name not in variables}
         if unknown := sorted(variables.keys() - known):
             raise ValueError(f"The chat template has no variable `{unknown[0]}`. It has {sorted(known)}.")
         given = {
