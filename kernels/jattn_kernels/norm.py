@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import NormCall, modes_of
-from jattn_kernels.dispatch import choose
+from jattn_kernels.dispatch import choose, is_served
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
-from jattn_kernels.splits import Splits
+from jattn_kernels.splits import Splits, added
 
 
 def rms_norm(
@@ -66,12 +66,12 @@ def add_rms_norm(
             "`x` and `addition` must be [T, D] of one dtype. "
             f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
         )
-    if not isinstance(addition, Splits):
-        total = x + addition
-        options: dict[str, Any] = {"layer_index": layer_index, "implementation": implementation}
-        return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
-    call, operands = _packed(x, scale, eps, offset, layer_index, addition)
-    return choose(call, implementation).implementation.run(call, operands)
+    if isinstance(addition, Splits):
+        call, operands = _packed(x, scale, eps, offset, layer_index, addition)
+        if is_served(call, implementation):
+            return choose(call, implementation).implementation.run(call, operands)
+    total, options = x + added(addition), {"layer_index": layer_index, "implementation": implementation}
+    return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
 
 
 def _packed(

@@ -75,6 +75,15 @@ def test_kernel_adds_splits_without_races(hopper, dtype):
     assert_added(results, x, addition, scale[2])
 
 
+def test_sums_that_the_kernel_does_not_norm_are_added_up_before(hopper):
+    x, addition, scale = (rows(3, 1000, dtype="bfloat16", key=key) for key in range(3))
+    addition = splits_of(addition)
+    results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="xla")
+    assert_added(results, x, addition, scale[2])
+    with pytest.raises(NotImplementedError, match="1,024 to 8,192"):
+        add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="mosaic")
+
+
 @pytest.mark.parametrize("addition", [jnp.ones((3, 1024)), splits_of(jnp.ones((2, 1024), "bfloat16"))])
 def test_a_sum_of_other_rows_gets_a_sentence(addition):
     x = rows(3, 1024, dtype="bfloat16")

@@ -9,7 +9,6 @@ from jattn_kernels.call import AttentionCall, Call, NormCall
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
-from jattn_kernels.splits import added
 from jattn_kernels.xla import attention, experts
 from jattn_kernels.xla.matmul import matmul
 from jattn_kernels.xla.rotate_and_write import rotate_and_write
@@ -19,6 +18,8 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 def refuses(call: Call) -> str | None:
     """Why `xla` cannot serve a call, or None."""
+    if isinstance(call, NormCall) and call.of_sum:
+        return "`xla` adds splits up before it norms the sum, by itself."
     if not isinstance(call, AttentionCall):
         return None
     for dtype in (call.q_dtype, call.kv_dtype):
@@ -29,10 +30,8 @@ def refuses(call: Call) -> str | None:
     return None
 
 
-def _rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"] | tuple[Float[Array, "T D"], ...]:
-    x = operands.x if operands.addition is None else operands.x + added(operands.addition)
-    normed = norm_of_rows(x, operands.scale, operands.layer_index, eps=call.eps, offset=call.offset)
-    return (x, normed) if call.of_sum else normed
+def _rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"]:
+    return norm_of_rows(operands.x, operands.scale, operands.layer_index, eps=call.eps, offset=call.offset)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
