@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from jattn.wrapped_text import is_wrapper, text_config, text_names
 
 QUANTIZATIONS = ("fp8",)  # what weights may be held in that are stored in more bits
 _BESIDE = "hf_quant_config.json"
+_ROPE = ("rope_parameters", "rope_scaling")
+_NO_SCALING = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")  # what may stand there beside a scaling
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
@@ -123,6 +125,29 @@ class Checkpoint:
         served.max_context_len = max_context_len
         return served
 
+    def with_rope_scaling(self, rope_scaling: str | Mapping[str, Any] | None) -> "Checkpoint":
+        """The checkpoint with another scaling of rotary embedding than its configuration says.
+
+        Args:
+            rope_scaling: What config.json would have under that name, as an object or its JSON; None changes nothing.
+
+        Raises:
+            ValueError: It is no such object, or the model has an embedding for each type of layer.
+        """
+        if rope_scaling is None:
+            return self
+        config, given = dict(self.config), json.loads(checked_rope_scaling(rope_scaling) or "{}")
+        said = [value for name in _ROPE if isinstance(value := config.pop(name, None), Mapping)]
+        if any(isinstance(part, Mapping) for value in said for part in value.values()):
+            raise ValueError(
+                f"`rope_scaling` must be None for {self.architecture}, whose types of layers have rotary embeddings of "
+                "their own: change them in config.json."
+            )
+        kept = {name: value[name] for value in said for name in _NO_SCALING if value.get(name) is not None}
+        scaled = copy.copy(self)
+        scaled.config = config | {"rope_scaling": kept | given}
+        return scaled
+
     def quantized(self, quantization: str | None) -> "Checkpoint":
         """The checkpoint as it is to be held.
 
@@ -207,6 +232,28 @@ class Checkpoint:
             if name not in shards[shard].names:
                 raise ValueError(f"{self.path / shard} must hold the tensor {name!r}, which {_INDEX} places there.")
         return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def checked_rope_scaling(rope_scaling: Any) -> str | None:
+    """A scaling of rotary embedding as JSON; None for none.
+
+    Raises:
+        ValueError: It is neither an object with a `rope_type`, nor its JSON.
+    """
+    if rope_scaling is None:
+        return None
+    try:
+        fields = json.loads(rope_scaling) if isinstance(rope_scaling, str) else rope_scaling
+        text = json.dumps(dict(fields), sort_keys=True)
+    except (TypeError, ValueError):
+        fields = text = None
+    known = isinstance(fields, Mapping) and isinstance(fields.get("rope_type", fields.get("type")), str)
+    if text is None or not known:
+        raise ValueError(
+            '`rope_scaling` must be None, or an object such as {"rope_type": "yarn", "factor": 4.0, '
+            f'"original_max_position_embeddings": 32768}}, or its JSON. Got {rope_scaling!r}.'
+        )
+    return text
 
 
 def check_quantization(quantization: Any) -> None:

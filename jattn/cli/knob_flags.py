@@ -4,7 +4,7 @@ import enum
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -59,6 +59,8 @@ def _annotation(name: str, field: Any, knob: Knob, default: Any) -> Any:
     options = typer.Option(*declared, help=knob.help, rich_help_panel=_PANEL)
     if knob.choices:
         kind = enum.StrEnum(name, {choice: choice for choice in knob.choices})
+    elif kind == str | Mapping[str, Any] | None:
+        kind, options.metavar = str, "JSON"
     elif kind in (str, str | None):
         options.metavar = "NAME"
     return Annotated[kind if default is not None else kind | None, options]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import typing
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from jattn.serving.speculation import Speculation
 
@@ -73,6 +74,14 @@ class EngineConfig:
         ),
     ] = False
     page_size: Annotated[int, Knob("Tokens in a page of the KV pool.", flag=True)] = 16
+    rope_scaling: Annotated[
+        str | Mapping[str, Any] | None,
+        Knob(
+            "Scaling of rotary embedding in place of config.json's, for longer texts: an object as that has it, or its "
+            "JSON.",
+            flag=True,
+        ),
+    ] = None
     num_pages: Annotated[
         int | None,
         Knob(

@@ -9,21 +9,21 @@ import jax.numpy as jnp
 
 from jattn.arguments import instance, whole_number
 from jattn.backend import backend_class
-from jattn.checkpoint import check_quantization
+from jattn.checkpoint import check_quantization, checked_rope_scaling
 from jattn.kv_cache_dtype import cache_dtype, stored_dtype
 from jattn.serving.steps.drafting import check_drafter, check_drafter_fits
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def checked(config: Any) -> dict[str, int]:
-    """The sizes as ints, of whatever integer type they were.
+def checked(config: Any) -> dict[str, Any]:
+    """The sizes as ints, of whatever integer type they were, and objects as JSON.
 
     Raises:
         ValueError: A value is out of its range.
     """
     kinds = {field.name: typing.get_args(field.type)[0] for field in dataclasses.fields(config)}
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for name, kind in kinds.items():
         value = getattr(config, name)
         is_optional = isinstance(kind, types.UnionType)
@@ -43,4 +43,4 @@ def checked(config: Any) -> dict[str, int]:
     check_drafter(config.speculative)
     if config.speculative and "max_context_len" in sizes:
         check_drafter_fits(config.speculative, sizes["max_context_len"])
-    return sizes
+    return sizes | {"rope_scaling": checked_rope_scaling(config.rope_scaling)}

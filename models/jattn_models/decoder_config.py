@@ -9,7 +9,7 @@ from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment
 from jattn_models.quantization import Quantization
 from jattn_models.quantization_config import read_quantization
-from jattn_models.rope import Rope
+from jattn_models.rope import Rope, context_len
 from jattn_models.temperature import Temperature
 from jattn_models.unread_fields import refuse_unread
 
@@ -133,8 +133,8 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
         ValueError: A field is missing or out of range.
         NotImplementedError: The model needs something that is not built.
     """
-    context_len = positive(fields, "max_position_embeddings", int)
-    refuse_unread(fields, read, context_len)
+    positions = context_len(fields)
+    refuse_unread(fields, read, positions)
     refuse(fields, "hidden_act", unless="silu")
     hidden_size = positive(fields, "hidden_size", int)
     num_q_heads = positive(fields, "num_attention_heads", int)
@@ -158,7 +158,7 @@ def shared_fields(fields: Mapping[str, Any], *, read: Collection[str] = ()) -> d
         "num_q_heads": num_q_heads,
         "num_kv_heads": positive(fields, "num_key_value_heads", int),
         "head_dim": head_dim,
-        "context_len": context_len,
+        "context_len": positions,
         "rms_norm_eps": positive(fields, "rms_norm_eps", float),
         "rope": Rope.from_config(fields, head_dim, partial="partial_rotary_factor" in read),
         "tied": boolean(fields, "tie_word_embeddings", default=False),

@@ -8,6 +8,7 @@ from jattn_models.config_fields import boolean, positive, refuse, with_defaults
 from jattn_models.decoder_config import DecoderConfig, shared_fields
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, Segment, segments
+from jattn_models.rope import context_len
 from jattn_models.rotary_order import NeighbourTurningDecoder
 from jattn_models.routing_fields import read_routing
 from jattn_models.temperature import Temperature
@@ -107,7 +108,7 @@ def _segments(fields: Mapping[str, Any]) -> tuple[Segment, ...]:
     """Layers that turn are chunked and the others full, unless `layer_types` says otherwise."""
     num_layers = positive(fields, "num_hidden_layers", int)
     chunk_size = positive(fields, "attention_chunk_size", int) if "attention_chunk_size" in fields else None
-    if chunk_size is not None and chunk_size >= positive(fields, "max_position_embeddings", int):
+    if chunk_size is not None and chunk_size >= context_len(fields):
         chunk_size = None
     turns, is_sparse = turning(fields, num_layers), _is_sparse(fields)
     is_chunked = _is_chunked(fields, num_layers) if "layer_types" in fields else turns

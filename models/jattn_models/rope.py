@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from jattn.rotary import Angles
 from jattn_models.config_fields import positive, refuse, with_defaults
-from jattn_models.rope_scaling import SCALINGS, LongRopeScaling, Scaling
+from jattn_models.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling
 
 _READ_BY_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 
@@ -47,7 +47,7 @@ class Rope:
 
     def for_context(self, max_context_len: int) -> "Rope":
         """The embedding of a model that serves texts of so many tokens at most."""
-        if not isinstance(self.scaling, LongRopeScaling):
+        if not isinstance(self.scaling, DynamicScaling | LongRopeScaling):
             return self
         return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, context_len=max_context_len))
 
@@ -72,6 +72,23 @@ class Rope:
         return self.scaling.amplitude if self.scaling else 1.0
 
 
+def context_len(config: Mapping[str, Any]) -> int:
+    """Positions that a model is made for, in tokens: `max_position_embeddings`, or more where its scaling reaches.
+
+    Raises:
+        ValueError: A field is missing or out of range.
+    """
+    own = positive(config, "max_position_embeddings", int)
+    fields = _rope_parameters(config)
+    of_full = fields.get("full_attention", fields)  # where each type of layer has its own
+    if not isinstance(of_full, Mapping):
+        return own
+    scaling = next((each for name, each in SCALINGS.items() if name == _rope_type(of_full)), None)
+    if scaling is DynamicScaling or scaling is YarnScaling:
+        return max(own, scaling.reach(config, of_full))
+    return own
+
+
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` or `rope_scaling`, without nulls; none of it where neither says anything."""
     names = ("rope_parameters", "rope_scaling")
@@ -90,7 +107,7 @@ def _scaling(fields: Mapping[str, Any]) -> type[Scaling] | None:
     Raises:
         NotImplementedError: The type is not known, or there is a field that it does not read.
     """
-    rope_type = fields.get("rope_type", fields.get("type", "default"))
+    rope_type = _rope_type(fields)
     if rope_type not in ("default", *SCALINGS):
         raise NotImplementedError(f"`rope_type` must be one of default, {', '.join(SCALINGS)}. Got {rope_type!r}.")
     scaling = None if rope_type == "default" else SCALINGS[rope_type]
@@ -101,6 +118,10 @@ def _scaling(fields: Mapping[str, Any]) -> type[Scaling] | None:
             f"{rope_type!r} reads {', '.join(read)}. Got {others[0]!r}."
         )
     return scaling
+
+
+def _rope_type(fields: Mapping[str, Any]) -> Any:
+    return fields.get("rope_type", fields.get("type", "default"))
 
 
 def _rotary_dim(fields: Mapping[str, Any], head_dim: int, partial: bool) -> int:

@@ -127,6 +127,44 @@ class LongRopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class DynamicScaling:
+    """Frequencies slowed down the more the lower they are, and the longer the longest text is (NTK-aware scaling).
+
+    transformers goes by the longest text so far, and leaves keys as they are that it has; keys in pages are read by
+    other texts too. So the longest text that is served decides, as with LongRoPE.
+
+    Attributes:
+        factor: How much longer than the model's own context texts may be.
+        own_context_len: The model's own, in tokens.
+        context_len: The longest text that is served, in tokens.
+        amplitude: On cosines and sines.
+    """
+
+    factor: float
+    own_context_len: int
+    context_len: int
+    amplitude: ClassVar[float] = 1.0
+    read: ClassVar = ("factor",)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int
+    ) -> "DynamicScaling":
+        """Reads `rope_parameters`, and the context from beside it."""
+        own = positive(config, "max_position_embeddings", int)
+        return cls(positive(fields, "factor", float), own, cls.reach(config, fields))
+
+    @classmethod
+    def reach(cls, config: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
+        """The longest text that it is for, in tokens."""
+        return int(positive(config, "max_position_embeddings", int) * positive(fields, "factor", float))
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        growth = self.factor * max(self.context_len / self.own_context_len, 1.0) - (self.factor - 1)
+        return frequencies * growth ** -(np.arange(len(frequencies)) / max(len(frequencies) - 1, 1))
+
+
+@dataclasses.dataclass(frozen=True)
 class YarnScaling:
     """Low frequencies slowed down and high ones left alone, as YaRN does (arXiv:2309.00071); for texts of any length.
 
@@ -162,11 +200,8 @@ class YarnScaling:
     @classmethod
     def from_config(cls, config: Mapping[str, Any], fields: Mapping[str, Any], num_frequencies: int) -> "YarnScaling":
         """Reads `rope_parameters`, and what of it may stand beside it."""
-        context_len = positive(config, "max_position_embeddings", int)
-        given = {"original_max_position_embeddings": context_len, "rope_theta": 10000.0, **config, **fields}
-        original = positive(given, "original_max_position_embeddings", int)
-        given = {"factor": context_len / original, "beta_fast": 32.0, "beta_slow": 1.0, **given}
-        factor = positive(given, "factor", float)
+        given = {"beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": 10000.0, **config, **fields}
+        original, factor = cls._extension(config, fields)
         scales = {name: positive(fields, name, float) for name in ("mscale", "mscale_all_dim") if fields.get(name)}
         of_all = _yarn_amplitude(factor, scales.get("mscale_all_dim", 0.0))
         both = len(scales) == 2
@@ -191,6 +226,20 @@ class YarnScaling:
         slowed = np.clip((np.arange(count) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
         return slowed * frequencies / self.factor + (1 - slowed) * frequencies
 
+    @classmethod
+    def reach(cls, config: Mapping[str, Any], fields: Mapping[str, Any]) -> int:
+        """The longest text that it is for, in tokens."""
+        original, factor = cls._extension(config, fields)
+        return int(original * factor)
+
+    @staticmethod
+    def _extension(config: Mapping[str, Any], fields: Mapping[str, Any]) -> tuple[int, float]:
+        """The original context, in tokens, and by how much texts may be longer."""
+        own = positive(config, "max_position_embeddings", int)
+        given = {"original_max_position_embeddings": own, **config, **fields}
+        original = positive(given, "original_max_position_embeddings", int)
+        return original, positive({"factor": own / original, **given}, "factor", float)
+
     def _number_of(self, turns: float, count: int) -> float:
         """Which of `count` frequencies turns so often within the original context."""
         return count * math.log(self.original_context_len / (2 * math.pi * turns)) / math.log(self.theta)
@@ -200,10 +249,11 @@ def _yarn_amplitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-Scaling = LinearScaling | Llama3Scaling | LongRopeScaling | YarnScaling
+Scaling = LinearScaling | Llama3Scaling | DynamicScaling | LongRopeScaling | YarnScaling
 SCALINGS = {
     "linear": LinearScaling,
     "llama3": Llama3Scaling,
+    "dynamic": DynamicScaling,
     "longrope": LongRopeScaling,
     "su": LongRopeScaling,
     "yarn": YarnScaling,

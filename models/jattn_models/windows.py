@@ -5,6 +5,7 @@ from typing import Any
 
 from jattn_models.config_fields import boolean, positive, refuse, whole
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment, alike, segments
+from jattn_models.rope import context_len
 
 WINDOW_FIELDS = ("sliding_window", "layer_types")
 QWEN_DEFAULTS = {
@@ -33,7 +34,7 @@ def window_left(fields: Mapping[str, Any]) -> int | None:
         return None
     refuse(fields, "use_sliding_window", unless=True, why=": this architecture always uses its `sliding_window`")
     window = positive(fields, "sliding_window", int)
-    return None if window >= positive(fields, "max_position_embeddings", int) else window - 1
+    return None if window >= context_len(fields) else window - 1
 
 
 def one_window(fields: Mapping[str, Any], *, sparse: bool = False) -> tuple[Segment, ...]:

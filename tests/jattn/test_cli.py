@@ -90,7 +90,7 @@ def test_generate_hands_on_every_flag(llm):
     flags = "--max-tokens 5 --temperature 0.1 --top-k 3 --top-p 0.5 --seed 9 --ignore-eos --dtype bfloat16"
     flags += " --n 3 --min-tokens 2 --min-p 0.25 --repetition-penalty 1.5 --stop a --stop bc"
     flags += " --presence-penalty -0.5 --frequency-penalty 0.75 --kv-cache-dtype fp8_e5m2"
-    flags += " --quantization fp8"
+    flags += ' --quantization fp8 --rope-scaling {"type":"linear","factor":2}'
     sizes = "--page-size 8 --num-pages 20 --max-num-seqs 2 --max-context-len 64 --prefill-tokens 32"
     sizes += " --max-chunk-tokens 16 --no-mixed-steps --backend flashinfer --implementation xla --debug-checks"
     sizes += " --tensor-parallel 2 --expert-parallel"
@@ -99,6 +99,7 @@ def test_generate_hands_on_every_flag(llm):
         dtype="bfloat16",
         kv_cache_dtype="fp8_e5m2",
         quantization="fp8",
+        rope_scaling={"factor": 2, "type": "linear"},
         page_size=8,
         num_pages=20,
         max_num_seqs=2,

@@ -30,6 +30,20 @@ def test_switches_that_are_neither_on_nor_off_are_refused(name):
         EngineConfig(**{name: 1})
 
 
+@pytest.mark.parametrize("value", [5, "yarn", "[]", [], {}, {"factor": 4.0}, {"rope_type": 3}, '{"type": "yarn"'])
+def test_rope_scaling_that_is_no_object_with_a_type_is_refused(value):
+    with pytest.raises(ValueError, match=r"`rope_scaling` must be None, or an object such as .*, or its JSON. Got "):
+        EngineConfig(rope_scaling=value)
+
+
+def test_rope_scaling_is_the_same_as_an_object_and_as_json():
+    configs = [
+        EngineConfig(rope_scaling=given) for given in ({"type": "yarn", "factor": 4}, '{"factor":4,"type":"yarn"}')
+    ]
+    assert configs[0] == configs[1]
+    assert len(set(configs)) == 1
+
+
 def test_every_knob_says_what_it_is():
     assert all(knob.help.endswith(".") for _, knob in knobs().values())
 
@@ -43,10 +57,11 @@ def test_fields_are_the_keywords_of_llm():
 
 def test_every_knob_reaches_the_engine(monkeypatch):
     given = {"prefill_tokens": 128, "max_chunk_tokens": 32, "full_sampling": False, "kv_cache_dtype": "fp8_e4m3"}
-    given["quantization"] = "fp8"
+    given |= {"quantization": "fp8", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     configs = []
 
     def record(model, config, **_):
+        assert model.config.rope.scaling.factor == 2.0
         assert model.layers[0].mlp.down_proj.kernel.dtype == "float8_e4m3fn"
         configs.append(config)
         raise InterruptedError

@@ -340,8 +340,8 @@ def test_wrong_field_is_named(config_class, fields, message):
         (MistralConfig, {"is_causal": False}, "`is_causal` must be true: .* Got false"),
         (
             Qwen2Config,
-            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "`rope_type` must be one of .* Got 'dynamic'",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            "`rope_type` must be one of .* Got 'ntk'",
         ),
         (Qwen2Config, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1.0: .* Got 0.5"),
         (MixtralConfig, {"quantization_config": {"bits": 4}}, "`quantization_config` must be absent"),

@@ -95,7 +95,7 @@ def test_wrong_field_is_named(fields, message):
             r"`rope_type` must be one of .*llama3.*\. Got 'proportional'",
         ),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"`rope_type` must be .* Got \['linear'\]"),
-        ({"rope_parameters": {"type": "dynamic"}}, r"`rope_type` must be one of .*llama3.*\. Got 'dynamic'"),
+        ({"rope_parameters": {"type": "ntk"}}, r"`rope_type` must be one of .*llama3.*\. Got 'ntk'"),
     ],
 )
 def test_unsupported_field_is_named(fields, message):

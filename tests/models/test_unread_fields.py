@@ -68,7 +68,7 @@ NEUTRAL = {
     "is_causal": [True],
     "use_bidirectional_attention": [False],
     "sliding_window": [64, 4096],
-    "attention_chunk_size": [64],
+    "attention_chunk_size": [2**20],
     "no_rope_layers": [[], [1, 1, 1, 1]],
     "attn_temperature_tuning": [False],
     "embedding_multiplier": [1.0, 1],

@@ -72,7 +72,8 @@ class LLM:
         for warning in started_devices()[1]:
             logger.warning("%s", warning)
         use_persistent_cache()
-        checkpoint = Checkpoint(path).for_context(config.max_context_len).quantized(config.quantization)
+        checkpoint = Checkpoint(path).with_rope_scaling(config.rope_scaling)
+        checkpoint = checkpoint.for_context(config.max_context_len).quantized(config.quantization)
         tokenizer, chat_template = Tokenizer(checkpoint.path), ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         drafter = config.speculative if isinstance(config.speculative, DraftModel) else None

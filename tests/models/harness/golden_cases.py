@@ -36,6 +36,11 @@ YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 32,
 }
+# What turns "gqa" into a model whose texts outgrow its context.
+DYNAMIC = {
+    "max_position_embeddings": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}
 # Of attention, and the mixtures behind it.
 LATENT = {
     "num_key_value_heads": 4,

@@ -13,7 +13,7 @@ import in_mxfp4
 import numpy as np
 import torch
 import transformers
-from golden_cases import BASE, CASES, VISION
+from golden_cases import BASE, CASES, DYNAMIC, VISION
 from transformers import PreTrainedModel
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden"
@@ -87,6 +87,16 @@ def logits_in_mxfp4(folder: pathlib.Path, tokens: np.ndarray) -> np.ndarray:
             return model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
 
 
+def with_dynamic_rope(model: PreTrainedModel, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """The logits and frequencies of the same model where texts outgrow its context and its frequencies follow."""
+    config = type(model.config)(**model.config.to_dict() | DYNAMIC)
+    longer = type(model)._from_config(config, attn_implementation="eager").eval()
+    longer.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        logits = longer(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0].numpy()
+    return {"dynamic_logits": logits, "dynamic_frequencies": longer.get_decoder().rotary_emb.inv_freq.numpy()}
+
+
 def main() -> None:
     for seed, (name, (family, changes)) in enumerate(CASES.items()):
         if sys.argv[1:] and name not in sys.argv[1:]:
@@ -111,6 +121,8 @@ def main() -> None:
         else:
             model.save_pretrained(folder, max_shard_size="70KB" if name == "sharded" else "1GB")
         arrays = golden(model, twin)
+        if name == "gqa":
+            arrays |= with_dynamic_rope(model, arrays[f"tokens_{len(PROMPT_LENS) - 1}"])
         if name == "gpt_oss":
             arrays["mxfp4_logits"] = logits_in_mxfp4(folder, arrays[f"tokens_{len(PROMPT_LENS) - 1}"])
         np.savez(folder / "golden.npz", **arrays)
