@@ -150,6 +150,7 @@ class ExpertsCall:
         activation: Of the gate's and the other half's outputs.
         weighs_inputs: Whether weights are on what an expert is given.
         routing: What becomes of a router's logits; None if weights and experts are given.
+        scales: As in MatmulCall.
         features: Names of the optional arguments that were given.
         device, modes: As in AttentionCall.
     """
@@ -164,6 +165,7 @@ class ExpertsCall:
     activation: Callable[[jax.Array, jax.Array], jax.Array]
     weighs_inputs: bool = False
     routing: Routing | None = None
+    scales: ScalesKind | None = None
     features: frozenset[str] = frozenset()
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)

@@ -11,6 +11,7 @@ from jattn_kernels.call import ExpertsCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.lowering.expert_groups import silu_gate
 from jattn_kernels.operands import ExpertsOperands, names_options
+from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_choice, check_experts, check_logits
 from jattn_kernels.splits import Splits
@@ -31,8 +32,8 @@ def mixture_of_experts(
     x: Float[Array, "T D"],
     weights: Float32[Array, "T k"],
     chosen: Int32[Array, "T k"],
-    gate_up: Float[Array, "*L E D F2"],
-    down: Float[Array, "*L E F D"],
+    gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
+    down: Float[Array, "*L E F D"] | QuantizedKernel,
     *,
     weighs_inputs: bool = False,
     **options: Unpack[ExpertsKwargs],
@@ -48,7 +49,9 @@ def mixture_of_experts(
         chosen: Experts of each token. A number outside 0 .. E - 1 is none, and adds nothing. With `weighs_inputs` a
             token's experts must differ.
         gate_up: Each expert's first projection: the gate's F columns, then those of the other half.
-        down: Each expert's second projection.
+        down: Each expert's second projection. Both may be a QuantizedKernel with a scale for each output, [*L, E, F2,
+            D] and [*L, E, D, F]: then what an expert is given, and its hidden units, are quantised too, each row by a
+            scale of its own (`quantize_rows`).
         gate_up_bias, down_bias: Added to the projections.
         activation: Of the gate's and the other half's outputs, elementwise and hashable; silu(gate) * up if None.
         weighs_inputs: Whether the weight is on what an expert is given, not on what it returns.
@@ -70,8 +73,8 @@ def routed_experts(
     x: Float[Array, "T D"],
     logits: Float[Array, "T E"] | Splits,
     routing: Routing,
-    gate_up: Float[Array, "*L E D F2"],
-    down: Float[Array, "*L E F D"],
+    gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
+    down: Float[Array, "*L E F D"] | QuantizedKernel,
     *,
     choice_bias: Float[Array, " E"] | None = None,
     weighs_inputs: bool = False,
@@ -100,7 +103,9 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     layer_index = options.get("layer_index")
     check_experts(x, gate_up, down, biases, layer_index, facts.get("routing"))
     given = {name: value for name, value in biases.items() if value is not None}
-    stacks = {"gate_up": gate_up, "down": down, **given}
+    stacks, facts["scales"] = {**given, **_arrays("gate_up", gate_up), **_arrays("down", down)}, None
+    if isinstance(gate_up, QuantizedKernel):
+        facts["scales"] = gate_up.scales_kind
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
     operands = ExpertsOperands(
@@ -122,3 +127,11 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
         **facts,
     )
     return choose(call, options.get("implementation")).implementation.run(call, operands)
+
+
+def _arrays(name: str, kernel: Any) -> dict[str, Any]:
+    """A projection's operands by their names."""
+    if not isinstance(kernel, QuantizedKernel):
+        return {name: kernel}
+    scales = jnp.broadcast_to(kernel.scales, (*kernel.values.shape[:-1], 1))
+    return {name: jnp.asarray(kernel.values), f"{name}_scales": scales}

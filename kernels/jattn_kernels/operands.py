@@ -181,6 +181,8 @@ class ExpertsOperands:
         weights, chosen: Of each token's experts; None where the logits are given.
         logits: The router's; None where the choice is made.
         choice_bias: Of the choice by logits.
+        gate_up, down: The values of a QuantizedKernel, outputs before inputs, where there are scales.
+        gate_up_scales, down_scales: One for each output.
     """
 
     x: Float[Array, "T D"]
@@ -188,11 +190,13 @@ class ExpertsOperands:
     chosen: Int32[Array, "T k"] = _ABSENT
     logits: Float[Array, "T E"] | Splits = _ABSENT
     choice_bias: Float[Array, " E"] | None = None
-    gate_up: Float[Array, "L E D F2"]
-    down: Float[Array, "L E F D"]
+    gate_up: Float[Array, "L E _ _"]
+    down: Float[Array, "L E _ _"]
     layer_index: Int[Array, ""]
     gate_up_bias: Float[Array, "L E F2"] | None = None
     down_bias: Float[Array, "L E D"] | None = None
+    gate_up_scales: Float32[Array, "L E F2 1"] | None = None
+    down_scales: Float32[Array, "L E D 1"] | None = None
 
 
 @typing.no_type_check

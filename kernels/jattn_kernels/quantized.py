@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,21 @@ class QuantizedKernel:
 
     values: Float[Array, "*L F D"]
     scales: Float32[Array, "*L SF SD"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weights as they would be unquantised: [*L, D, F]."""
+        *layers, outputs, inputs = self.values.shape
+        return (*layers, inputs, outputs)
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Of the values."""
+        return self.values.dtype
 
     @property
     def scales_kind(self) -> ScalesKind:
@@ -72,8 +87,12 @@ def quantize_kernel(kernel: Float[Array, "*L F D"]) -> QuantizedKernel:
     return QuantizedKernel(values=values, scales=scales)
 
 
-def check_quantized(kernel: QuantizedKernel) -> None:
+def check_quantized(kernel: QuantizedKernel, name: str = "kernel", axes: tuple[str, ...] = ("L",)) -> None:
     """Checks what a quantised kernel is made of.
+
+    Args:
+        name: What it is called in sentences.
+        axes: What may lead its own two; some of the last of them, or all.
 
     Raises:
         ValueError: Its arrays are of another dtype, or do not go together.
@@ -82,13 +101,15 @@ def check_quantized(kernel: QuantizedKernel) -> None:
     check_are_arrays(values=values, scales=scales)
     if values.dtype != FP8 or scales.dtype != jnp.float32:
         raise ValueError(
-            "`kernel` must have float8_e4m3fn values and float32 scales. "
+            f"`{name}` must have float8_e4m3fn values and float32 scales. "
             f"Got values.dtype={values.dtype}, scales.dtype={scales.dtype}."
         )
-    alike = values.ndim == scales.ndim and values.ndim in (2, 3) and values.shape[:-2] == scales.shape[:-2]
-    if not alike or any(not few or many % few for many, few in zip(values.shape[-2:], scales.shape[-2:], strict=True)):
+    alike = values.ndim == scales.ndim and values.ndim >= 2 and values.shape[:-2] == scales.shape[:-2]
+    divide = alike and not any(
+        not few or many % few for many, few in zip(values.shape[-2:], scales.shape[-2:], strict=True)
+    )
+    if not divide or values.ndim > 2 + len(axes):
         raise ValueError(
-            "`kernel` must have values [F, D] and scales [SF, SD], with a leading axis of layers in both or in none, "
-            "where SF divides F and SD divides D. "
-            f"Got values.shape={values.shape}, scales.shape={scales.shape}."
+            f"`{name}` must have values [F, D] and scales [SF, SD], both perhaps after {', '.join(axes)}, where SF "
+            f"divides F and SD divides D. Got values.shape={values.shape}, scales.shape={scales.shape}."
         )

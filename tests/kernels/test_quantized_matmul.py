@@ -145,7 +145,7 @@ def test_what_xla_is_given_is_a_product_in_fp8_where_the_device_has_one(device, 
         ({"values": jnp.ones((24, 40))}, "must have float8_e4m3fn values .* Got values.dtype=float32"),
         ({"scales": jnp.ones((24, 1), jnp.bfloat16)}, "scales.dtype=bfloat16"),
         ({"scales": jnp.ones((5, 1))}, "SF divides F"),
-        ({"scales": jnp.ones((2, 24, 1))}, "in both or in none"),
+        ({"scales": jnp.ones((2, 24, 1))}, "both perhaps after L"),
         ({"layer_index": 0}, r"\[L, F, D\] and `layer_index` given"),
     ],
 )

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from jattn_kernels.reference.quantized import matmul
+
 Activation = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -13,11 +15,13 @@ def mixture_of_experts(
     x: Float[Any, "T D"],
     weights: Float[Any, "T k"],
     chosen: Int[Any, "T k"],
-    gate_up: Float[Any, "*L E D F2"],
-    down: Float[Any, "*L E F D"],
+    gate_up: Float[Any, "*L E _ _"],
+    down: Float[Any, "*L E _ _"],
     *,
     gate_up_bias: Float[Any, "*L E F2"] | None = None,
     down_bias: Float[Any, "*L E D"] | None = None,
+    gate_up_scales: Float[Any, "*L E F2 1"] | None = None,
+    down_scales: Float[Any, "*L E D 1"] | None = None,
     activation: Activation | None = None,
     weighs_inputs: bool = False,
     layer_index: Int[Any, ""] | int | None = None,
@@ -25,10 +29,13 @@ def mixture_of_experts(
     """The float64 sum over a token's experts; a number outside 0 .. E - 1 is none of them.
 
     Args:
+        gate_up, down: [*L, E, D, F2] and [*L, E, F, D]; where they have scales outputs before inputs, and then rows are
+            quantised too.
         activation: Of NumPy arrays, the gate's and the other half's; silu(gate) * up if None.
     """
     x, weights, chosen = np.asarray(x, np.float64), np.asarray(weights, np.float64), np.asarray(chosen)
     layers = {"gate_up": gate_up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    layers |= {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
     given = {name: np.asarray(array) for name, array in layers.items() if array is not None}
     which = ... if layer_index is None else int(layer_index)
     layer = {name: array[which].astype(np.float64) for name, array in given.items()}
@@ -46,8 +53,13 @@ def mixture_of_experts(
 
 
 def _expert(row: np.ndarray, own: dict[str, np.ndarray], activation: Activation | None) -> np.ndarray:
-    gate, up = np.split(row @ own["gate_up"] + own.get("gate_up_bias", 0.0), 2)
-    return (activation or silu_gate)(gate, up) @ own["down"] + own.get("down_bias", 0.0)
+    gate, up = np.split(_product(row, "gate_up", own), 2)
+    return _product((activation or silu_gate)(gate, up), "down", own)
+
+
+def _product(row: np.ndarray, name: str, own: dict[str, np.ndarray]) -> np.ndarray:
+    scales, bias = own.get(f"{name}_scales"), own.get(f"{name}_bias", 0.0)
+    return (row @ own[name] if scales is None else matmul(row[None], own[name], scales)[0]) + bias
 
 
 def silu_gate(gate: np.ndarray, up: np.ndarray) -> np.ndarray:

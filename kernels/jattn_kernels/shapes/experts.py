@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from jattn_kernels.quantized import QuantizedKernel, check_quantized
 from jattn_kernels.shapes.arrays import (
     FLOATS,
     check_are_arrays,
@@ -72,8 +73,11 @@ def check_experts(x, gate_up, down, biases, layer_index, routing=None) -> None:
         raise ValueError(
             f"`routing` must be over the experts of `gate_up`, {stack[-1]}. Got num_experts={routing.num_experts}."
         )
-    same_dtype("x", x, "gate_up", gate_up)
-    same_dtype("x", x, "down", down)
+    if isinstance(gate_up, QuantizedKernel) or isinstance(down, QuantizedKernel):
+        _check_quantized_experts(gate_up, down)
+    else:
+        same_dtype("x", x, "gate_up", gate_up)
+        same_dtype("x", x, "down", down)
     columns = {"gate_up_bias": 2 * units, "down_bias": hidden}
     for name, bias in given.items():
         same_dtype("x", x, name, bias)
@@ -81,3 +85,17 @@ def check_experts(x, gate_up, down, biases, layer_index, routing=None) -> None:
             raise ValueError(f"`{name}` must be {[*stack, columns[name]]}. Got {name}.shape={bias.shape}.")
     if layer_index is not None:
         check_layer_index(layer_index, gate_up.shape[0])
+
+
+def _check_quantized_experts(gate_up, down) -> None:
+    for name, kernel in {"gate_up": gate_up, "down": down}.items():
+        if not isinstance(kernel, QuantizedKernel):
+            raise ValueError(
+                f"`gate_up` and `down` must both be quantised, or neither. Got {name}.dtype={kernel.dtype}."
+            )
+        check_quantized(kernel, name, ("L", "E"))
+        if kernel.scales_kind != "channel":
+            raise ValueError(
+                f"`{name}` must have a scale for each output, or one for each expert. "
+                f"Got scales.shape={kernel.scales.shape}, values.shape={kernel.values.shape}."
+            )

@@ -8,7 +8,9 @@ from jattn_kernels.call import ExpertsCall
 from jattn_kernels.lowering.expert_groups import group_by_expert, weighed_rows, weighted_sum
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.operands import ExpertsOperands
+from jattn_kernels.quantized import quantize_rows
 from jattn_kernels.splits import added
+from jattn_kernels.xla.quantized_matmul import fp8_product
 
 _MOST_ROWS = 128  # of a product: more would be spent on experts that few rows go to
 
@@ -25,17 +27,24 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
     rows = weighed_rows(x, weights.T) if call.weighs_inputs else x
     sources = jnp.pad(groups.sources, (0, block_rows))
     layer, precision = operands.layer_index, jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    gate_up = operands.gate_up, operands.gate_up_scales, operands.gate_up_bias
+    down = operands.down, operands.down_scales, operands.down_bias
 
-    def product(a, kernels, bias, expert):
-        out = jnp.matmul(a, kernels[layer, expert], precision=precision, preferred_element_type=jnp.float32)
+    def product(a, kernels, scales, bias, expert):
+        if scales is None:
+            out = jnp.matmul(a, kernels[layer, expert], precision=precision, preferred_element_type=jnp.float32)
+        else:
+            in_fp8, row_scales = quantize_rows(a)
+            sums = fp8_product(call.device, kernels[layer, expert], in_fp8)
+            out = sums * row_scales * scales[layer, expert].T
         return out if bias is None else out + bias[layer, expert].astype(jnp.float32)[None]
 
     def do_tile(number, out):
         expert, first, _ = groups.work[number]
         own = rows[jax.lax.dynamic_slice_in_dim(sources, first, block_rows)]
-        gate, up = jnp.split(product(own, operands.gate_up, operands.gate_up_bias, expert), 2, axis=-1)
+        gate, up = jnp.split(product(own, *gate_up, expert), 2, axis=-1)
         hidden = call.activation(gate, up).astype(x.dtype)
-        returned = product(hidden, operands.down, operands.down_bias, expert).astype(x.dtype)
+        returned = product(hidden, *down, expert).astype(x.dtype)
         # Rows past the expert's own stand where later tiles' will, or past the last.
         return jax.lax.dynamic_update_slice_in_dim(out, returned, first, axis=0)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jattn_kernels.call import MatmulCall
+from jattn_kernels.call import Device, MatmulCall
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import quantize_rows
 from jattn_kernels.xla.padded_rows import is_made_a_sum, of_padded
@@ -29,7 +29,9 @@ def _of_channels(
     call: MatmulCall, x: Float[Array, "T D"], values: Float[Array, "F D"], scales: Float32[Array, "F 1"]
 ) -> Float32[Array, "T F"]:
     rows, row_scales = quantize_rows(x)
-    return _product(call, rows, values) * row_scales * scales.reshape(1, -1)
+    product = functools.partial(fp8_product, call.device, values)
+    sums = of_padded(product, rows) if is_made_a_sum(call) else product(rows)
+    return sums * row_scales * scales.T
 
 
 def _of_blocks(
@@ -43,21 +45,17 @@ def _of_blocks(
         at = functools.partial(jax.lax.dynamic_index_in_dim, index=block, axis=1)
         own = jax.lax.dynamic_slice_in_dim(values, block * depth, depth, axis=1)
         factors = at(row_scales)[:, 0] * jnp.repeat(at(scales), height, axis=0).T
-        return sums + _product(call, at(rows)[:, 0], own) * factors
+        return sums + fp8_product(call.device, own, at(rows)[:, 0]) * factors
 
     return jax.lax.fori_loop(0, scales.shape[1], add, jnp.zeros((call.num_rows, call.columns), jnp.float32))
 
 
-def _product(call: MatmulCall, rows: Float[Array, "T D"], values: Float[Array, "F D"]) -> Float32[Array, "T F"]:
+def fp8_product(device: Device, values: Float[Array, "F D"], rows: Float[Array, "T D"]) -> Float32[Array, "T F"]:
     """The sums of products, which are exact in bfloat16 and more so in what a CPU makes of them.
 
     Both operands have the depth last: XLA makes of such a product one of cuBLAS's in fp8.
     """
-    capability = call.device.compute_capability
-    if call.device.platform == "gpu" and (capability is None or capability < _LEAST_CAPABILITY):
+    capability = device.compute_capability
+    if device.platform == "gpu" and (capability is None or capability < _LEAST_CAPABILITY):
         rows, values = rows.astype(jnp.bfloat16), values.astype(jnp.bfloat16)
-
-    def product(rows: Float[Array, "T D"]) -> Float32[Array, "T F"]:
-        return jax.lax.dot_general(rows, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-    return of_padded(product, rows) if is_made_a_sum(call) else product(rows)
+    return jax.lax.dot_general(rows, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
