@@ -57,5 +57,6 @@ def fp8_product(device: Device, values: Float[Array, "F D"], rows: Float[Array, 
     """
     capability = device.compute_capability
     if device.platform == "gpu" and (capability is None or capability < _LEAST_CAPABILITY):
-        rows, values = rows.astype(jnp.bfloat16), values.astype(jnp.bfloat16)
+        # Behind a barrier, as XLA takes a conversion to fewer bits and back for nothing.
+        rows, values = jax.lax.optimization_barrier(rows).astype(jnp.bfloat16), values.astype(jnp.bfloat16)
     return jax.lax.dot_general(rows, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
