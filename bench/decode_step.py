@@ -68,6 +68,12 @@ class Model(NamedTuple):
         embedding = tokens * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
         return round(total if self.config.tied else total - embedding)
 
+    def seen_share(self, ctx: int) -> float:
+        """The part of so long a text's keys that a new token sees, on the average of the layers."""
+        stacks = self.config.stacks
+        windows = [(len(layers), ctx if kind.window_left is None else kind.window_left + 1) for layers, kind in stacks]
+        return sum(count * min(ctx, window) for count, window in windows) / (ctx * self.config.num_layers)
+
 
 def _share_met(routing: Any, tokens: int) -> float:
     """The part of the experts that some token goes to, if each goes to any of them alike."""
@@ -239,7 +245,8 @@ def measured(
     loop.rewind(2 * profiled_steps)
     profile = profiled(functools.partial(loop.run, profiled_steps), runs=1)
     roofline_ms = workload.roofline_ms(
-        weight_bytes=model.read_bytes(workload.batch), kv_bytes_per_token=page_bytes // workload.page
+        weight_bytes=model.read_bytes(workload.batch),
+        kv_bytes_per_token=page_bytes / workload.page * model.seen_share(workload.ctx),
     )
     time_ms = statistics.median(times)
     row = {

@@ -65,6 +65,16 @@ DEEPSEEK_V3_4_LAYERS: dict[str, Any] = {
 }
 
 
+GPT_OSS_20B: dict[str, Any] = {
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_local_experts": 32,
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWorkload:
     """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed."""
@@ -82,6 +92,6 @@ class StepWorkload:
         """What names this workload in a row of a record."""
         return {"case": "decode_step", "model": self.model, "batch": self.batch, "ctx": self.ctx, "page": self.page}
 
-    def roofline_ms(self, *, weight_bytes: int, kv_bytes_per_token: int) -> float:
-        """Time to read the weights, but for the embedding, and the keys and values once."""
+    def roofline_ms(self, *, weight_bytes: int, kv_bytes_per_token: float) -> float:
+        """Time to read the weights, but for the embedding, and the keys and values that are seen once."""
         return (weight_bytes + self.batch * self.ctx * kv_bytes_per_token) / READ_GBPS / 1e6
