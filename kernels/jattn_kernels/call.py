@@ -119,7 +119,6 @@ class NormCall:
         dtype: Name of its dtype.
         scale_dtype: Name of the scale's.
         eps, offset: What is added to the mean of squares, and to the scale.
-        of_sum: Whether splits are added to the rows first, and the sum is a result too.
         device, modes: As in AttentionCall.
     """
 
@@ -129,7 +128,6 @@ class NormCall:
     scale_dtype: str
     eps: float
     offset: float
-    of_sum: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["rms_norm"] = "rms_norm"
@@ -181,7 +179,6 @@ class MatmulCall:
         dtype, kernel_dtype: Names of those of the rows and of the weights.
         out_dtype: Name of the result's; products are summed in float32.
         scales: What of quantised weights has a scale of its own; None of weights that are not.
-        in_splits: Whether the result may be what adds up to it.
         device, modes: As in AttentionCall.
     """
 
@@ -192,7 +189,6 @@ class MatmulCall:
     kernel_dtype: str
     out_dtype: str
     scales: ScalesKind | None = None
-    in_splits: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["matmul"] = "matmul"

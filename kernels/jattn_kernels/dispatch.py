@@ -83,11 +83,6 @@ def choose(
     raise NotImplementedError(f"{sentences} {advice}")
 
 
-def is_served(call: Call, implementation: str | None = None) -> bool:
-    """Whether `choose` finds an implementation for a call."""
-    return any(entry.name == (implementation or entry.name) and not entry.refuses(call) for entry in implementations())
-
-
 def works_per_sequence(
     operation: Operation,
     *,

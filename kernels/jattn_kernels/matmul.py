@@ -13,7 +13,6 @@ from jattn_kernels.implementation import Implementation
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_layer_index, same_dtype
-from jattn_kernels.splits import Splits
 from jattn_kernels.xla.implementation import XLA
 
 
@@ -42,28 +41,13 @@ def matmul(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for does not serve the call.
     """
-    call, operands = _packed(x, kernel, layer_index, out_dtype)
-    out: Any = _product(choose(call, implementation).implementation, call, operands)
+    operands = _operands(x, kernel, layer_index)
+    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
+    if out_dtype.name not in FLOATS:
+        raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
+    facts = {"scales": kernel.scales_kind} if isinstance(kernel, QuantizedKernel) else {}
+    out = _run(operands, implementation, out_dtype=out_dtype.name, **facts)
     return out.reshape(*x.shape[:-1], out.shape[-1])
-
-
-def matmul_splits(
-    x: Float[Array, "T D"],
-    kernel: Float[Array, "*L D F"] | QuantizedKernel,
-    *,
-    layer_index: Int[Array, ""] | int | None = None,
-    out_dtype: Any = None,
-    implementation: str | None = None,
-) -> Float[Array, "T F"] | Splits:
-    """`matmul`, or what adds up to it, where a kernel splits the depth: for who can add it up while reading it.
-
-    Raises:
-        ValueError, NotImplementedError: As `matmul`.
-    """
-    call, operands = _packed(x, kernel, layer_index, out_dtype, in_splits=True)
-    if x.ndim != 2:
-        raise ValueError(f"`x` must be [T, D]. Got x.shape={x.shape}.")
-    return choose(call, implementation).implementation.run(call, operands)
 
 
 def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
@@ -121,11 +105,7 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
     )
 
 
-def _packed(x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any) -> tuple[MatmulCall, MatmulOperands]:
-    operands = _operands(x, kernel, layer_index)
-    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
-    if out_dtype.name not in FLOATS:
-        raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
+def _run(operands: MatmulOperands, implementation: str | None, **facts: Any) -> Any:
     num_rows, depth = operands.x.shape
     call = MatmulCall(
         num_rows=num_rows,
@@ -133,12 +113,10 @@ def _packed(x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any)
         columns=operands.kernel.shape[2 if operands.scales is None else 1],
         dtype=operands.x.dtype.name,
         kernel_dtype=operands.kernel.dtype.name,
-        out_dtype=out_dtype.name,
-        scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
         modes=modes_of(operands),
         **facts,
     )
-    return call, operands
+    return _product(choose(call, implementation).implementation, call, operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import NormCall, modes_of
-from jattn_kernels.dispatch import choose, is_served
+from jattn_kernels.dispatch import choose
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
-from jattn_kernels.splits import Splits, added
 
 
 def rms_norm(
@@ -39,44 +38,6 @@ def rms_norm(
         ValueError: A shape is wrong, or `implementation` is unknown.
         NotImplementedError: There is no kernel for this size, dtype or device.
     """
-    call, operands = _packed(x, scale, eps, offset, layer_index)
-    out: Any = _norm(choose(call, implementation).implementation, call, operands)
-    return out.reshape(x.shape)
-
-
-def add_rms_norm(
-    x: Float[Array, "T D"],
-    addition: Float[Array, "T D"] | Splits,
-    scale: Float[Array, "..."],
-    *,
-    eps: float,
-    offset: float = 0.0,
-    layer_index: Int[Array, ""] | int | None = None,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """x + addition, and the `rms_norm` of that; one kernel where the addition comes in splits.
-
-    Raises:
-        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
-        NotImplementedError: There is no kernel for this size, dtype or device.
-    """
-    check_are_arrays(x=x, addition=addition)
-    if x.ndim != 2 or addition.shape != x.shape or addition.dtype != x.dtype:
-        raise ValueError(
-            "`x` and `addition` must be [T, D] of one dtype. "
-            f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
-        )
-    if isinstance(addition, Splits):
-        call, operands = _packed(x, scale, eps, offset, layer_index, addition)
-        if is_served(call, implementation):
-            return choose(call, implementation).implementation.run(call, operands)
-    total, options = x + added(addition), {"layer_index": layer_index, "implementation": implementation}
-    return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
-
-
-def _packed(
-    x: Any, scale: Any, eps: float, offset: float, layer_index: Any, addition: Splits | None = None
-) -> tuple[NormCall, NormOperands]:
     check_are_arrays(x=x, scale=scale)
     check_float("x", x)
     check_float("scale", scale)
@@ -93,7 +54,6 @@ def _packed(
         x=jnp.asarray(x).reshape(-1, x.shape[-1]),
         scale=jnp.asarray(scale) if stacked else jnp.asarray(scale)[None],
         layer_index=layer,
-        addition=addition,
     )
     call = NormCall(
         num_rows=operands.x.shape[0],
@@ -102,10 +62,10 @@ def _packed(
         scale_dtype=scale.dtype.name,
         eps=eps,
         offset=offset,
-        of_sum=addition is not None,
         modes=modes_of(operands),
     )
-    return call, operands
+    out: Any = _norm(choose(call, implementation).implementation, call, operands)
+    return out.reshape(x.shape)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jattn_kernels.head_norms import HeadNorms
-from jattn_kernels.splits import Splits
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
 
@@ -145,7 +144,7 @@ class AttentionOperands:
 class RotaryOperands:
     """All arrays of a rotary embedding with the write into pages."""
 
-    qkv: Float[Array, "T heads H"] | Splits
+    qkv: Float[Array, "T heads H"]
     cos: Float32[Array, "T half"]
     sin: Float32[Array, "T half"]
     k_pages: Float[Array, "..."]
@@ -159,16 +158,11 @@ class RotaryOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOperands:
-    """All arrays of a norm; `layer_index` names the row of `scale`.
-
-    Attributes:
-        addition: To x before it is normed.
-    """
+    """All arrays of a norm; `layer_index` names the row of `scale`."""
 
     x: Float[Array, "T D"]
     scale: Float[Array, "L D"]
     layer_index: Int[Array, ""]
-    addition: Splits | None = None
 
 
 @typing.no_type_check
@@ -188,7 +182,7 @@ class ExpertsOperands:
     x: Float[Array, "T D"]
     weights: Float32[Array, "T k"] = _ABSENT
     chosen: Int32[Array, "T k"] = _ABSENT
-    logits: Float[Array, "T E"] | Splits = _ABSENT
+    logits: Float[Array, "T E"] = _ABSENT
     choice_bias: Float[Array, " E"] | None = None
     gate_up: Float[Array, "L E _ _"]
     down: Float[Array, "L E _ _"]

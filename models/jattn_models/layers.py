@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, QuantizedKernel, Splits, matmul, matmul_splits
-from jattn.norm import add_rms_norm, rms_norm
+from jattn.matmul import FP8, QuantizedKernel, matmul
+from jattn.norm import rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
@@ -98,13 +98,6 @@ class Linear(nnx.Module):
             return y
         return y + jnp.broadcast_to(self.summed_over.once(self.bias[...]).astype(y.dtype), y.shape)
 
-    def splits(self, x: Float[Array, "T D"]) -> Float[Array, "T F"] | Splits:
-        """The same, for who adds it up."""
-        if self.bias is not None:
-            return self(x)
-        weights, layer = self._weights()
-        return matmul_splits(x, weights, layer_index=layer)
-
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
         kernel, layer = self.kernel.stack_and_layer
@@ -136,12 +129,6 @@ class RMSNorm(nnx.Module):
             return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
         stack, number = self.scale.stack_and_layer
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
-
-    def of_sum(self, x: Float[Array, "T D"], splits: Splits) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """x and what the splits add to it, and the norm of that."""
-        assert self.scale is not None
-        stack, number = self.scale.stack_and_layer
-        return add_rms_norm(x, splits, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
 
 class ProjectionNorm(RMSNorm):

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import Routing, added, matmul, matmul_splits, routed_experts
+from jattn_kernels import matmul
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
-from tests.kernels.harness.splits import splits_of
 
 
 def operands(rows, depth, columns, *, layers=2, dtype="bfloat16"):
@@ -44,7 +43,6 @@ def test_product_with_a_layer_of_the_stack(rows, dtype, out_dtype):
     assert out.dtype == (out_dtype or dtype)
     assert_product(out, x, kernel[1])
     np.testing.assert_array_equal(out, matmul(x, kernel[1], out_dtype=out_dtype))
-    np.testing.assert_array_equal(out, matmul_splits(x, kernel[1], out_dtype=out_dtype))
 
 
 @pytest.mark.parametrize(
@@ -85,10 +83,8 @@ def hopper(monkeypatch):
 def test_kernel_without_races(hopper, rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     with interpreted():
-        splits = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
-    assert (splits.shape, splits.dtype) == ((rows, columns), jnp.float32)
-    assert_product(added(splits), x, kernel[1])
-    np.testing.assert_array_equal(splits.parts[:, rows:], 0)
+        out = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+    assert_product(out, x, kernel[1])
 
 
 def test_kernel_rounds_once(hopper):
@@ -96,26 +92,7 @@ def test_kernel_rounds_once(hopper):
     with interpreted():
         out = of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1))
         wide = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
-        splits = of_last_layer(matmul_splits, implementation="mosaic")(x, kernel, jnp.int32(1))
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(out, added(splits))
-
-
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
-def test_experts_take_logits_in_splits(hopper, implementation):
-    x, kernel = operands(3, 64, 32)
-    rng = np.random.default_rng(1)
-    gate_up, down = (jnp.asarray(rng.standard_normal(shape), x.dtype) for shape in ((32, 64, 128), (32, 64, 64)))
-    splits = splits_of(matmul(x, kernel[1], implementation="xla", out_dtype="float32"))
-    routing = Routing(num_experts=32, per_token=2)
-
-    def mixed(logits):
-        with interpreted():
-            return jax.jit(
-                lambda logits: routed_experts(x, logits, routing, gate_up, down, implementation=implementation)
-            )(logits)
-
-    np.testing.assert_array_equal(mixed(splits), mixed(added(splits)))
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128)])
@@ -159,11 +136,6 @@ def test_bad_arguments_get_a_sentence(kernel, given, match):
         inspect.unwrap(matmul)(jnp.ones((2, 40)), kernel, **given)
 
 
-def test_splits_are_of_a_matrix():
-    with pytest.raises(ValueError, match="`x` must be"):
-        inspect.unwrap(matmul_splits)(jnp.ones((1, 2, 40)), jnp.ones((40, 8)))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize(
@@ -172,6 +144,3 @@ def test_splits_are_of_a_matrix():
 def test_kernel_on_a_gpu(rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     assert_product(of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1)), x, kernel[1])
-    splits = of_last_layer(matmul_splits, implementation="mosaic")(x, kernel, jnp.int32(1))
-    assert_product(added(splits), x, kernel[1])
-    np.testing.assert_array_equal(splits.parts[:, rows:], 0)

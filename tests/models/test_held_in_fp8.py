@@ -93,8 +93,7 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
     tokens, found = prompts(case)[2], []
     for number, checkpoint in enumerate(copies(GOLDEN / case, tmp_path)):
         if number:
-            for face in ("matmul", "matmul_splits"):
-                monkeypatch.setattr(f"jattn_models.layers.{face}", rows_rounded)
+            monkeypatch.setattr("jattn_models.layers.matmul", rows_rounded)
         graph, states = shares(checkpoint, size)
         stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
         of_share = functools.partial(logits, graph, tokens=tokens)

@@ -11,7 +11,6 @@ from jattn.attention.backend import BackendOptions
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits
 from jattn.norm import HeadNorms
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
@@ -120,7 +119,7 @@ class FlashAttentionBackend:
 
     def save_rotated(
         self,
-        qkv: Float[Array, "T heads H"] | Splits,
+        qkv: Float[Array, "T heads H"],
         angles: Angles,
         layer: AttentionLayer,
         metadata: FlashAttentionMetadata,

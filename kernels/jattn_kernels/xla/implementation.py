@@ -18,8 +18,6 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 def refuses(call: Call) -> str | None:
     """Why `xla` cannot serve a call, or None."""
-    if isinstance(call, NormCall) and call.of_sum:
-        return "`xla` adds splits up before it norms the sum, by itself."
     if not isinstance(call, AttentionCall):
         return None
     for dtype in (call.q_dtype, call.kv_dtype):

@@ -1,10 +1,5 @@
-"""Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup.
+"""Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup."""
 
-What splits of a product add up to may be added to the row first: the sum is then a result beside its norm.
-"""
-
-import functools
-import operator
 from typing import Any
 
 import jax
@@ -30,39 +25,26 @@ def supports(columns: int, *dtypes: Any) -> bool:
     )
 
 
-def rms_norm(
-    call: NormCall, operands: NormOperands
-) -> Float[Array, "T D"] | tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """Rows over their root mean square, times a layer's scale and an offset; if something is added, the sum before."""
+def rms_norm(call: NormCall, operands: NormOperands) -> Float[Array, "T D"]:
+    """Rows over their root mean square, times a layer's scale and an offset."""
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=_VECTOR)
-    parts = () if operands.addition is None else (operands.addition.parts,)
 
-    def kernel(x_ref, scale_ref, layer_ref, *refs):
+    def kernel(x_ref, scale_ref, layer_ref, out_ref):
         row = lax.axis_index("row")
-
-        def load(ref):
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        # All is asked for before anything is stored: a load behind a store waits for what is stored.
-        numbers, factor = load(x_ref.at[row]), load(scale_ref.at[layer_ref[0]]).astype(jnp.float32)
-        if parts:
-            parts_ref, sum_ref, out_ref = refs
-            addition = functools.reduce(operator.add, [load(parts_ref.at[i, row]) for i in range(len(parts[0]))])
-            sum_ref[row] = numbers = numbers + addition.astype(x.dtype)
-        else:
-            (out_ref,) = refs
-        numbers = numbers.astype(jnp.float32)
+        numbers, factor = (
+            plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+            for ref in (x_ref.at[row], scale_ref.at[layer_ref[0]])
+        )
         inverse = lax.rsqrt((numbers * numbers).sum() / columns + eps)
         out_ref[row] = (numbers * inverse * (factor + offset)).astype(x.dtype)
 
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     run = launch.kernel(
         kernel,
-        out_type=(out, out) if parts else out,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(x.shape[0],),
         grid_names=("row",),
         kernel_name="rms_norm",
     )
-    return run(x, operands.scale, operands.layer_index.reshape(1), *parts)
+    return run(x, operands.scale, operands.layer_index.reshape(1))

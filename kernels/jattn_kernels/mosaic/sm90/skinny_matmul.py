@@ -26,7 +26,6 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
-from jattn_kernels.splits import Splits, added
 
 MOST_ROWS = 8  # what a wgmma has at least
 # Numbers of a layer's weights from which on cuBLAS is as fast: on an H200 [2048, 5120] and [4096, 2048] take 12.5 us
@@ -44,11 +43,10 @@ class _Scratch(NamedTuple):
     empty: Any
 
 
-def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
-    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for."""
-    whole = pl.cdiv(call.num_rows, tiles.WARPS) * tiles.WARPS  # rows that the warps of a reader share out evenly
+def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
+    """x @ kernel; XLA adds up the splits, beside whatever it does with them next."""
     product = _Product(
-        rows=whole if call.in_splits else call.num_rows,
+        rows=call.num_rows,
         depth=call.depth,
         columns=call.columns,
         splits=num_splits(call),
@@ -62,8 +60,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
         kernel_name="skinny_matmul",
     )
     sums = run(operands.x, operands.kernel, operands.layer_index.reshape(1))
-    splits = Splits(parts=sums, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
-    return splits if call.in_splits else added(splits)
+    return sums.sum(axis=0).astype(call.out_dtype)
 
 
 def num_splits(call: MatmulCall) -> int:
@@ -78,7 +75,7 @@ def num_splits(call: MatmulCall) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
-    rows: int  # of the result; those past x's are 0
+    rows: int
     depth: int
     columns: int
     splits: int
