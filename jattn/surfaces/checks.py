@@ -23,6 +23,7 @@ WORDS = {
     "k_scale": "layer.k_scale",
     "v_scale": "layer.v_scale",
     "kv_scale": "layer.k_scale",
+    "sinks": "layer.sinks",
     "cache_k": "k",
     "cache_v": "v",
     "loc": "out_cache_loc",

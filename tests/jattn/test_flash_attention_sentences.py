@@ -225,6 +225,9 @@ def pool_of(specs=(GROUP,), num_pages=5, dtype="float32"):
     [
         (lambda: call(BACKENDS[0], EXTEND), "q"),
         (lambda: call(BACKENDS[0], pool=FP8_POOL), "kv_cache_dtype"),
+        (lambda: call(BACKENDS[0], layer=dataclasses.replace(LAYER, sinks=jnp.ones(3))), "layer.sinks"),
+        (lambda: call(BACKENDS[0], layer=dataclasses.replace(LAYER, sinks="x")), "layer.sinks"),
+        (lambda: dataclasses.replace(LATENT_LAYER, kv="latent", v_head_dim=8, sinks=jnp.ones(4)), "sinks"),
         (lambda: verify(custom_mask=[True]), "custom_mask"),
         (lambda: verify(custom_mask=jnp.ones(50, bool), positions=[5]), "positions"),
         (lambda: forward(BACKENDS[0], Q, K, K, LAYER, None, None, POOL), "forward_batch"),
