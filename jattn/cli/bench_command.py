@@ -145,8 +145,8 @@ def _own_server(checkpoint: Path | None, knobs: dict[str, Any], workload: Any, l
         start_early()
     path = default_checkpoint() if checkpoint is None else model_folder("CHECKPOINT", checkpoint)
     with logged():
-        from jattn.cli.serve_command import sizes_for_device
         from jattn.load.served import measured_served
+        from jattn.server.device_sizes import sizes_for_device
         from jattn.serving.frontend.llm import LLM
 
         if knobs["max_context_len"] is None:

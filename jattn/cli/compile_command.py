@@ -28,7 +28,7 @@ def compile_checkpoint(
             start_early()
         path = default_checkpoint() if checkpoint is None else model_folder("CHECKPOINT", checkpoint)
         with logged():
-            from jattn.cli.serve_command import sizes_for_device
+            from jattn.server.device_sizes import sizes_for_device
             from jattn.serving.frontend.llm import LLM
 
             llm = LLM(path, **sizes_for_device(knobs))

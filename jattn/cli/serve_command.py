@@ -11,8 +11,6 @@ from jattn.cli.output import logged, print_steps, starting
 from jattn.cli.sentences import sentences_for_errors
 from jattn.cli.speculation import DraftLayersFlag, DraftModelFlag, NumDraftTokensFlag, SpeculativeFlag, drafter
 
-_SIZES = {"max_num_seqs": 256, "prefill_tokens": 2048}  # of a GPU; on a CPU compiling so many steps takes minutes
-
 
 @takes_knobs(max_num_seqs=None, prefill_tokens=None, compile_in_background=True)
 def serve(
@@ -67,6 +65,15 @@ def serve(
     watchdog_seconds: Annotated[
         float, typer.Option(min=1, help="A step that takes so long hangs: stacks are dumped and the server ends.")
     ] = 300.0,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="So many engines behind the address, by Ray Serve (the extra `ray`); one that fails is started anew.",
+            show_default=False,
+        ),
+    ] = None,
     speculative: SpeculativeFlag = None,
     num_draft_tokens: NumDraftTokensFlag = None,
     draft_model: DraftModelFlag = None,
@@ -80,10 +87,11 @@ def serve(
     The exit code is 1 if the engine could not go on.
     """
     with sentences_for_errors():
-        with starting():
-            from jattn.devices import start_early
+        if replicas is None:
+            with starting():
+                from jattn.devices import start_early
 
-            start_early()
+                start_early()
 
         path = default_checkpoint() if checkpoint is None else model_folder("CHECKPOINT", checkpoint)
         knobs["speculative"] = drafter(speculative, num_draft_tokens, draft_model, draft_layers)
@@ -106,11 +114,20 @@ def serve(
                 max_body_bytes=int(max_body_mib * 2**20),
             )
             lifetime = Lifetime(drain_seconds=drain_seconds, watchdog_seconds=watchdog_seconds)
+            name, url = options.model_names[0], url_of(listening)
+            if replicas is not None:
+                from jattn.server import ray
 
+                def tell() -> None:
+                    typer.echo(f"Serving {name} by {replicas} replicas at {url}/v1", err=True)
+
+                ray.run(path, options, listening, lifetime, tell, num_replicas=replicas, **knobs)
+                return
+
+            from jattn.server.device_sizes import sizes_for_device
             from jattn.serving.frontend.llm import LLM
 
             llm = LLM(path, **sizes_for_device(knobs))
-            name, url = options.model_names[0], url_of(listening)
             _tell_steps(llm.engine.executor)
             ended_well = run(
                 llm, options, listening, lifetime, lambda: typer.echo(f"Serving {name} at {url}/v1", err=True)
@@ -126,15 +143,6 @@ def _tell_steps(executor: Any) -> None:
     typer.echo(f"Memory: {executor.memory_use()}", err=True)
     if left := executor.background.left:
         typer.echo(f"Steps that are compiled while the server serves: {left}", err=True)
-
-
-def sizes_for_device(knobs: dict[str, Any]) -> dict[str, Any]:
-    """The knobs; of the sizes that a server leaves open those that suit the device."""
-    from jattn.devices import started_devices
-
-    defaults = {} if started_devices()[0][0].platform == "cpu" else _SIZES
-    given = {name: value for name, value in knobs.items() if name not in _SIZES or value is not None}
-    return defaults | given
 
 
 def _leave() -> None:

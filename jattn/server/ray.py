@@ -1,0 +1,164 @@
+"""Replicas on Ray Serve: engines of their own behind one address, started anew where one fails. Needs the extra `ray`.
+
+python:     serve.run(application(path, ServiceOptions(model_names=("name",)), num_replicas=2))
+terminal:   jattn serve CHECKPOINT --replicas 2
+
+Ray's proxy gives each request to the replica that has the fewest; it streams, and cancels where a client goes. Which
+replica has a prompt's beginning in its cache no router of Ray's asks about for an ASGI application.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+
+from jattn.checkpoint import Checkpoint
+from jattn.server.app import make_app
+from jattn.server.device_sizes import sizes_for_device
+from jattn.server.run import Lifetime, prepare_interpreter
+from jattn.server.service import Service, ServiceOptions
+from jattn.serving.config import EngineConfig
+from jattn.serving.frontend.llm import LLM
+
+_NAME = "jattn"
+_HEALTH_SECONDS = 5.0  # between two looks at a replica
+_MOST_REQUESTS = 100_000  # a replica's own queue says what is too many: it answers 503 and when to come again
+
+
+class Replica:
+    """A server without a socket: Ray brings the requests.
+
+    Args:
+        path: The checkpoint's folder, on every machine that may run a replica.
+        knobs: Keywords of `LLM`; the sizes that they leave open are a server's.
+        watchdog_seconds: A replica whose step takes so long is replaced.
+    """
+
+    def __init__(self, path: str, options: ServiceOptions, knobs: Mapping[str, Any], watchdog_seconds: float):
+        self._service = Service(LLM(path, **sizes_for_device(knobs)), options)
+        self._watchdog_seconds = watchdog_seconds
+        prepare_interpreter()
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        return make_app(self._service)
+
+    async def check_health(self) -> None:
+        """Ray asks, and replaces a replica that raises.
+
+        Raises:
+            RuntimeError: It cannot go on.
+        """
+        thread = self._service.thread
+        if thread.death is not None:
+            raise RuntimeError(thread.death)
+        if thread.seconds_in_step > self._watchdog_seconds:
+            raise RuntimeError(f"A step of the engine has not ended in {self._watchdog_seconds:g} s.")
+
+
+def application(
+    path: str | os.PathLike[str],
+    options: ServiceOptions,
+    *,
+    num_replicas: int | None = None,
+    autoscaling: Mapping[str, Any] | None = None,
+    drain_seconds: float = 30.0,
+    watchdog_seconds: float = 300.0,
+    actor_options: Mapping[str, Any] | None = None,
+    **knobs: Any,
+) -> Any:
+    """An application for `serve.run`.
+
+    Args:
+        path: The checkpoint's folder, on every machine that may run a replica.
+        num_replicas: How many, always; 1 by default.
+        autoscaling: Fields of Ray's `AutoscalingConfig` in its place, such as `min_replicas`, `max_replicas` and
+            `target_ongoing_requests`.
+        drain_seconds: What the requests of a replica that is to stop get to end, as when another version is deployed.
+        watchdog_seconds: A replica whose step takes so long is replaced.
+        actor_options: Of Ray's, for each replica, such as `num_gpus`; by default the GPUs that its model is shared
+            among, or where Ray knows no GPU a core for each device.
+        knobs: Other keywords of `LLM`.
+
+    Raises:
+        NotImplementedError: Ray is not installed.
+        FileNotFoundError, ValueError: There is no checkpoint, or a value is not what it should be.
+    """
+    serve = _ray_serve()
+    if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
+        raise ValueError(f"`num_replicas` must be a number of at least 1. Got {num_replicas!r}.")
+    if num_replicas is not None and autoscaling is not None:
+        raise ValueError("`num_replicas` and `autoscaling` must not both be given: either says how many there are.")
+    EngineConfig(**{name: value for name, value in knobs.items() if value is not None})
+    path = str(Checkpoint(path).path.resolve())
+    number = {"autoscaling_config": dict(autoscaling)} if autoscaling else {"num_replicas": num_replicas or 1}
+    deployment = serve.deployment(
+        name=_NAME,
+        max_ongoing_requests=_MOST_REQUESTS,
+        health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=drain_seconds,
+        ray_actor_options=dict(actor_options or _devices(knobs.get("tensor_parallel") or 1)),
+        **number,
+    )(serve.ingress()(Replica))
+    return deployment.bind(path, options, knobs, watchdog_seconds)
+
+
+def run(
+    path: str | os.PathLike[str],
+    options: ServiceOptions,
+    listening: socket.socket,
+    lifetime: Lifetime,
+    on_ready: Callable[[], None],
+    **arguments: Any,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C, in the cluster that `RAY_ADDRESS` names or in one of this machine alone.
+
+    Args:
+        listening: Where; closed at once, for Ray to listen there.
+        on_ready: Called once all replicas serve.
+        arguments: Others of `application`.
+
+    Raises:
+        NotImplementedError: Ray is not installed.
+        RuntimeError: No replica could begin; the message has the reason.
+    """
+    (host, port), ended = listening.getsockname()[:2], threading.Event()
+    listening.close()
+    serve = _ray_serve()
+    import ray  # pyright: ignore[reportMissingImports]
+
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    seconds = {"drain_seconds": lifetime.drain_seconds, "watchdog_seconds": lifetime.watchdog_seconds}
+    try:
+        served = application(path, options, **seconds, **arguments)
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(served, name=_NAME, route_prefix="/")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: ended.set())
+        on_ready()
+        ended.wait()
+        serve.delete(_NAME)  # once what runs has ended
+    finally:
+        ray.shutdown()
+
+
+def _devices(number: int) -> dict[str, float]:
+    import ray  # pyright: ignore[reportMissingImports]
+
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    return {"num_gpus": number} if has_gpus else {"num_cpus": number}
+
+
+def _ray_serve() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    try:
+        from ray import serve  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise NotImplementedError(f"Replicas need Ray: install the extra `jattn[ray]`. Got: {error}.") from error
+    return serve
