@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -94,7 +95,7 @@ def application(
     if num_replicas is not None and autoscaling is not None:
         raise ValueError("`num_replicas` and `autoscaling` must not both be given: either says how many there are.")
     EngineConfig(**{name: value for name, value in knobs.items() if value is not None})
-    path = str(Checkpoint(path).path.resolve())
+    path = str(Checkpoint(Path(path)).path.resolve())
     number = {"autoscaling_config": dict(autoscaling)} if autoscaling else {"num_replicas": num_replicas or 1}
     deployment = serve.deployment(
         name=_NAME,
