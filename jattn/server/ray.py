@@ -7,6 +7,7 @@ Ray's proxy gives each request to the replica that has the fewest; it streams, a
 replica has a prompt's beginning in its cache no router of Ray's asks about for an ASGI application.
 """
 
+import importlib
 import logging
 import os
 import signal
@@ -72,7 +73,7 @@ def application(
     actor_options: Mapping[str, Any] | None = None,
     **knobs: Any,
 ) -> Any:
-    """An application for `serve.run`.
+    """An application for `serve.run`; asks the cluster for its GPUs unless told what a replica is to have.
 
     Args:
         path: The checkpoint's folder, on every machine that may run a replica.
@@ -89,7 +90,7 @@ def application(
         NotImplementedError: Ray is not installed.
         FileNotFoundError, ValueError: There is no checkpoint, or a value is not what it should be.
     """
-    serve = _ray_serve()
+    ray = _ray()
     if num_replicas is not None and (type(num_replicas) is not int or num_replicas < 1):
         raise ValueError(f"`num_replicas` must be a number of at least 1. Got {num_replicas!r}.")
     if num_replicas is not None and autoscaling is not None:
@@ -97,14 +98,14 @@ def application(
     EngineConfig(**{name: value for name, value in knobs.items() if value is not None})
     path = str(Checkpoint(Path(path)).path.resolve())
     number = {"autoscaling_config": dict(autoscaling)} if autoscaling else {"num_replicas": num_replicas or 1}
-    deployment = serve.deployment(
+    deployment = ray.serve.deployment(
         name=_NAME,
         max_ongoing_requests=_MOST_REQUESTS,
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=drain_seconds,
-        ray_actor_options=dict(actor_options or _devices(knobs.get("tensor_parallel") or 1)),
+        ray_actor_options=dict(actor_options or _devices(ray, knobs.get("tensor_parallel") or 1)),
         **number,
-    )(serve.ingress()(Replica))
+    )(ray.serve.ingress()(Replica))
     return deployment.bind(path, options, knobs, watchdog_seconds)
 
 
@@ -129,37 +130,32 @@ def run(
     """
     (host, port), ended = listening.getsockname()[:2], threading.Event()
     listening.close()
-    serve = _ray_serve()
-    import ray  # pyright: ignore[reportMissingImports]
-
+    ray = _ray()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    if not ray.is_initialized():
-        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     seconds = {"drain_seconds": lifetime.drain_seconds, "watchdog_seconds": lifetime.watchdog_seconds}
     try:
         served = application(path, options, **seconds, **arguments)
-        serve.start(http_options={"host": host, "port": port})
-        serve.run(served, name=_NAME, route_prefix="/")
+        ray.serve.start(http_options={"host": host, "port": port})
+        ray.serve.run(served, name=_NAME, route_prefix="/")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ended.set())
         on_ready()
         ended.wait()
-        serve.delete(_NAME)  # once what runs has ended
+        ray.serve.delete(_NAME)  # once what runs has ended
     finally:
         ray.shutdown()
 
 
-def _devices(number: int) -> dict[str, float]:
-    import ray  # pyright: ignore[reportMissingImports]
+def _devices(ray: Any, number: int) -> dict[str, float]:
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    return {"num_gpus": number} if ray.cluster_resources().get("GPU", 0) > 0 else {"num_cpus": number}
 
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return {"num_gpus": number} if has_gpus else {"num_cpus": number}
 
-
-def _ray_serve() -> Any:
+def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     try:
-        from ray import serve  # pyright: ignore[reportMissingImports]
+        importlib.import_module("ray.serve")
     except ImportError as error:
         raise NotImplementedError(f"Replicas need Ray: install the extra `jattn[ray]`. Got: {error}.") from error
-    return serve
+    return importlib.import_module("ray")

@@ -25,7 +25,7 @@ OPTIONS = ServiceOptions(model_names=("m",))
 
 
 def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.serve", None)
     with pytest.raises(NotImplementedError, match=r"^Replicas need Ray: install the extra `jattn\[ray\]`\. Got: "):
         application(checkpoint(), OPTIONS)
     result = run("serve", "--port", 0, "--replicas", 2, checkpoint())
@@ -42,7 +42,7 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
     ],
 )
 def test_what_cannot_be_is_said_before_a_replica_begins(monkeypatch, arguments, sentence):
-    monkeypatch.setattr(replicas, "_ray_serve", lambda: None)
+    monkeypatch.setattr(replicas, "_ray", lambda: None)
     with pytest.raises(ValueError, match=sentence):
         application(checkpoint(), OPTIONS, **arguments)
 
