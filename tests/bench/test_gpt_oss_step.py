@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench import gpt_oss_step
+from bench import family_step
 from bench.decode_step import Model
 from bench.step_workload import GPT_OSS_20B
 from jattn_models.gpt_oss import GptOssForCausalLM
@@ -41,7 +41,8 @@ def test_a_window_is_read_and_no_more():
     assert model.seen_share(32) == (8 + 32) / 64
 
 
-def test_command_prints_a_row_a_batch(capsys):
-    gpt_oss_step.main(["--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"], TOY)
+def test_command_prints_a_row_a_batch(monkeypatch, capsys):
+    monkeypatch.setitem(family_step.SHAPES, "gpt-oss-20b", family_step.Shapes("toy", TOY, GptOssForCausalLM))
+    family_step.main(["--shapes", "gpt-oss-20b", "--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"])
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert row.items() >= {"batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()

@@ -18,6 +18,7 @@ from jattn.serving.request import SamplingParams
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.harness.tiny import CONFIG, VOCAB, drafting_engine, one_variant, run
+from tests.often import often
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PARAMS = {
@@ -89,12 +90,7 @@ def test_the_prompts_share_pages_and_not_all_of_them():
     assert 2 * SIZES.page_size < shared < min(map(len, prompts()))
 
 
-def mostly_slow(*names):
-    """All of PARAMS, those that are not named in the slow tests alone."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in PARAMS]
-
-
-@pytest.mark.parametrize("name", mostly_slow("greedy", "penalties"))
+@pytest.mark.parametrize("name", often(PARAMS, ("greedy", "penalties")))
 def test_warm_text_is_the_cold_one(engine, name):
     """In one launch, when all have ended, and as a conversation that goes on."""
     params = PARAMS[name]
@@ -124,7 +120,7 @@ def test_warm_text_is_the_cold_one_in_chunks(engine, monkeypatch, max_chunk_toke
     assert min(request.num_cached_tokens for request in requests[1:]) >= 2 * SIZES.page_size
 
 
-@pytest.mark.parametrize("name", mostly_slow("penalties"))
+@pytest.mark.parametrize("name", often(PARAMS, ("penalties",)))
 def test_preempted_requests_find_their_keys_again(engine, name):
     params = dataclasses.replace(PARAMS[name], max_tokens=54)
     distinct = [[10 + i, *prompt] for i, prompt in enumerate(prompts())]

@@ -17,6 +17,7 @@ from jattn_kernels.mosaic.sm90.extend.schedule import ExtendSchedule, choose_ext
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.mosaic_calls import schedule_call
+from tests.often import often
 
 SPEC = AttentionSpec(num_q_heads=32, num_kv_heads=8, head_dim=128)
 
@@ -117,9 +118,7 @@ SEVERAL_TOKENS |= {
 OFTEN = ("verify_tree",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SEVERAL_TOKENS]
-)
+@pytest.mark.parametrize("name", often(SEVERAL_TOKENS, OFTEN))
 def test_extends_kernel_agrees_with_the_oracle_of_decode_without_races(small_hopper, name):
     case = SEVERAL_TOKENS[name]
     inputs = build(case)

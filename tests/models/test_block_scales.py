@@ -18,6 +18,7 @@ from jattn_models.quantization import BlockScales
 from jattn_models.quantization_config import read_quantization
 from tests.models.harness.goldens import GOLDEN, OTHER_CASES
 from tests.models.harness.smallest import SMALLEST
+from tests.often import often
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 LARGEST = float(ml_dtypes.finfo(ml_dtypes.float8_e4m3fn).max)
@@ -69,9 +70,7 @@ def assert_same(found, expected):
 VARIOUS = ("deepseek_v3", "phi3", "qwen3")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in VARIOUS else pytest.param(case, marks=pytest.mark.slow) for case in ("gqa", *OTHER_CASES)]
-)
+@pytest.mark.parametrize("case", often(("gqa", *OTHER_CASES), VARIOUS))
 def test_weights_in_fp8_are_loaded_as_what_they_stand_for(tmp_path, case):
     """Blocks do not divide what they are of."""
     in_fp8, in_float32 = both(tmp_path, case, (12, 20))

@@ -13,13 +13,9 @@ from flax import nnx
 from jattn.checkpoint import Checkpoint
 from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.kv_pool import make_pool
-from jattn.serving.config import EngineConfig
-from jattn.serving.engine import Engine
-from jattn.serving.request import SamplingParams
 from jattn_models.layer_pattern import Segment
 from jattn_models.phi3 import Phi3ForCausalLM
 from tests.careful import compiled_with_care
-from tests.jattn.harness.tiny import one_variant, run
 from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
@@ -37,6 +33,8 @@ from tests.models.harness.goldens import (
     prompts,
     sequence,
 )
+from tests.models.harness.served import assert_served_greedily
+from tests.often import often
 
 
 def test_every_announced_architecture_has_a_golden_checkpoint():
@@ -47,11 +45,6 @@ def test_every_announced_architecture_has_a_golden_checkpoint():
 
 # Of a kind with another case, or served below; they are in the slow tests.
 ALIKE = ("glm4_moe", "ministral", "mixtral", "olmo2", "qwen2", "qwen3", "smollm3", "starcoder2")
-
-
-def often(cases, chosen):
-    """All of them, those that are not chosen in the slow tests alone."""
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize("case", often(OTHER_CASES, set(OTHER_CASES) - set(ALIKE)))
@@ -87,22 +80,7 @@ SERVED = ("gemma3", "llama4", "qwen2_moe")
 @pytest.mark.parametrize("case", often([*OTHER_CASES, *WRAPPED_CASES], SERVED))
 def test_served_greedy_tokens_match_transformers(case):
     """And again when the prompts' keys are in the pool."""
-    config = EngineConfig(
-        num_pages=40,
-        max_num_seqs=3,
-        max_context_len=80,
-        prefill_tokens=64,
-        prefill_seqs=2,
-        page_size=8,
-        full_sampling=False,
-    )
-    expected = golden(case, "greedy")
-    params = SamplingParams(max_tokens=len(expected[0]), temperature=0.0, ignore_eos=True)
-    with one_variant("greedy"):
-        engine = Engine(load(case), config)
-        for _ in range(2):
-            requests = [engine.make_request(tokens, params) for tokens in golden(case, "tokens")]
-            assert run(engine, requests) == [tokens.tolist() for tokens in expected]
+    requests = assert_served_greedily(case)
     assert all(request.num_cached_tokens == (len(request.prompt) - 1) // 8 * 8 for request in requests)
     assert any(request.num_cached_tokens for request in requests)
 

@@ -8,16 +8,13 @@ import pytest
 from flax import nnx
 
 from jattn.checkpoint import Checkpoint
-from jattn.serving.config import EngineConfig
-from jattn.serving.engine import Engine
-from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn_models.experts import ClampedSwiGLU
 from jattn_models.gpt_oss import GptOssConfig, GptOssForCausalLM
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.rope_scaling import YarnScaling
-from tests.jattn.harness.tiny import one_variant, run
-from tests.models.harness.goldens import GOLDEN, TOLERANCE, dense_logits, golden, load
+from tests.models.harness.goldens import GOLDEN, TOLERANCE, dense_logits, golden
+from tests.models.harness.served import assert_served_greedily
 from tests.models.harness.smallest import SMALLEST
 
 # gpt-oss-20b's config.json, but for what it says of weights in few bits.
@@ -97,22 +94,6 @@ def test_golden_logits_need_the_activation_and_the_sinks(activation, sinks):
 
 def test_drafted_tokens_are_verified_with_sinks_and_windows():
     """And again when the prompts' keys are in the pool."""
-    config = EngineConfig(
-        num_pages=40,
-        max_num_seqs=3,
-        max_context_len=80,
-        prefill_tokens=64,
-        prefill_seqs=2,
-        page_size=8,
-        full_sampling=False,
-        speculative=NgramDrafting(num_draft_tokens=3, min_ngram=1),
-    )
-    expected = golden("gpt_oss", "greedy")
-    params = SamplingParams(max_tokens=len(expected[0]), temperature=0.0, ignore_eos=True)
-    with one_variant("greedy"):
-        engine = Engine(load("gpt_oss"), config)
-        for _ in range(2):
-            requests = [engine.make_request(tokens, params) for tokens in golden("gpt_oss", "tokens")]
-            assert run(engine, requests) == [tokens.tolist() for tokens in expected]
+    requests = assert_served_greedily("gpt_oss", speculative=NgramDrafting(num_draft_tokens=3, min_ngram=1))
     assert all(request.num_cached_tokens for request in requests)
     assert sum(request.drafts.drafted for request in requests) > 0

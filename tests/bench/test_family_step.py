@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench import latent_step
+from bench import family_step
 from bench.decode_step import random_model
 from bench.step_workload import DEEPSEEK_V2_LITE, DEEPSEEK_V3_4_LAYERS
 from bench.workloads import random_normal
@@ -58,9 +58,9 @@ def test_step_reads_the_experts_that_tokens_go_to_and_all_else():
 
 
 def test_command_prints_a_row_a_batch(monkeypatch, capsys):
-    shapes = {"deepseek-v2-lite": ("toy", TOY, DeepseekV2ForCausalLM)}
-    monkeypatch.setattr(latent_step, "SHAPES", shapes)
-    latent_step.main(["--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"])
+    shapes = {"deepseek-v2-lite": family_step.Shapes("toy", TOY, DeepseekV2ForCausalLM)}
+    monkeypatch.setattr(family_step, "SHAPES", shapes)
+    family_step.main(["--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"])
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert row.items() >= {"model": "toy", "batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()
 

@@ -1,0 +1,56 @@
+"""The serving loop's decode step of models beside Llama, at full size, random bf16: a row a batch, as JSON lines.
+
+python -m bench.family_step [--shapes deepseek-v2-lite|deepseek-v3-4-layers|gpt-oss-20b] [--batch N,N,...] [--ctx N]
+    [--page N] [--implementation NAME] [--steps N]
+"""
+
+import argparse
+import json
+from typing import Any, NamedTuple
+
+from bench.decode_step import measured, random_model
+from bench.step_workload import DEEPSEEK_V2_LITE, DEEPSEEK_V3_4_LAYERS, GPT_OSS_20B, StepWorkload
+from jattn_models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from jattn_models.gpt_oss import GptOssForCausalLM
+
+
+class Shapes(NamedTuple):
+    """A model's, and what its steps are timed with unless told."""
+
+    model: str
+    fields: dict[str, Any]
+    family: Any
+    ctx: int = 4096
+    page: int = 64
+
+
+SHAPES = {
+    "deepseek-v2-lite": Shapes("DeepSeek-V2-Lite shapes, random bf16", DEEPSEEK_V2_LITE, DeepseekV2ForCausalLM),
+    "deepseek-v3-4-layers": Shapes(
+        "DeepSeek-V3 shapes, 4 layers, random bf16", DEEPSEEK_V3_4_LAYERS, DeepseekV3ForCausalLM
+    ),
+    "gpt-oss-20b": Shapes("gpt-oss-20b shapes, random bf16", GPT_OSS_20B, GptOssForCausalLM, ctx=2048, page=16),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.family_step", description=__doc__)
+    parser.add_argument("--shapes", choices=SHAPES, default="deepseek-v2-lite")
+    parser.add_argument("--batch", default="1,8,64", help="sequences, one row each")
+    parser.add_argument("--ctx", type=int, help="tokens of each; as is usual for the shapes by default")
+    parser.add_argument("--page", type=int, help="tokens in a page; the same")
+    parser.add_argument("--implementation", help="of attention; dispatch chooses by default")
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args(arguments)
+    shapes = SHAPES[options.shapes]
+    ctx, page = options.ctx or shapes.ctx, options.page or shapes.page
+    model = random_model(shapes.fields, shapes.family)
+    for batch in map(int, options.batch.split(",")):
+        workload = StepWorkload(batch=batch, ctx=ctx, page=page, model=shapes.model)
+        found = measured(model, workload, steps=options.steps, implementation=options.implementation)
+        print(json.dumps(found.row | {"longest_kernels": found.kernels[:8]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
