@@ -3,6 +3,7 @@
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import mixture_of_experts, routed_experts
 from jattn_kernels.head_norms import HeadNorms, normed_heads
+from jattn_kernels.int4 import dequantize_groups, quantize_groups
 from jattn_kernels.matmul import matmul
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
@@ -22,6 +23,7 @@ __all__ = [
     "QuantizedKernel",
     "Routing",
     "copy_pages",
+    "dequantize_groups",
     "lse_from_base2",
     "lse_to_base2",
     "make_schedule",
@@ -34,6 +36,7 @@ __all__ = [
     "normed_heads",
     "paged_decode",
     "paged_extend",
+    "quantize_groups",
     "quantize_kernel",
     "quantize_rows",
     "ragged_extend",

@@ -179,6 +179,7 @@ class MatmulCall:
         dtype, kernel_dtype: Names of those of the rows and of the weights.
         out_dtype: Name of the result's; products are summed in float32.
         scales: What of quantised weights has a scale of its own; None of weights that are not.
+        group_size: Inputs that share a scale, of groups; else None.
         device, modes: As in AttentionCall.
     """
 
@@ -189,6 +190,7 @@ class MatmulCall:
     kernel_dtype: str
     out_dtype: str
     scales: ScalesKind | None = None
+    group_size: int | None = None
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["matmul"] = "matmul"

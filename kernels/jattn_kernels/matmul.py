@@ -31,6 +31,8 @@ def matmul(
     With a quantised kernel the rows are quantised too, each by a scale of its own (`quantize_rows`), or each part of a
     row by its own where the kernel's blocks divide the depth. Sums are multiplied with both scales, and cast once.
 
+    With a kernel in int4 rows stay as they are, and weights are dequantised to their dtype on the way.
+
     Args:
         kernel: [D, F], or [L, D, F] with `layer_index`; a QuantizedKernel [F, D], or [L, F, D].
         layer_index: Which of the stack's layers; may be traced.
@@ -45,7 +47,9 @@ def matmul(
     out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
     if out_dtype.name not in FLOATS:
         raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
-    facts = {"scales": kernel.scales_kind} if isinstance(kernel, QuantizedKernel) else {}
+    facts = {}
+    if isinstance(kernel, QuantizedKernel):
+        facts = {"scales": kernel.scales_kind, "group_size": kernel.group_size}
     out = _run(operands, implementation, out_dtype=out_dtype.name, **facts)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
@@ -80,7 +84,7 @@ def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
 def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> MatmulOperands:
     check_are_arrays(x=x)
     check_quantized(kernel)
-    values, scales = jnp.asarray(kernel.values), jnp.asarray(kernel.scales)
+    values, scales, zero_points = jax.tree.map(jnp.asarray, (kernel.values, kernel.scales, kernel.zero_points))
     if (values.ndim == 3) != (layer_index is not None):
         raise ValueError(
             "`kernel` must have values [F, D], or [L, F, D] and `layer_index` given. "
@@ -92,7 +96,7 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
             f"its values. Got x.dtype={x.dtype}, x.shape={x.shape}, values.shape={values.shape}."
         )
     if layer_index is None:
-        values, scales = values[None], scales[None]
+        values, scales, zero_points = jax.tree.map(lambda leaf: leaf[None], (values, scales, zero_points))
     else:
         check_layer_index(layer_index, values.shape[0])
     if kernel.scales_kind == "channel":
@@ -101,6 +105,7 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
         x=jnp.asarray(x).reshape(-1, x.shape[-1]),
         kernel=values,
         scales=scales,
+        zero_points=zero_points,
         layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
     )
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from jattn_kernels.head_norms import HeadNorms
 
@@ -201,13 +201,15 @@ class MatmulOperands:
 
     Attributes:
         kernel: [L, D, F]; the values of a QuantizedKernel, [L, F, D], where there are scales.
-        scales: Of a QuantizedKernel; of one scale for each output channel, or for each block.
+        scales: Of a QuantizedKernel; of one scale for each output channel, for each block, or for each group of inputs.
+        zero_points: Of the same; None where there are none.
     """
 
     x: Float[Array, "T D"]
-    kernel: Float[Array, "L _ _"]
+    kernel: Shaped[Array, "L _ _"]
     layer_index: Int[Array, ""]
-    scales: Float32[Array, "L SF SD"] | None = None
+    scales: Float[Array, "L SF SD"] | None = None
+    zero_points: Int8[Array, "L SF SD"] | None = None
 
 
 Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands | MatmulOperands

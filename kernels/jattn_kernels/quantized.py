@@ -1,4 +1,4 @@
-"""Weights and activations in fp8 (e4m3): what they are as arrays, and how numbers are rounded to them."""
+"""Weights in fp8 (e4m3) or int4 and activations in fp8: what they are as arrays, and how numbers are rounded to fp8."""
 
 import dataclasses
 import functools
@@ -8,16 +8,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int8, Shaped
 
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays
 
 FP8 = jnp.float8_e4m3fn
+INT4 = jnp.int4
 LARGEST = 448.0  # of FP8; what is above it would become NaN
 _PART = float(np.float32(1 / LARGEST))  # a factor, as compilers make one of a constant that is divided by
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # devices may take smaller numbers for 0
 
-ScalesKind = Literal["channel", "block"]
+ScalesKind = Literal["channel", "block", "group"]
 
 
 @typing.no_type_check
@@ -29,13 +30,15 @@ class QuantizedKernel:
     Outputs come first: Hopper's tensor cores read 8-bit operands along the depth alone, and so checkpoints store them.
 
     Attributes:
-        values: float8_e4m3fn.
+        values: float8_e4m3fn; or int4, of which rows are not rounded to be multiplied with it.
         scales: Of blocks of F / SF x D / SD numbers: SF = F and SD = 1 have a scale for each output channel, SF = SD =
-            1 one for the whole tensor.
+            1 one for the whole tensor. float32; of int4, SF = F, and bfloat16 and float16 too.
+        zero_points: Of int4, SF x SD: what is taken from a number before it is scaled; None of 0 alone.
     """
 
-    values: Float[Array, "*L F D"]
-    scales: Float32[Array, "*L SF SD"]
+    values: Shaped[Array, "*L F D"]
+    scales: Float[Array, "*L SF SD"]
+    zero_points: Int8[Array, "*L SF SD"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,9 +57,19 @@ class QuantizedKernel:
 
     @property
     def scales_kind(self) -> ScalesKind:
-        """What has a scale of its own: an output channel, or a block. One for the whole tensor is every channel's."""
+        """What has a scale of its own: an output channel, a block; of int4 a group of inputs of an output channel.
+
+        One for the whole tensor is every channel's.
+        """
+        if self.dtype == INT4:
+            return "group"
         *_, outputs, inputs = self.scales.shape
         return "channel" if inputs == 1 and outputs in (1, self.values.shape[-2]) else "block"
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs that share a scale, of groups; None of others."""
+        return self.values.shape[-1] // self.scales.shape[-1] if self.scales_kind == "group" else None
 
 
 def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], Float32[Array, "*rows 1"]]:
@@ -97,19 +110,30 @@ def check_quantized(kernel: QuantizedKernel, name: str = "kernel", axes: tuple[s
     Raises:
         ValueError: Its arrays are of another dtype, or do not go together.
     """
-    values, scales = kernel.values, kernel.scales
+    values, scales, zero_points = kernel.values, kernel.scales, kernel.zero_points
     check_are_arrays(values=values, scales=scales)
-    if values.dtype != FP8 or scales.dtype != jnp.float32:
+    in_int4 = values.dtype == INT4
+    if not (scales.dtype.name in FLOATS if in_int4 else values.dtype == FP8 and scales.dtype == jnp.float32):
         raise ValueError(
-            f"`{name}` must have float8_e4m3fn values and float32 scales. "
-            f"Got values.dtype={values.dtype}, scales.dtype={scales.dtype}."
+            f"`{name}` must have float8_e4m3fn values and float32 scales, or int4 values and scales of one of "
+            f"{', '.join(FLOATS)}. Got values.dtype={values.dtype}, scales.dtype={scales.dtype}."
         )
+    if zero_points is not None:
+        check_are_arrays(zero_points=zero_points)
+        if not in_int4 or zero_points.dtype != jnp.int8 or zero_points.shape != scales.shape:
+            raise ValueError(
+                f"`{name}` must have no zero points, or int4 values and int8 zero points, one for each scale. Got "
+                f"values.dtype={values.dtype}, scales.shape={scales.shape}, zero_points.dtype={zero_points.dtype}, "
+                f"zero_points.shape={zero_points.shape}."
+            )
     alike = values.ndim == scales.ndim and values.ndim >= 2 and values.shape[:-2] == scales.shape[:-2]
     divide = alike and not any(
         not few or many % few for many, few in zip(values.shape[-2:], scales.shape[-2:], strict=True)
     )
+    of_outputs = ", and is F," if in_int4 else ""
+    divide = divide and not (in_int4 and values.shape[-2] != scales.shape[-2])
     if not divide or values.ndim > 2 + len(axes):
         raise ValueError(
             f"`{name}` must have values [F, D] and scales [SF, SD], both perhaps after {', '.join(axes)}, where SF "
-            f"divides F and SD divides D. Got values.shape={values.shape}, scales.shape={scales.shape}."
+            f"divides F{of_outputs} and SD divides D. Got values.shape={values.shape}, scales.shape={scales.shape}."
         )

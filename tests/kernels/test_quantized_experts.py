@@ -86,7 +86,7 @@ def test_kernels_that_take_no_fp8_leave_it_to_xla(monkeypatch):
         ),
         ({"gate_up": jnp.ones((8, 128, 128))}, "both be quantised, or neither. Got gate_up.dtype=float32"),
         ({"down_scales": jnp.ones((8, 128, 1), jnp.bfloat16)}, "`down` must have float8_e4m3fn values and float32"),
-        ({"down_scales": jnp.ones((8, 128, 2))}, "`down` must have a scale for each output, or one for each expert"),
+        ({"down_scales": jnp.ones((8, 128, 2))}, "`down` must be in fp8 with a scale for each output, or one for"),
         ({"down_scales": jnp.ones((128, 1))}, r"`down` must have values \[F, D\] .* after L, E, where"),
         ({"x": jnp.ones((9, 64))}, r"`gate_up` and `down` must be \[..., E, 64, 2F\]"),
     ],

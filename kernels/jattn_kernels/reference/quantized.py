@@ -1,9 +1,10 @@
-"""The oracle's fp8: how numbers are rounded to e4m3, and products of quantised rows with quantised weights."""
+"""The oracle's fp8 and int4: how numbers are rounded to e4m3, and products of rows with quantised weights."""
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int, Shaped
 
 _LARGEST = 448.0  # of e4m3
 _MANTISSA_BITS, _LEAST_EXPONENT = 3, -6  # numbers below 2^-6 stand 2^-9 apart
@@ -29,16 +30,30 @@ def quantize_rows(x: Float[Any, "*rows D"]) -> tuple[np.ndarray, np.ndarray]:
     return to_e4m3(x / scales), scales
 
 
-def dequantized(values: Float[Any, "F D"], scales: Float[Any, "SF SD"]) -> np.ndarray:
+def dequantized(
+    values: Shaped[Any, "F D"], scales: Float[Any, "SF SD"], zero_points: Int[Any, "SF SD"] | None = None
+) -> np.ndarray:
     """What weights in blocks stand for."""
-    values, scales = np.asarray(values, np.float64), np.asarray(scales, np.float64)
-    for axis in range(2):
-        scales = np.repeat(scales, values.shape[axis] // scales.shape[axis], axis=axis)
-    return values * scales
+
+    def of_each(blocks: np.ndarray) -> np.ndarray:
+        for axis in range(2):
+            blocks = np.repeat(blocks, values.shape[axis] // blocks.shape[axis], axis=axis)
+        return blocks
+
+    values = np.asarray(values, np.float64)
+    zeros = 0.0 if zero_points is None else of_each(np.asarray(zero_points, np.float64))
+    return (values - zeros) * of_each(np.asarray(scales, np.float64))
 
 
-def matmul(x: Float[Any, "T D"], values: Float[Any, "F D"], scales: Float[Any, "SF SD"]) -> np.ndarray:
-    """Rows, quantised by as many scales as the weights have along the depth, times what the weights stand for."""
+def matmul(
+    x: Float[Any, "T D"],
+    values: Shaped[Any, "F D"],
+    scales: Float[Any, "SF SD"],
+    zero_points: Int[Any, "SF SD"] | None = None,
+) -> np.ndarray:
+    """Rows times what the weights stand for; beside fp8 quantised, by as many scales as weights have in depth."""
     x = np.asarray(x)
+    if np.asarray(values).dtype == ml_dtypes.int4:
+        return x.astype(np.float64) @ dequantized(values, scales, zero_points).T
     rows, row_scales = quantize_rows(x.reshape(x.shape[0], np.shape(scales)[1], -1))
     return (rows * row_scales).reshape(x.shape) @ dequantized(values, scales).T

@@ -96,6 +96,6 @@ def _check_quantized_experts(gate_up, down) -> None:
         check_quantized(kernel, name, ("L", "E"))
         if kernel.scales_kind != "channel":
             raise ValueError(
-                f"`{name}` must have a scale for each output, or one for each expert. "
-                f"Got scales.shape={kernel.scales.shape}, values.shape={kernel.values.shape}."
+                f"`{name}` must be in fp8 with a scale for each output, or one for each expert. Got "
+                f"values.dtype={kernel.dtype}, scales.shape={kernel.scales.shape}, values.shape={kernel.values.shape}."
             )

@@ -2,20 +2,22 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jattn_kernels.call import MatmulCall
+from jattn_kernels.int4 import dequantize_groups
 from jattn_kernels.operands import MatmulOperands
+from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.xla.padded_rows import is_made_a_sum, of_padded
 from jattn_kernels.xla.quantized_matmul import quantized_matmul
 
 
 def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
     """x @ kernel; float32 stays float32 on devices that would round it to less."""
-    if call.scales is not None:
+    if call.scales in ("channel", "block"):
         return quantized_matmul(call, operands)
     x = operands.x
-    kernel = jax.lax.dynamic_index_in_dim(operands.kernel, operands.layer_index, keepdims=False)
+    kernel = _kernel_in_groups(operands) if call.scales == "group" else _of_layer(operands.kernel, operands)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(x: Float[Array, "T D"]) -> Float[Array, "T F"]:
@@ -25,3 +27,14 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
     is_widened = call.out_dtype == "float32" != call.dtype
     is_a_sum = x.dtype != jnp.float32 and is_made_a_sum(call)
     return of_padded(product, x) if is_widened or is_a_sum else product(x)
+
+
+def _kernel_in_groups(operands: MatmulOperands) -> Float[Array, "D F"]:
+    """A layer's weights in int4, dequantised to the dtype of the rows."""
+    parts = (operands.kernel, operands.scales, operands.zero_points)
+    values, scales, zero_points = jax.tree.map(lambda stack: _of_layer(stack, operands), parts)
+    return dequantize_groups(QuantizedKernel(values=values, scales=scales, zero_points=zero_points), operands.x.dtype).T
+
+
+def _of_layer(stack: Shaped[Array, "L _ _"], operands: MatmulOperands) -> Shaped[Array, "_ _"]:
+    return jax.lax.dynamic_index_in_dim(stack, operands.layer_index, keepdims=False)
