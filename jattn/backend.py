@@ -6,10 +6,14 @@ from jattn.attention.backend import (
     AttentionBackend,
     BackendOptions,
     EngineBackend,
+    ExtendsLatent,
     SavesRotated,
     forward,
+    forward_latent,
     forward_rotary,
 )
+from jattn.attention.latent_form import HeadWidths
+from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 
 __all__ = [
@@ -18,9 +22,13 @@ __all__ = [
     "AttentionLayer",
     "BackendOptions",
     "EngineBackend",
+    "ExtendsLatent",
+    "HeadWidths",
+    "LatentHeads",
     "SavesRotated",
     "backend_class",
     "forward",
+    "forward_latent",
     "forward_rotary",
 ]
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.arguments import array, instance
+from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
@@ -64,6 +65,24 @@ class SavesRotated(Protocol):
         ...
 
 
+@typing.runtime_checkable
+class ExtendsLatent(Protocol):
+    """A backend that can make keys and values of latent rows where that costs less than to attend to the rows."""
+
+    def extend_latent(
+        self,
+        q_nope: Float[Array, "T N D"],
+        q_pe: Float[Array, "T N R"],
+        rows: Float[Array, "T 1 W"],
+        heads: LatentHeads,
+        layer: AttentionLayer,
+        metadata: Any,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N V"], KVPool] | None:
+        """Output of heads, and the pool with this pass's rows; None where attention is to be absorbed."""
+        ...
+
+
 def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, pool, save_kv_cache=True):
     """Sends a layer's call to the method for the batch's phase; models call this one."""
     instance("forward_batch", forward_batch, ForwardBatch)
@@ -116,6 +135,42 @@ def forward_rotary(
         qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
     q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
     return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
+
+
+def forward_latent(
+    backend: AttentionBackend,
+    q_nope: Float[Array, "T N D"],
+    q_pe: Float[Array, "T N R"],
+    rows: Float[Array, "T 1 W"],
+    heads: LatentHeads,
+    layer: AttentionLayer,
+    forward_batch: ForwardBatch,
+    metadata: Any,
+    pool: Any,
+) -> tuple[Float[Array, "T N V"], Any]:
+    """Attention over latent rows, in the form that costs less; models of latent attention call this one.
+
+    Args:
+        q_nope: Of the queries the part that does not turn, not absorbed.
+        q_pe: The part that does, turned.
+        rows: Of this pass's tokens.
+
+    Returns:
+        The output of heads, and the pool with this pass's rows.
+
+    Raises:
+        ValueError: The layer's keys are no latent rows.
+    """
+    instance("layer", layer, AttentionLayer)
+    if layer.kv != "latent":
+        raise ValueError(f"`layer` must read latent rows. Got kv={layer.kv!r}.")
+    if isinstance(backend, ExtendsLatent):
+        extended = backend.extend_latent(q_nope, q_pe, rows, heads, layer, metadata, pool)
+        if extended is not None:
+            return extended
+    q, values = jnp.concatenate([heads.absorbed(q_nope), q_pe], axis=-1), rows[..., : layer.v_head_dim]
+    out, pool = forward(backend, q, rows, values, layer, forward_batch, metadata, pool)
+    return heads.values(out), pool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_whole, number
+from jattn.attention.latent_form import HeadWidths
 from jattn.pytree import pytree, static
 
 
@@ -28,6 +29,8 @@ class AttentionLayer:
         chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off.
         kv: What the group's rows are: keys and values of heads, or latent rows of absorbed MLA, of which all heads are
             keys and the first `v_head_dim` numbers their values.
+        head_widths: Of the heads that latent rows are compressed from; None where queries come absorbed, to `forward`
+            and not to `forward_latent`.
 
     Raises:
         ValueError: A static field contradicts its rule, or the heads do not divide.
@@ -50,6 +53,7 @@ class AttentionLayer:
     sinks: Float[Array, " N"] | None = None
     chunk_size: int | None = static(default=None)
     kv: Literal["heads", "latent"] = static(default="heads")
+    head_widths: HeadWidths | None = static(default=None)
 
     def __post_init__(self):
         check_whole(self, "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "head_dim", "v_head_dim")
@@ -74,3 +78,5 @@ class AttentionLayer:
                 "`kv` may be latent in a layer of one key head that is no cross attention. "
                 f"Got tp_k_head_num={self.tp_k_head_num}, is_cross_attention={self.is_cross_attention}."
             )
+        if self.head_widths is not None and self.kv != "latent":
+            raise ValueError(f"`head_widths` must be None where `kv` is not latent. Got {self.head_widths}.")

@@ -9,8 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn.attention.backend import BackendOptions
+from jattn.attention.latent_extend import LatentPages, extend_expanded
+from jattn.attention.latent_form import choose_fewest_expanded, expanded_spec
+from jattn.attention.latent_heads import LatentHeads
+from jattn.attention.latent_plan import LatentPlan, latent_plan
 from jattn.attention.layer import AttentionLayer
-from jattn.attention.metadata import AttentionMetadata
+from jattn.attention.metadata import AttentionMetadata, QueriesOverPages
 from jattn.attention.paged_call import PagedCall, attend_pages
 from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
@@ -18,7 +22,7 @@ from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVPool
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
-from jattn_kernels.dispatch import works_per_sequence
+from jattn_kernels.dispatch import is_served, works_per_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +32,12 @@ class PagedAttentionBackend:
     Attributes:
         kinds: Of the model's layers: each has a schedule.
         options: What the engine says.
+        fewest_expanded: New tokens from which on latent rows are made keys and values; reckoned if None.
     """
 
     kinds: tuple[LayerKind, ...]
     options: BackendOptions
+    fewest_expanded: int | None = None
 
     @classmethod
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "PagedAttentionBackend":
@@ -63,21 +69,24 @@ class PagedAttentionBackend:
         elif mode.is_decode_or_idle():
             q_len = 1
             lens = jnp.zeros_like(lens) if mode.is_idle() else lens
-        return self.with_schedules(
-            AttentionMetadata(
-                page_tables=forward_batch.page_tables,
-                seq_lens=lens,
-                cu_q_lens=forward_batch.cu_q_lens if q_len is None else None,
-                q_len=q_len,
-                slots=forward_batch.out_cache_loc,
-                encoder_page_table=forward_batch.encoder_page_table,
-                encoder_lens=forward_batch.encoder_lens,
-            )
+        metadata = AttentionMetadata(
+            page_tables=forward_batch.page_tables,
+            seq_lens=lens,
+            cu_q_lens=forward_batch.cu_q_lens if q_len is None else None,
+            q_len=q_len,
+            slots=forward_batch.out_cache_loc,
+            encoder_page_table=forward_batch.encoder_page_table,
+            encoder_lens=forward_batch.encoder_lens,
         )
+        return self.with_schedules(metadata, is_mixed=mode.is_mixed())
 
-    def with_schedules[M: AttentionMetadata](self, metadata: M) -> M:
-        """Metadata with the schedules of the backend's kinds of layer."""
-        schedules = tuple(self._schedule(kind, metadata) for kind in self.kinds)
+    def with_schedules[M: AttentionMetadata](self, metadata: M, *, is_mixed: bool) -> M:
+        """Metadata with the schedules of the backend's kinds of layer.
+
+        Args:
+            is_mixed: Whether some of the sequences decode beside prompts.
+        """
+        schedules = tuple(self._schedule(kind, metadata, is_mixed) for kind in self.kinds)
         return dataclasses.replace(metadata, kinds=self.kinds, schedules=schedules)
 
     def forward_extend(
@@ -98,6 +107,7 @@ class PagedAttentionBackend:
             assert slots is not None
             pool = pool.written(layer, slots, k, v, *scales)
         group, kind = pool.groups[layer.group], kind_of(layer)
+        schedule = metadata.schedule_of(kind)
         out = attend_pages(
             q,
             group.k,
@@ -109,12 +119,48 @@ class PagedAttentionBackend:
             k_scale=scales[0],
             v_scale=scales[1],
             sinks=layer.sinks,
-            schedule=metadata.schedule_of(kind),
+            schedule=None if isinstance(schedule, LatentPlan) else schedule,
             implementation=self.options.implementation,
         )
         return out, pool
 
     forward_decode = forward_extend
+
+    def extend_latent(
+        self,
+        q_nope: Float[Array, "T N D"],
+        q_pe: Float[Array, "T N R"],
+        rows: Float[Array, "T 1 W"],
+        heads: LatentHeads,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N V"], KVPool] | None:
+        """Output of heads, and the pool with this pass's rows; None where attention is to be absorbed."""
+        kind, slots = kind_of(layer), metadata.slots[layer.group]
+        plan = metadata.schedule_of(kind)
+        if not isinstance(plan, LatentPlan):
+            return None
+        assert kind.head_widths is not None
+        scale = layer.k_scale if self._is_fp8 else None
+        pool = pool.written(layer, slots, rows, None, scale)
+        pages, page_table = pool.groups[layer.group].k, metadata.page_tables[layer.group]
+        latents = LatentPages(pages=pages, page_table=page_table, layer_index=layer.layer_id, scale=scale)
+        own = rows[:, 0]
+        if pages.dtype != own.dtype:  # a token is to be seen alike by those of its launch and by later ones
+            own = latents.rows(slots, own.dtype)
+        out = extend_expanded(
+            q_nope,
+            q_pe,
+            own,
+            heads,
+            latents,
+            plan,
+            spec=expanded_spec(kind.spec, kind.head_widths),
+            absorbed_spec=kind.spec,
+            implementation=self.options.implementation,
+        )
+        return out, pool
 
     def save_rotated(
         self,
@@ -136,10 +182,28 @@ class PagedAttentionBackend:
         options = {"norms": norms, "implementation": self.options.implementation}
         return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, **options)
 
-    def _schedule(self, kind: LayerKind, metadata: AttentionMetadata) -> Any:
+    def _schedule(self, kind: LayerKind, metadata: AttentionMetadata, is_mixed: bool) -> Any:
         if kind.is_cross and metadata.encoder_lens is None:
             return None
-        return self._call(kind).schedule(metadata.read_by(kind, 0), metadata.slots[0].shape[0])
+        call, read, num_tokens = self._call(kind), metadata.read_by(kind, 0), metadata.slots[0].shape[0]
+        fewest = self._fewest_expanded(kind, read)
+        if fewest is None or num_tokens < fewest:
+            return call.schedule(read, num_tokens)
+        assert kind.head_widths is not None
+        return latent_plan(call, kind.head_widths, read, num_tokens, fewest=fewest, is_mixed=is_mixed)
+
+    def _fewest_expanded(self, kind: LayerKind, read: QueriesOverPages) -> int | None:
+        """New tokens from which on a launch makes keys and values of latent rows; None if it never does."""
+        if kind.head_widths is None or read.q_len is not None:
+            return None
+        if read.custom_mask is not None or read.q_positions is not None:  # of prefix and own tokens in one
+            return None
+        facts = {"dtype": self.options.dtype, "implementation": self.options.implementation}
+        if not is_served("ragged_extend", spec=expanded_spec(kind.spec, kind.head_widths), page_size=None, **facts):
+            return None
+        if self.fewest_expanded is not None:
+            return self.fewest_expanded
+        return choose_fewest_expanded(kind.spec, kind.head_widths)
 
     def _call(self, kind: LayerKind) -> PagedCall:
         of_pool = ("k_scale", "v_scale") if self._is_fp8 else ()

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+from jattn.attention.latent_form import HeadWidths
 from jattn.attention.layer import AttentionLayer
 from jattn_kernels.spec import AttentionSpec, PageLayout
 
@@ -14,6 +15,7 @@ class LayerKind(NamedTuple):
     latent: bool
     is_cross: bool
     has_sinks: bool = False
+    head_widths: HeadWidths | None = None
 
 
 _spec = functools.lru_cache(maxsize=1024)(AttentionSpec)  # a step asks once a layer
@@ -40,7 +42,7 @@ def kind_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> LayerKind
         chunk_size=layer.chunk_size,
         page_layout=page_layout,
     )
-    return LayerKind(spec, layer.kv == "latent", is_cross, layer.sinks is not None)
+    return LayerKind(spec, layer.kv == "latent", is_cross, layer.sinks is not None, layer.head_widths)
 
 
 def spec_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> AttentionSpec:

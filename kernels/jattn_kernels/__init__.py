@@ -8,7 +8,7 @@ from jattn_kernels.matmul import matmul
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import rms_norm
-from jattn_kernels.pages import copy_pages, write_latent_pages, write_pages
+from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
 from jattn_kernels.quantized import QuantizedKernel, quantize_kernel, quantize_rows
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.rotation import rotate
@@ -40,6 +40,7 @@ __all__ = [
     "quantize_kernel",
     "quantize_rows",
     "ragged_extend",
+    "read_latent_pages",
     "rms_norm",
     "rotate",
     "rotate_and_write",

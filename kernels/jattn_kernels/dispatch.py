@@ -114,6 +114,29 @@ def works_per_sequence(
     return operation in choose(call, implementation).implementation.per_sequence_work
 
 
+def is_served(
+    operation: Operation,
+    *,
+    spec: AttentionSpec,
+    dtype: Any,
+    page_size: int | None,
+    implementation: str | None = None,
+) -> bool:
+    """Whether such calls are served, by what is asked for if that is one.
+
+    Args:
+        dtype: Of queries, keys and values.
+
+    Raises:
+        ValueError: As `choose`.
+    """
+    name = jnp.dtype(dtype).name
+    call = AttentionCall(operation=operation, spec=spec, q_dtype=name, kv_dtype=name, page_size=page_size)
+    with contextlib.suppress(NotImplementedError):
+        return bool(choose(call, implementation))
+    return False
+
+
 def _reason(name: str, asked: str | None, refusals: dict[str, str | None]) -> str:
     if asked is not None:
         return f"`{name}` was asked for."

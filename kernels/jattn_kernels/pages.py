@@ -1,11 +1,11 @@
-"""Writing rows into pages, latent pages too, and copying whole pages."""
+"""Writing rows into pages, reading latent ones, and copying whole pages."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.lowering.scales import head_scales
 from jattn_kernels.shapes.arrays import check_are_arrays, check_int32
-from jattn_kernels.shapes.latent import check_latent_rows
+from jattn_kernels.shapes.latent import check_latent_places, check_latent_rows
 from jattn_kernels.shapes.pages import PageGeometry, check_page_rows
 from jattn_kernels.spec import CombinedPool, PageLayout, is_whole
 
@@ -93,6 +93,31 @@ def write_latent_pages(
     scale = None if kv_scale is None else head_scales(kv_scale, 1, layer_index)
     rows = _stored(jnp.concatenate([c_kv, k_pe], axis=-1)[:, None], scale, latent_pages.dtype)[:, 0]
     return latent_pages.at[index].set(rows, mode="drop")
+
+
+def read_latent_pages(
+    latent_pages: Float[Array, "*L P page_size W"],
+    slots: Int[Array, " T"],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    kv_scale: Float[Array, "..."] | None = None,
+) -> Float[Array, "T W"]:
+    """The rows at some slots, as `write_latent_pages` put them there; 0 where a slot is out of range.
+
+    Args:
+        layer_index, kv_scale: As in `write_latent_pages`.
+
+    Returns:
+        Rows in the pages' dtype; with a scale times that, in float32.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    facts = check_latent_places(latent_pages, slots, layer_index=layer_index, kv_scale=kv_scale)
+    latent_pages, slots = jnp.asarray(latent_pages), jnp.asarray(slots)
+    index = _row_index(facts, slots, "NHD", None, layer_index, 0)
+    rows = latent_pages.at[index].get(mode="fill", fill_value=0)
+    return rows if kv_scale is None else rows.astype(jnp.float32) * head_scales(kv_scale, 1, layer_index)[None]
 
 
 def _row_index(

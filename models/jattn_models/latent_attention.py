@@ -1,7 +1,8 @@
-"""LatentAttention: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), absorbed, through the pass's backend.
+"""LatentAttention: multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), through the pass's backend.
 
-A token's keys and values of all heads are made from one compressed row. Here they are not made: queries take up the
-keys' projection and outputs the values', so that attention reads the rows themselves.
+A token's keys and values of all heads are made from one compressed row, which is all that the pool holds. Whether they
+are made before attention, or queries take up the keys' projection and outputs the values' so that attention reads the
+rows themselves, is the backend's choice.
 """
 
 import dataclasses
@@ -11,13 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionLayer, forward
+from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, forward_latent
 from jattn.kv_pool import KVGroupSpec
 from jattn.parallel import Parallel
 from jattn.rotary import rotate
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.layers import Linear, RMSNorm, precision, random_weights
+from jattn_models.layers import Linear, RMSNorm, random_weights
 
 _EPS = 1e-6  # of the norms of compressed rows, whatever the model's
 
@@ -84,6 +85,7 @@ class LatentAttention(nnx.Module):
             v_head_dim=self.kv_rank,
             scaling=self.scaling,
             kv="latent",
+            head_widths=HeadWidths(nope=self.k_up.shape[-2], value=self.v_up.shape[-2]),
         )
 
     def kv_group(self, num_layers: int) -> KVGroupSpec:
@@ -104,11 +106,8 @@ class LatentAttention(nnx.Module):
         heads = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)
         q_nope, q_pe = jnp.split(heads, (heads.shape[-1] - self.rope_dim,), axis=-1)
         c_kv, k_pe = jnp.split(self.kv_a_proj(x), (self.kv_rank,), axis=-1)
-        q_nope = jnp.einsum("tnd,ndc->tnc", q_nope, self.k_up[...], precision=precision(x))
-        q = jnp.concatenate([q_nope, rotate(q_pe, *angles)], axis=-1)
-        row = jnp.concatenate([self.kv_a_norm(c_kv)[:, None], rotate(k_pe[:, None], *angles)], axis=-1)
-        layer, values = self.layer(layer_index), row[..., : self.kv_rank]
-        rest = (this_pass.forward_batch, this_pass.metadata, pool)
-        out, pool = forward(this_pass.backend, q, row, values, layer, *rest)
-        out = jnp.einsum("tnc,nvc->tnv", out, self.v_up[...], precision=precision(x))
+        rows = jnp.concatenate([self.kv_a_norm(c_kv)[:, None], rotate(k_pe[:, None], *angles)], axis=-1)
+        attended = (q_nope, rotate(q_pe, *angles), rows, LatentHeads(self.k_up[...], self.v_up[...]))
+        rest = (self.layer(layer_index), this_pass.forward_batch, this_pass.metadata, pool)
+        out, pool = forward_latent(this_pass.backend, *attended, *rest)
         return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool

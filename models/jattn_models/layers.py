@@ -20,11 +20,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def precision(x: Array) -> jax.lax.Precision | None:
-    """What a product of x asks of the device, so that float32 stays float32."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
 def random_weights(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
     """Weights to start a training from, normal and small."""
     return nnx.Param(nnx.initializers.normal(_INITIAL_DEVIATION)(rngs.params(), shape, dtype))

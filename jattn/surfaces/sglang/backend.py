@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.arguments import check_whole, in_words, instance, integers, scale_arrays, whole
 from jattn.attention.backend import BackendOptions
+from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
@@ -128,6 +129,20 @@ class FlashAttentionBackend:
     ) -> tuple[Float[Array, "T N H"], KVPool]:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
         return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
+
+    def extend_latent(
+        self,
+        q_nope: Float[Array, "T N D"],
+        q_pe: Float[Array, "T N R"],
+        rows: Float[Array, "T 1 W"],
+        heads: LatentHeads,
+        layer: AttentionLayer,
+        metadata: FlashAttentionMetadata,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N V"], KVPool] | None:
+        """As the backend that attends."""
+        layer = self.config.paged_layer(layer)
+        return self.config.paged_backend.extend_latent(q_nope, q_pe, rows, heads, layer, metadata, pool)
 
     def mixes(self) -> bool:
         """As the backend that attends."""

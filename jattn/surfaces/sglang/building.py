@@ -117,7 +117,7 @@ class Builder:
             encoder_lens_int32=encoder_lens,
         )
         metadata = dataclasses.replace(metadata, local_attn_metadata=self._local(metadata))
-        return config.paged_backend.with_schedules(metadata)
+        return config.paged_backend.with_schedules(metadata, is_mixed=mode.is_mixed())
 
     def _local(self, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata.LocalAttentionMetadata | None:
         """Virtual batches for every group's pages; None without chunks, and for trees, which chunked layers refuse."""

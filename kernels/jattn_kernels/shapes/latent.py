@@ -72,6 +72,19 @@ def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale)
     return facts
 
 
+def check_latent_places(latent_pages, slots, *, layer_index, kv_scale) -> PageGeometry:
+    """Checks which rows of latent pages are to be read, and their scale; returns what the pages' shape says.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    check_are_arrays(latent_pages=latent_pages, slots=slots)
+    facts = latent_geometry(latent_pages, layer_index=layer_index)
+    check_int32("slots", slots, (slots.size,))
+    check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
+    return facts
+
+
 def latent_geometry(latent_pages, *, layer_index) -> PageGeometry:
     """Reads the shape of latent pages; their one head has no axis.
 
