@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -244,3 +245,11 @@ def test_prompt_and_its_prefix_are_lowered_for_cuda(monkeypatch):
     one_pass, arguments = traced(CASES["prefix_of_several_parts"], 128)
     text = jax.jit(one_pass).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_layers_of_heads_are_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="`head_widths` must be None where `kv` is not latent"):
+        dataclasses.replace(LAYER, kv="heads")
+    layer = dataclasses.replace(LAYER, kv="heads", head_widths=None)
+    with pytest.raises(ValueError, match=r"`layer` must read latent rows\. Got kv='heads'"):
+        inspect.unwrap(forward_latent)(None, None, None, None, None, layer, None, None, None)

@@ -124,3 +124,18 @@ def test_check_mla_extend_says_what_is_wrong(change, sentence):
 def test_check_latent_rows_says_what_is_wrong(change, sentence):
     with pytest.raises(ValueError, match=sentence):
         latent.check_latent_rows(**(WRITE | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"slots": zeros(6)}, "`slots`"),
+        ({"slots": ints(2, 3)}, "`slots`"),
+        ({"layer_index": 0}, "with a leading L exactly if `layer_index` is given"),
+        ({"kv_scale": zeros(5, 1)}, r"`kv_scale` must be floats, a scalar or \[1\] \(one a KV head\)\. Got"),
+    ],
+)
+def test_check_latent_places_says_what_is_wrong(change, sentence):
+    read = {name: WRITE[name] for name in ("latent_pages", "slots", "layer_index", "kv_scale")}
+    with pytest.raises(ValueError, match=sentence):
+        latent.check_latent_places(**(read | change))

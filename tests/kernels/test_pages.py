@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, copy_pages, paged_decode, ragged_extend, write_latent_pages, write_pages
+from jattn_kernels import (
+    AttentionSpec,
+    copy_pages,
+    paged_decode,
+    ragged_extend,
+    read_latent_pages,
+    write_latent_pages,
+    write_pages,
+)
 
 PAGES, PAGE_SIZE, HEADS, WIDTH, LAYERS = 5, 4, 2, 3, 3
 SLOTS = np.array([7, 19, -1, 20, 0, 2**31 - 1, -20, 8], np.int32)
@@ -151,6 +159,23 @@ def test_write_latent_pages_clips_scaled_rows_to_the_range_of_fp8():
     np.testing.assert_array_equal(written[1, 0, 0].astype(jnp.float32), [2, 2])
     np.testing.assert_array_equal(written[1, 1, 1].astype(jnp.float32), [448, 448])
     assert (written[jnp.array([0, 2])] == 0).all()
+
+
+@pytest.mark.parametrize("layer_index", [None, 2])
+def test_read_latent_pages_gives_the_rows_in_range_and_zeros_elsewhere(layer_index):
+    shape = (*([] if layer_index is None else [LAYERS]), PAGES, PAGE_SIZE, 7)
+    pool = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    index = None if layer_index is None else jnp.int32(layer_index)
+    rows = read_latent_pages(jnp.asarray(pool), jnp.asarray(SLOTS), layer_index=index)
+    flat = (pool if layer_index is None else pool[layer_index]).reshape(-1, 7)
+    expected = [flat[slot] if 0 <= slot < len(flat) else np.zeros(7) for slot in SLOTS.tolist()]
+    np.testing.assert_array_equal(rows, expected)
+
+
+def test_read_latent_pages_multiplies_rows_in_fp8_with_their_layers_scale():
+    pages, slots = jnp.full((LAYERS, PAGES, PAGE_SIZE, 2), 3.0, jnp.float8_e4m3fn), jnp.array([0, 5], jnp.int32)
+    rows = read_latent_pages(pages, slots, layer_index=1, kv_scale=jnp.array([[1.0], [0.5], [1.0]]))
+    np.testing.assert_array_equal(rows, np.full((2, 2), 1.5, np.float32))
 
 
 def test_write_latent_pages_is_in_place_in_a_scan_over_layers():
