@@ -34,7 +34,7 @@ from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig
-from jattn_models.held_in_fp8 import hold_projections_in_fp8
+from jattn_models.few_bits import hold_projections
 from jattn_models.llama import LlamaForCausalLM
 
 _WEIGHT_SIZE = 0.02
@@ -91,7 +91,7 @@ def random_model(
     config = family.config_class.from_dict(shapes)
     abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), parallel=parallel))
     if in_fp8:
-        hold_projections_in_fp8(abstract)
+        hold_projections(abstract, "fp8")
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 

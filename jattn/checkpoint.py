@@ -14,7 +14,7 @@ from jattn.arguments import whole_number
 from jattn.safetensors_file import SafetensorsFile
 from jattn.wrapped_text import is_wrapper, text_config, text_names
 
-QUANTIZATIONS = ("fp8",)  # what weights may be held in that are stored in more bits
+QUANTIZATIONS = ("fp8", "int4")  # what weights may be held in that are stored in more bits
 _BESIDE = "hf_quant_config.json"
 _ROPE = ("rope_parameters", "rope_scaling")
 _NO_SCALING = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")  # what may stand there beside a scaling
@@ -97,9 +97,9 @@ class Checkpoint:
         self._on_read()
         return tensor
 
-    def is_fp8(self, name: str) -> bool:
-        """Whether there is a tensor of this name that is stored in fp8 (e4m3)."""
-        return name in self._files and self._files[name].is_fp8(self._stored_names[name])
+    def dtype(self, name: str) -> str | None:
+        """The name of the dtype that a tensor is stored in, from its file's header; None if there is no such tensor."""
+        return self._files[name].dtype(self._stored_names[name]) if name in self._files else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's, from its file's header."""

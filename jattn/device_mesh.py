@@ -87,4 +87,5 @@ def side_by_side[Tree](parts: Sequence[Tree], parallel: Parallel) -> Tree:
 
 def bytes_on_one(leaf: jax.Array) -> int:
     """What an array takes on each device that holds some of it."""
-    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+    bits = int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jax.dtypes.itemsize_bits(leaf.dtype)
+    return -(-bits // 8)

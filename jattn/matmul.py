@@ -4,10 +4,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn_kernels import QuantizedKernel, matmul, quantize_kernel
-from jattn_kernels.quantized import FP8
+from jattn_kernels import QuantizedKernel, dequantize_groups, matmul, quantize_groups, quantize_kernel
+from jattn_kernels.quantized import FP8, INT4
 
-__all__ = ["FP8", "QuantizedKernel", "matmul", "precision", "quantize_kernel"]
+__all__ = [
+    "FP8",
+    "INT4",
+    "QuantizedKernel",
+    "dequantize_groups",
+    "matmul",
+    "precision",
+    "quantize_groups",
+    "quantize_kernel",
+]
 
 
 def precision(x: Array) -> jax.lax.Precision | None:

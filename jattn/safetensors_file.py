@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 _FP8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn}  # the library has no place for these in NumPy
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 _LENGTH_BYTES = 8  # a file begins with the header's length, little endian
 
 
@@ -35,9 +36,10 @@ class SafetensorsFile:
         """A tensor's, from the header."""
         return tuple(self._file.get_slice(name).get_shape())
 
-    def is_fp8(self, name: str) -> bool:
-        """Whether a tensor is stored in fp8 (e4m3), from the header."""
-        return self._file.get_slice(name).get_dtype() in _FP8
+    def dtype(self, name: str) -> str:
+        """The name of the dtype that a tensor is stored in, from the header; the format's own for other than floats."""
+        stored = str(self._file.get_slice(name).get_dtype())
+        return _FLOATS.get(stored, stored)
 
     def read(self, name: str, piece: tuple[slice, ...] | None = None) -> np.ndarray:
         """A tensor, or a piece of one, in the dtype that it is stored in.

@@ -46,9 +46,10 @@ class EngineConfig:
         str | None,
         Knob(
             "What the weights of projections are rounded to while they load: fp8, which takes half the bytes of "
-            "bfloat16, and rounds each token's activations too; by default they are held as the checkpoint says.",
+            "bfloat16, and rounds each token's activations too, or int4, which takes a quarter; by default they are "
+            "held as the checkpoint says.",
             flag=True,
-            choices=("fp8",),
+            choices=("fp8", "int4"),
         ),
     ] = None
     kv_cache_dtype: Annotated[

@@ -18,7 +18,7 @@ from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
-from jattn_models.held_in_fp8 import hold_in_fp8
+from jattn_models.few_bits import hold_in_few_bits
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Vocabulary
 from jattn_models.sharding import Rank
@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         if checkpoint.max_context_len is not None:
             config = config.for_context(checkpoint.max_context_len)
         model = nnx.eval_shape(lambda: cls(config, dtype=dtype, rngs=nnx.Rngs(0), parallel=parallel))
-        hold_in_fp8(model, model.sources(), StoredTensors(checkpoint, config.quantization))
+        hold_in_few_bits(model, model.sources(), StoredTensors(checkpoint, config.quantization))
         return model
 
     def sources(self) -> dict[weights.Path, weights.Source]:

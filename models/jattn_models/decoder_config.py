@@ -48,7 +48,7 @@ class DecoderConfig:
         logit_scale: Factor on the logits.
         logit_cap: Soft cap of the logits after it; None is off.
         experts: The mixture of sparse layers; None if all are dense.
-        quantization: How the checkpoint's weights in fp8 are scaled; None if it has none.
+        quantization: How the checkpoint's weights in few bits are scaled; None if it has none.
     """
 
     vocab_size: int

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, QuantizedKernel, matmul
+from jattn.matmul import FP8, INT4, QuantizedKernel, matmul
 from jattn.norm import rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
@@ -48,13 +48,14 @@ class ReadInPlace(nnx.Param):
 
 
 class Linear(nnx.Module):
-    """A projection, without bias unless asked for; its kernel is [inputs, outputs], [outputs, inputs] in fp8.
+    """A projection, without bias unless asked for; its kernel is [inputs, outputs], [outputs, inputs] in few bits.
 
     Args:
         summed_over: Devices that share the inputs, and sum what each returns: the bias is in the part of one.
 
     Attributes:
-        scales: Of a kernel in fp8, [outputs, 1]; None of others.
+        scales: Of a kernel in fp8, [outputs, 1], or int4, [outputs, groups of inputs]; None of others.
+        zero_points: Of a kernel in int4, [outputs, groups of inputs]; None where there are none.
     """
 
     def __init__(
@@ -70,19 +71,42 @@ class Linear(nnx.Module):
         self.summed_over = summed_over
         self.kernel = ReadInPlace(random_weights(rngs, (inputs, outputs), dtype)[...])
         self.scales: ReadInPlace | None = None
+        self.zero_points: ReadInPlace | None = None
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
     def hold_in_fp8(self) -> None:
         """Makes place for weights in fp8 in place of its own; of shapes alone, as `nnx.eval_shape` gives them."""
+        self._hold(FP8, jnp.float32, self.inputs)
+
+    def hold_in_int4(self, group_size: int, *, scales_dtype: Any = jnp.bfloat16, zero_points: bool = False) -> None:
+        """Likewise in int4.
+
+        Args:
+            group_size: Inputs that share a scale; divides them.
+            zero_points: Whether there are some.
+        """
+        self._hold(INT4, scales_dtype, group_size)
+        if zero_points:
+            assert self.scales is not None
+            shape = self.scales.get_value().shape
+            self.zero_points = nnx.data(ReadInPlace(jax.ShapeDtypeStruct(shape, jnp.int8)))
+
+    def _hold(self, dtype: Any, scales_dtype: Any, group_size: int) -> None:
         *layers, inputs, outputs = self.kernel.get_value().shape
-        shapes = {FP8: (*layers, outputs, inputs), jnp.float32: (*layers, outputs, 1)}
+        shapes = {dtype: (*layers, outputs, inputs), scales_dtype: (*layers, outputs, inputs // group_size)}
         values, scales = (ReadInPlace(jax.ShapeDtypeStruct(shape, dtype)) for dtype, shape in shapes.items())
         self.kernel, self.scales = values, nnx.data(scales)
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of a row that it takes."""
+        return self.kernel.get_value().shape[-2 if self.scales is None else -1]
 
     def reorder_outputs(self, order: Int[Array, " F"]) -> None:
         """Takes the outputs of the given numbers, in this order, of all layers of a stack."""
         of_kernel = -1 if self.scales is None else -2
-        for leaf, axis in ((self.kernel, of_kernel), (self.scales, of_kernel), (self.bias, -1)):
+        in_few_bits = ((leaf, -2) for leaf in (self.scales, self.zero_points))
+        for leaf, axis in ((self.kernel, of_kernel), *in_few_bits, (self.bias, -1)):
             if leaf is not None:
                 leaf[...] = jnp.take(leaf[...], order, axis=axis)
 
@@ -98,7 +122,8 @@ class Linear(nnx.Module):
         kernel, layer = self.kernel.stack_and_layer
         if self.scales is None:
             return kernel, layer
-        return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0]), layer
+        zero_points = None if self.zero_points is None else self.zero_points.stack_and_layer[0]
+        return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0], zero_points=zero_points), layer
 
 
 class NormScale(ReadInPlace):

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
+
+Packing = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +31,26 @@ class ChannelScales:
 
 
 @dataclasses.dataclass(frozen=True)
+class GroupScales:
+    """Weights in int4 with a factor, and perhaps a zero point, for each group of inputs of an output.
+
+    Attributes:
+        packing: Which tensors they are stored as, and how; see `jattn_models.packed_int4`.
+        group_size: Inputs; None where all of an output's are one group.
+        symmetric: Whether all zero points are the middle of what four bits hold, so that there is no need of them.
+    """
+
+    packing: Packing
+    group_size: int | None
+    symmetric: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Mxfp4:
     """Weights of experts in fp4 (e2m1) with a power of two for each 32 inputs; see `jattn_models.mxfp4`."""
 
 
-Quantization = BlockScales | ChannelScales | Mxfp4
+Quantization = BlockScales | ChannelScales | GroupScales | Mxfp4
 
 
 def check_asked(announced: Quantization | None, asked: str | None) -> None:
@@ -49,6 +66,12 @@ def check_asked(announced: Quantization | None, asked: str | None) -> None:
         raise NotImplementedError(
             "`quantization` must be None for a checkpoint in fp8 with a scale for each block, which is held as what it "
             f"stands for in `dtype`: load an unquantised one. Got {asked!r}."
+        )
+    held = {ChannelScales: "fp8", GroupScales: "int4"}.get(type(announced))
+    if held is not None and asked not in (None, held):
+        raise NotImplementedError(
+            f"`quantization` must be None or {held!r} for a checkpoint that is stored in {held}: load an unquantised "
+            f"one. Got {asked!r}."
         )
     if isinstance(announced, ChannelScales) and announced.not_done and asked is None:
         raise NotImplementedError(
@@ -66,8 +89,22 @@ def refuse_announced(got: str) -> NoReturn:
     """
     raise NotImplementedError(
         "`quantization_config` must be absent, or announce weights in fp8 (e4m3) with a scale for each tensor, output "
-        "channel or block, by quant_method fp8, fbgemm_fp8, compressed-tensors or modelopt, or experts by mxfp4: load "
-        f"unquantised weights, or such ones. Got {got}."
+        "channel or block, by quant_method fp8, fbgemm_fp8, compressed-tensors or modelopt, weights alone in int4 with "
+        "a scale for each output channel or group of inputs, by awq, gptq or compressed-tensors, or experts by mxfp4: "
+        f"load unquantised weights, or such ones. Got {got}."
+    )
+
+
+def refuse_order(got: str) -> NoReturn:
+    """Says what would be read of groups whose inputs are not neighbours.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        "`quantization_config` must announce groups of neighbouring inputs: act-order of groups is not built. Quantise "
+        "with desc_act=false, or with static groups (static_groups=true of GPTQ, actorder='static' of "
+        f"compressed-tensors), or load unquantised weights. Got {got}."
     )
 
 
@@ -85,6 +122,22 @@ def check_fields(given: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]
         values = allowed.get(name, ())
         if values is not None and not any(value == each and type(value) is type(each) for each in values):
             refuse_announced(f"{where}{name}={value!r}")
+
+
+def group_scales(
+    packing: Packing, group_size: Any, *, symmetric: bool = False, name: str = "group_size"
+) -> GroupScales:
+    """The scales of groups of so many inputs; of -1, all.
+
+    Args:
+        name: What the size is called in sentences.
+
+    Raises:
+        NotImplementedError: It is no such number.
+    """
+    if type(group_size) is not int or (group_size < 1 and group_size != -1):
+        refuse_announced(f"{name}={group_size!r}")
+    return GroupScales(packing, None if group_size == -1 else group_size, symmetric)
 
 
 def block_scales(block: Any, name: str) -> BlockScales:

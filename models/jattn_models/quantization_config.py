@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jattn_models.compressed_tensors import read_groups
+from jattn_models.int4_config import read_awq, read_gptq
 from jattn_models.quantization import ChannelScales, Mxfp4, Quantization, block_scales, check_fields, refuse_announced
 
 _LISTS = ("modules_to_convert", "modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
@@ -19,7 +20,7 @@ def read_quantization(fields: Mapping[str, Any]) -> Quantization | None:
         fields: Without nulls.
 
     Raises:
-        NotImplementedError: It announces something else than fp8, or mxfp4 of experts.
+        NotImplementedError: It announces something else than fp8, int4, or mxfp4 of experts.
     """
     announced = fields.get("quantization_config")
     if not announced:
@@ -69,5 +70,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fbgemm_fp8": _of_fbgemm,
     "modelopt": _of_modelopt,
     "compressed-tensors": read_groups,
+    "awq": read_awq,
+    "gptq": read_gptq,
     "mxfp4": _of_gpt_oss,
 }

@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jattn.checkpoint import Checkpoint
-from jattn.matmul import QuantizedKernel, quantize_kernel
-from jattn_models.mxfp4 import packed_names, read_packed
-from jattn_models.quantization import BlockScales, ChannelScales, Mxfp4, Quantization
+from jattn.matmul import QuantizedKernel, dequantize_groups, quantize_groups, quantize_kernel
+from jattn_models import mxfp4, packed_int4
+from jattn_models.quantization import BlockScales, ChannelScales, GroupScales, Mxfp4, Quantization
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _FP8 = "float8_e4m3fn"
@@ -47,10 +47,11 @@ class StoredTensors:
         """
         left = dict.fromkeys(self.checkpoint.tensor_names)
         for name in read:
-            names = packed_names(name) if self._is_packed(name) else (name,)
-            for each in names:
+            required, optional = self._stored_names(name)
+            for each in required:
                 if each not in self._names:
                     self.checkpoint.read(each)  # raises: it is missing
+            for each in (*required, *optional):
                 left.pop(each, None)
             if self.scales_beside:
                 left.pop(self._scales_name(name), None)
@@ -73,8 +74,12 @@ class StoredTensors:
         Raises:
             ValueError: It is missing, or has another shape or dtype, or its scales do.
         """
-        if self._is_packed(name):
-            return read_packed(self.checkpoint, name, shape, piece, dtype=dtype)
+        if isinstance(self.quantization, GroupScales) and self.is_in_int4(name):
+            return _dequantized(
+                packed_int4.read_packed(self.checkpoint, self.quantization, name, shape, piece), dtype=dtype
+            )
+        if self._is_in_mxfp4(name):
+            return mxfp4.read_packed(self.checkpoint, name, shape, piece, dtype=dtype)
         tensor = self.checkpoint.read(name, shape, piece)
         if not self._is_scaled(name, tensor):
             _check_dtype(name, tensor, _DTYPES)
@@ -102,14 +107,59 @@ class StoredTensors:
         scales, (rows, _) = self._scales(name, shape, piece)
         return QuantizedKernel(values=jnp.asarray(tensor), scales=jnp.asarray(scales[rows], jnp.float32))
 
+    def read_in_int4(
+        self, name: str, shape: tuple[int, int], piece: tuple[slice, ...] | None, group_size: int
+    ) -> QuantizedKernel:
+        """A projection's tensor, or a piece of one, in int4 with a scale for each group of inputs.
+
+        It is quantised here, if it is not stored so, and has no zero points then.
+
+        Args:
+            shape, piece: As of `read`.
+            group_size: Inputs that share a scale; of a tensor that is stored so, as many as come out even in the piece.
+
+        Raises:
+            ValueError: As `read`.
+        """
+        if isinstance(self.quantization, GroupScales) and self.is_in_int4(name):
+            kernel = packed_int4.read_packed(self.checkpoint, self.quantization, name, shape, piece)
+            assert kernel.group_size == group_size
+            return kernel
+        tensor = self.checkpoint.read(name, shape, piece)
+        _check_dtype(name, tensor, _DTYPES)
+        return _in_groups(tensor, group_size=group_size)
+
     def is_in_fp8(self, name: str) -> bool:
         """Whether a tensor is stored in fp8 with a scale for each output, or one for all of it."""
-        return isinstance(self.quantization, ChannelScales) and self.checkpoint.is_fp8(name)
+        return isinstance(self.quantization, ChannelScales) and self.checkpoint.dtype(name) == _FP8
 
-    def _is_packed(self, name: str) -> bool:
-        """Whether a tensor is in mxfp4: there is none of its name, but those of its bytes."""
+    def is_in_int4(self, name: str) -> bool:
+        """Whether a tensor is stored in int4: there is none of its name, but those that it is packed into."""
+        stored = isinstance(self.quantization, GroupScales) and name not in self._names
+        return stored and self._packed_names(name)[0][0] in self._names
+
+    def scales_dtype(self, names: Iterable[str]) -> str:
+        """What holds the scales of tensors in int4 as they are stored."""
+        assert isinstance(self.quantization, GroupScales)
+        packing = self.quantization.packing
+        stored = {self.checkpoint.dtype(packed_int4.scales_name(packing, name)) for name in names}
+        (dtype,) = stored if len(stored) == 1 else (None,)
+        return dtype if dtype in _DTYPES else "float32"
+
+    def _is_in_mxfp4(self, name: str) -> bool:
+        """Likewise."""
         stored = isinstance(self.quantization, Mxfp4) and name not in self._names
-        return stored and packed_names(name)[0] in self._names
+        return stored and mxfp4.packed_names(name)[0] in self._names
+
+    def _stored_names(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tensors that there must be for one of a model's, and those that there may be beside them."""
+        if self.is_in_int4(name):
+            return self._packed_names(name)
+        return mxfp4.packed_names(name) if self._is_in_mxfp4(name) else (name,), ()
+
+    def _packed_names(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        assert isinstance(self.quantization, GroupScales)
+        return packed_int4.stored_names(self.quantization.packing, name)
 
     def _is_scaled(self, name: str, tensor: np.ndarray) -> bool:
         return self.scales_beside and (tensor.dtype.name == _FP8 or self._scales_name(name) in self._names)
@@ -153,6 +203,10 @@ class StoredTensors:
 
     def _may_be_left(self, name: str) -> bool:
         """Whether nobody need read a tensor: it can be told, or is not done and that has been said."""
+        if isinstance(self.quantization, GroupScales) and name.endswith(".bias"):
+            # GPTQ's tools give every projection one, which is 0 if the model has none.
+            of_projection = self.is_in_int4(name.removesuffix("bias") + "weight")
+            return of_projection and not np.any(self.checkpoint.read(name))
         not_done = isinstance(self.quantization, ChannelScales) and self.quantization.not_done
         return bool(_RECOMPUTED.fullmatch(name) or (not_done and _STATIC.fullmatch(name)))
 
@@ -177,3 +231,5 @@ def _scaled(tensor: Array, scales: Array, blocks: tuple[Array, ...], *, dtype: A
 
 
 _quantized = jax.jit(quantize_kernel)  # on the device likewise
+_in_groups = jax.jit(quantize_groups, static_argnames="group_size")
+_dequantized = jax.jit(dequantize_groups, static_argnames="dtype")

@@ -12,11 +12,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from jattn.matmul import INT4
 from jattn_models.sharding import ONLY_RANK, Rank, Sharded, pieces, whole_shape
 from jattn_models.stored_tensors import StoredTensors
 
 Path = tuple[Any, ...]
 Widths = int | tuple[int, ...] | None
+_BESIDE_KERNELS = ("scales", "zero_points")  # in fewer bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +96,7 @@ def load(
 
     Args:
         state: An abstract `nnx.State`, as `nnx.eval_shape` gives it, of one device's share of the model. A kernel that
-            has `scales` beside it is in fp8.
+            has `scales` beside it is in fp8 or int4.
         sources: For each leaf its tensors.
         stored: Projections are [outputs, inputs] there; all experts' in one tensor, [experts, inputs, outputs].
         unread: How the names of tensors begin that may be there but have no leaf.
@@ -104,13 +106,15 @@ def load(
         ValueError: A tensor is missing, has another shape or dtype, or has no leaf.
     """
     leaves = {path: (variable, variable.get_value()) for path, variable in nnx.to_flat_state(state)}
-    read = [path for path in leaves if path[-1] != "scales"]
+    read = [path for path in leaves if path[-1] not in _BESIDE_KERNELS]
     stored.check_names(itertools.chain.from_iterable(sources[path].names() for path in read), unread)
     loaded = {}
     for path in read:
-        source, (_, abstract), scales = sources[path].on(rank), leaves[path], (*path[:-1], "scales")
-        if path[-1] == "kernel" and scales in leaves:
-            loaded[path], loaded[scales] = _quantized(abstract, source, stored, rank)
+        source, (_, abstract) = sources[path].on(rank), leaves[path]
+        beside = {name: leaves[*path[:-1], name][1] for name in _BESIDE_KERNELS if (*path[:-1], name) in leaves}
+        if path[-1] == "kernel" and beside:
+            parts = _quantized({"kernel": abstract, **beside}, source, stored, rank)
+            loaded |= {(*path[:-1], name): leaf for name, leaf in parts.items()}
         else:
             loaded[path] = _leaf(abstract, source, stored, rank, is_kernel=path[-1] == "kernel")
     return nnx.from_flat_state([(path, variable.replace(loaded[path])) for path, (variable, _) in leaves.items()])
@@ -156,23 +160,45 @@ def _leaf(abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors,
 
 
 def _quantized(
-    abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors, rank: Rank
-) -> tuple[Array, Array]:
-    """A kernel in fp8, outputs first, and its scales."""
-    leaves, (outputs, inputs) = None, abstract.shape[-2:]
+    abstract: Mapping[str, jax.ShapeDtypeStruct], source: Source, stored: StoredTensors, rank: Rank
+) -> dict[str, Array]:
+    """A kernel in fp8 or int4, outputs first, and what belongs to it."""
+    leaves, (outputs, inputs) = {}, abstract["kernel"].shape[-2:]
+    in_int4, group_size = abstract["kernel"].dtype == INT4, inputs // abstract["scales"].shape[-1]
     for part in _parts((inputs, outputs), source, rank, transposed=True):
         rows, columns = part.shape
-        kernel = stored.read_in_fp8(part.name, (rows, columns), part.piece)
-        if leaves is None:
-            leaves = jnp.zeros(abstract.shape, abstract.dtype), jnp.zeros((*abstract.shape[:-1], 1), jnp.float32)
+        if in_int4:
+            kernel = stored.read_in_int4(part.name, (rows, columns), part.piece, group_size)
+        else:
+            kernel = stored.read_in_fp8(part.name, (rows, columns), part.piece)
+        found = {"kernel": kernel.values, "scales": kernel.scales, "zero_points": kernel.zero_points}
+        found = {name: _in_bytes(found[name]) for name in abstract}
+        if not leaves:
+            leaves = {name: jnp.zeros(*_shape_in_bytes(leaf)) for name, leaf in abstract.items()}
         corner = [*part.place, part.start, 0]
-        leaves = tuple(
-            _placed(leaf, part.taken(tensor), corner, transposed=False)
-            for leaf, tensor in zip(leaves, (kernel.values, kernel.scales), strict=True)
-        )
-    assert leaves is not None
-    values, scales = leaves
-    return values, scales
+        leaves = {
+            name: _placed(leaf, part.taken(found[name]), corner, transposed=False) for name, leaf in leaves.items()
+        }
+    return {name: _from_bytes(leaf, abstract[name].dtype) for name, leaf in leaves.items()}
+
+
+def _shape_in_bytes(leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], Any]:
+    """Of what is placed: of int4 bytes of two neighbours, as nothing smaller can be written by itself."""
+    if leaf.dtype != INT4:
+        return leaf.shape, leaf.dtype
+    return (*leaf.shape[:-1], leaf.shape[-1] // 2), jnp.uint8
+
+
+@jax.jit
+def _in_bytes(tensor: Array) -> Array:
+    if tensor.dtype != INT4:
+        return tensor
+    return jax.lax.bitcast_convert_type(tensor.reshape(*tensor.shape[:-1], -1, 2), jnp.uint8)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _from_bytes(leaf: Array, dtype: Any) -> Array:
+    return leaf if dtype != INT4 else jax.lax.bitcast_convert_type(leaf, INT4).reshape(*leaf.shape[:-1], -1)
 
 
 def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bool) -> Iterator[_Part]:

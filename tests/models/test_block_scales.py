@@ -154,7 +154,7 @@ def test_announcements_of_fp8_in_blocks_are_read(more):
 @pytest.mark.parametrize(
     ("announced", "got"),
     [
-        (FP8 | {"quant_method": "gptq", "bits": 4}, "quant_method='gptq'"),
+        (FP8 | {"quant_method": "hqq", "bits": 4}, "quant_method='hqq'"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2'"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme='static'"),
         (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4'"),

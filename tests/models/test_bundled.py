@@ -126,12 +126,16 @@ def test_bundled_loss_is_as_stated_and_beats_the_bigram(name, tokenizer, evaluat
     assert nats < stated["bigram_nats_per_token"] - 0.5
 
 
-def test_bundled_perplexity_in_fp8_is_within_a_hundredth(tokenizer, window_nats):
-    in_fp8 = nats_of(LlamaForCausalLM.from_checkpoint(Checkpoint(FOLDER).quantized("fp8"), dtype=jnp.float32))
+@pytest.mark.parametrize(
+    ("quantization", "within"), [("fp8", 0.01), pytest.param("int4", 0.03, marks=pytest.mark.slow)]
+)
+def test_bundled_perplexity_in_few_bits_is_near_its_own(tokenizer, window_nats, quantization, within):
+    checkpoint = Checkpoint(FOLDER).quantized(quantization)
+    in_few_bits = nats_of(LlamaForCausalLM.from_checkpoint(checkpoint, dtype=jnp.float32))
     files = [held_out(name, tokenizer) for name in HELD_OUT]
-    more = sum(in_fp8(piece) - window_nats(piece) for pieces, _ in files for piece in pieces)
+    more = sum(in_few_bits(piece) - window_nats(piece) for pieces, _ in files for piece in pieces)
     ratio = np.exp(more / sum(count for _, count in files))
-    assert ratio == pytest.approx(1, abs=0.01)
+    assert ratio == pytest.approx(1, abs=within)
     assert ratio != 1
 
 

@@ -166,7 +166,8 @@ def changed(field, **values):
 @pytest.mark.parametrize(
     ("announced", "got"),
     [
-        (compressed_tensors(format="pack-quantized"), "format='pack-quantized'"),
+        (compressed_tensors(format="int-quantized"), "format='int-quantized'"),
+        (compressed_tensors(format="pack-quantized"), "config_groups.group_0.weights.num_bits=8"),
         (compressed_tensors(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format='sparse-24-bitm"),
         (compressed_tensors(config_groups={}), "config_groups={}"),
         (compressed_tensors("group"), "config_groups.group_0.weights.strategy='group'"),
@@ -181,7 +182,7 @@ def changed(field, **values):
         ({"quant_method": "modelopt"}, "quant_algo=None"),
         ({"quant_method": "fbgemm_fp8", "bits": 4}, "bits=4"),
         (TRANSFORMERS | {"fmt": "e5m2"}, "fmt='e5m2'"),
-        ({"quant_method": "awq", "bits": 4}, "quant_method='awq'"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method='bitsandbytes'"),
     ],
 )
 def test_other_announcements_are_refused_by_what_would_work(announced, got):

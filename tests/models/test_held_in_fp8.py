@@ -175,15 +175,15 @@ def test_weights_in_blocks_are_not_quantised_again(tmp_path):
         model_without_weights(in_blocks.quantized("fp8"), dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "FP8", 8, ["fp8"]])
+@pytest.mark.parametrize("quantization", ["int8", "FP8", 8, ["fp8"]])
 def test_what_nothing_is_quantised_to_is_refused(quantization):
-    with pytest.raises(ValueError, match=r"`quantization` must be None or one of: fp8. Got"):
+    with pytest.raises(ValueError, match=r"`quantization` must be None or one of: fp8, int4. Got"):
         EngineConfig(quantization=quantization)
 
 
 def test_checkpoint_refuses_what_nothing_is_quantised_to():
-    with pytest.raises(ValueError, match=r"`quantization` must be None or one of: fp8. Got 'int4'"):
-        Checkpoint(GOLDEN / "gqa").quantized("int4")
+    with pytest.raises(ValueError, match=r"`quantization` must be None or one of: fp8, int4. Got 'nf4'"):
+        Checkpoint(GOLDEN / "gqa").quantized("nf4")
 
 
 def test_model_that_says_nothing_of_quantising_is_refused(monkeypatch):

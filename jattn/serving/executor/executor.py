@@ -15,6 +15,7 @@ from flax import nnx
 from jattn.backend import backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps, described, smallest_bucket
 from jattn.device_mesh import held_by_all, made
+from jattn.matmul import FP8, INT4
 from jattn.model import CausalLM
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
@@ -250,7 +251,8 @@ def _check_loaded(weights: Any, config: ResolvedConfig) -> None:
             "`tensor_parallel` must be the number of devices that `jattn.model.load_model` shared the model among, "
             f"{max(counts)}. Got {config.tensor_parallel}."
         )
-    if config.quantization is not None and not any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(weights)):
+    held_in = {None: None, "fp8": FP8, "int4": INT4}[config.quantization]
+    if held_in is not None and not any(leaf.dtype == held_in for leaf in jax.tree.leaves(weights)):
         raise ValueError(
             "`quantization` must be None for a model that `jattn.model.load_model` was given a checkpoint without it "
             f"for. Got {config.quantization!r}."
