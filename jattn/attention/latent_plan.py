@@ -80,7 +80,7 @@ def latent_plan(
     q_lens = jnp.diff(read.cu_q_lens)
     prefix_lens = jnp.maximum(read.seq_lens - q_lens, 0)
     absorbs = (prefix_lens > 0) & (q_lens > 0) & (q_lens < fewest)
-    expands, parts = jnp.ones_like(absorbs), []
+    expands, parts = q_lens > 0, []
     if is_mixed:
         decodes = absorbs & (q_lens == 1)
         parts.append(_decodes(call, read, decodes, num_tokens))
@@ -105,7 +105,8 @@ def latent_plan(
 
 def owners(starts: Int[Array, " B_plus_1"], places: Int[Array, " A"]) -> Int[Array, " A"]:
     """The sequence that each place belongs to; the last one past the end."""
-    owner = jnp.searchsorted(starts[1:], places, side="right").astype(jnp.int32)
+    # One kernel, where the default is a loop: layers ask for each part of their prefixes.
+    owner = jnp.searchsorted(starts[1:], places, side="right", method="compare_all").astype(jnp.int32)
     return jnp.minimum(owner, starts.shape[0] - 2)
 
 

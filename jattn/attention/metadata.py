@@ -41,7 +41,7 @@ class AttentionMetadata:
         slots: For each group of the pool, where this pass's keys and values go; out of range where nowhere.
         encoder_page_table, encoder_lens: The encoders' pages and keys; None without encoders.
         kinds: The kinds of layer that have a schedule; static.
-        schedules: The schedule of each; None where its kernels need none.
+        schedules: The schedule of each; None where its kernels need none, a LatentPlan where it expands latent rows.
     """
 
     page_tables: tuple[Int[Array, "B max_pages"], ...]

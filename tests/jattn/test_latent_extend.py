@@ -51,7 +51,7 @@ CASES = {
     "no_prefix": Lens((13,), (0,)),
     "prefix_within_a_part": Lens((9,), (7,)),
     "prefix_of_several_parts": Lens((9,), (37,)),
-    "unequal_and_empty": Lens((9, 0, 5, 1, 12, 0), (0, 0, 30, 21, 3, 0), padding=3),
+    "unequal_and_empty": Lens((9, 0, 5, 1, 12, 0), (0, 0, 30, 21, 3, 17), padding=3),
     "short_ones_beside": Lens((2, 9, 3, 1), (30, 11, 0, 5), padding=1),
     "more_short_ones_than_room": Lens((4, 4, 4, 9), (5, 6, 7, 8)),
     "mixed": Lens((9, 2, 1, 1, 0, 1), (20, 13, 40, 1, 0, 19), padding=2, mode=ForwardMode.MIXED),
@@ -78,7 +78,7 @@ def batch_of(lens):
         forward_mode=lens.mode,
         input_ids=jnp.zeros(tokens, jnp.int32),
         positions=jnp.zeros(tokens, jnp.int32),
-        seq_lens=ints(np.where(new > 0, new + before, 0)),
+        seq_lens=ints(new + before),
         cu_q_lens=ints(cu),
         out_cache_loc=(ints(slots),),
         page_tables=(ints(table),),
@@ -253,3 +253,29 @@ def test_layers_of_heads_are_refused_in_a_sentence():
     layer = dataclasses.replace(LAYER, kv="heads", head_widths=None)
     with pytest.raises(ValueError, match=r"`layer` must read latent rows\. Got kv='heads'"):
         inspect.unwrap(forward_latent)(None, None, None, None, None, layer, None, None, None)
+
+
+def test_pool_is_not_copied():
+    """Through a loop over layers, with loops over the parts of prefixes in it."""
+    backend = dataclasses.replace(PagedAttentionBackend.for_model((LAYER,), OPTIONS), fewest_expanded=5)
+    batch = batch_of(CASES["mixed"])
+    heads = LatentHeads(random(3, HEADS, WIDTHS.nope, LATENT), random(4, HEADS, WIDTHS.value, LATENT))
+    q_nope, q_pe, rows = (random(1, 16, *shape) for shape in ((HEADS, WIDTHS.nope), (HEADS, ROPE), (1, LATENT + ROPE)))
+
+    def layers(pool, batch):
+        metadata = backend.init_forward_metadata(batch)
+
+        def one(number, carry):
+            out, pool = carry
+            layer = dataclasses.replace(LAYER, layer_id=number)
+            more, pool = forward_latent(backend, q_nope + out[..., :1], q_pe, rows, heads, layer, batch, metadata, pool)
+            return out + more, pool
+
+        return jax.lax.fori_loop(0, LAYERS, one, (jnp.zeros((16, HEADS, WIDTHS.value)), pool))
+
+    temporary = []
+    for num_pages in (100, 5000):
+        pool = jax.eval_shape(lambda: make_pool((SPEC,), num_pages=num_pages, page_size=PAGE, dtype=jnp.float32))  # noqa: B023
+        compiled = jax.jit(layers, donate_argnums=0).lower(pool, batch).compile()
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert temporary[0] == temporary[1]

@@ -7,7 +7,9 @@ import pytest
 
 from jattn.attention import latent_extend
 from jattn.attention.paged import PagedAttentionBackend
-from tests.models.harness.goldens import assert_golden, golden, paged_run, prompts
+from jattn.checkpoint import Checkpoint
+from tests.jattn.harness.several_devices import GREEDY, engine_of, texts
+from tests.models.harness.goldens import GOLDEN, assert_golden, golden, paged_run, prompts
 from tests.models.harness.served import assert_served_greedily
 from tests.often import often
 
@@ -50,3 +52,12 @@ def test_served_tokens_match_transformers_with_cached_prefixes_and_mixed_steps(c
     requests = assert_served_greedily(case, mixed_steps=True)
     assert any(request.num_cached_tokens for request in requests)
     assert any(len(plan.absorbed) == 2 for plan in expanded)
+
+
+@pytest.mark.slow
+def test_devices_that_share_the_heads_write_what_one_writes(expanded):
+    checkpoint = Checkpoint(GOLDEN / "deepseek_v3")
+    rows = [row.tolist() for row in golden("deepseek_v3", "tokens")]
+    one, two = (texts(engine_of(checkpoint, devices, mixed_steps=True), rows, GREEDY) for devices in (1, 2))
+    assert one == two
+    assert expanded
