@@ -19,6 +19,7 @@ from jattn.kv_pool import KVGroupSpec, make_pool
 from jattn_kernels import AttentionSpec, serve
 from jattn_kernels.call import Device
 from tests.kernels.harness.triton_interpreter import interpreted
+from tests.often import often
 
 HEADS, LATENT, ROPE, WIDTHS = 2, 16, 8, HeadWidths(nope=16, value=8)
 PAGE, MAX_PAGES, LAYERS = 4, 12, 2
@@ -56,7 +57,6 @@ CASES = {
     "more_short_ones_than_room": Lens((4, 4, 4, 9), (5, 6, 7, 8)),
     "mixed": Lens((9, 2, 1, 1, 0, 1), (20, 13, 40, 1, 0, 19), padding=2, mode=ForwardMode.MIXED),
 }
-OFTEN = ("no_prefix", "prefix_of_several_parts")
 
 
 def random(seed, *shape):
@@ -136,16 +136,19 @@ def assert_alike(lens, fewest=5, **facts):
     np.testing.assert_allclose(expanded, absorbed, rtol=1e-5, atol=1e-5)
     before, after = (pool.groups[0].k.astype(jnp.float32) for pool in (before, after))
     np.testing.assert_array_equal(before, after)
-    return plan
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES])
+@pytest.mark.parametrize("case", often(CASES, ("prefix_of_several_parts",)))
 def test_both_forms_give_the_same(case):
     assert_alike(CASES[case])
 
 
 def test_prefixes_of_sequences_with_many_new_tokens_are_expanded_and_no_others():
-    (mixed, room) = (assert_alike(CASES[name]) for name in ("mixed", "more_short_ones_than_room"))
+    backend = dataclasses.replace(PagedAttentionBackend.for_model((LAYER,), OPTIONS), fewest_expanded=5)
+    mixed, room = (
+        jax.jit(backend.init_forward_metadata)(batch_of(CASES[name])).schedules[0]
+        for name in ("mixed", "more_short_ones_than_room")
+    )
     assert mixed.prefix_starts.tolist() == [0, 20, 20, 20, 20, 20, 20]
     decodes, short = mixed.absorbed
     assert decodes.q_len == 1
@@ -156,25 +159,22 @@ def test_prefixes_of_sequences_with_many_new_tokens_are_expanded_and_no_others()
     assert room.absorbed[0].tokens.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "rules",
-    [
-        {"sliding_window_size": 6},
-        pytest.param({"chunk_size": 8}, marks=pytest.mark.slow),
-        pytest.param({"logit_cap": 2.0}, marks=pytest.mark.slow),
-    ],
-    ids=lambda rules: next(iter(rules)),
+    "rules", [{"sliding_window_size": 6}, {"chunk_size": 8}, {"logit_cap": 2.0}], ids=lambda rules: next(iter(rules))
 )
 def test_rules_of_a_layer_hold_in_both_forms(rules):
     assert_alike(CASES["unequal_and_empty"], layer=dataclasses.replace(LAYER, **rules))
 
 
+@pytest.mark.slow
 def test_tokens_are_seen_as_the_pool_stores_them():
     """In fp8 with a scale: by those of their own launch too, as they will be by later ones."""
     layer = dataclasses.replace(LAYER, k_scale=jnp.float32(0.25))
     assert_alike(CASES["unequal_and_empty"], layer=layer, kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_sglangs_surface_expands_as_the_engines_own_backend():
     lens = Lens((45,) * 4, (0,) * 4)
     by_surface, _, plan = attended(lens, None, surface="flash_attention")
@@ -255,6 +255,7 @@ def test_layers_of_heads_are_refused_in_a_sentence():
         inspect.unwrap(forward_latent)(None, None, None, None, None, layer, None, None, None)
 
 
+@pytest.mark.slow
 def test_pool_is_not_copied():
     """Through a loop over layers, with loops over the parts of prefixes in it."""
     backend = dataclasses.replace(PagedAttentionBackend.for_model((LAYER,), OPTIONS), fewest_expanded=5)
