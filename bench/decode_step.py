@@ -22,7 +22,7 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
-from jattn.matmul import FP8
+from jattn.matmul import FP8, INT4
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
@@ -39,6 +39,7 @@ from jattn_models.llama import LlamaForCausalLM
 
 _WEIGHT_SIZE = 0.02
 _FP8_SIZE = 100.0  # of numbers in fp8, which go to 448
+_INT4_SIZE = 4.6  # of numbers in int4, each as often
 _STOP_IDS = 8
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 20
@@ -85,22 +86,27 @@ def random_model(
     family: type[Decoder] = LlamaForCausalLM,
     parallel: Parallel = ONE_DEVICE,
     *,
-    in_fp8: bool = False,
+    quantization: str | None = None,
 ) -> Model:
-    """A bf16 model of these shapes, its projections perhaps in fp8; each stacked leaf is made where it will lie."""
+    """A bf16 model of these shapes, projections perhaps in fewer bits; each stacked leaf is made where it will lie."""
     config = family.config_class.from_dict(shapes)
     abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), parallel=parallel))
-    if in_fp8:
-        hold_projections(abstract, "fp8")
+    if quantization is not None:
+        hold_projections(abstract, quantization)
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 
     def filled(number: int, path: Any, leaf: Any) -> Any:
         if "scales" in jax.tree_util.keystr(path):
-            return jnp.full(leaf.shape, _WEIGHT_SIZE / _FP8_SIZE, leaf.dtype)
+            return jnp.full(
+                leaf.shape, _WEIGHT_SIZE / (_INT4_SIZE if quantization == "int4" else _FP8_SIZE), leaf.dtype
+            )
         if "scale" in jax.tree_util.keystr(path):
             return jnp.ones(leaf.shape, leaf.dtype)
         key = jax.random.key(number + len(leaves) * parallel.first_of(1))
+        if leaf.dtype == INT4:
+            in_bytes = jax.random.bits(key, (*leaf.shape[:-1], leaf.shape[-1] // 2), jnp.uint8)
+            return jax.lax.bitcast_convert_type(in_bytes, INT4).reshape(leaf.shape)
         size = _FP8_SIZE if leaf.dtype == FP8 else _WEIGHT_SIZE
         return random_normal(key, leaf.shape, leaf.dtype.name, size)
 

@@ -17,17 +17,20 @@ def test_rows_say_what_weights_there_were(monkeypatch, capsys):
     quantized_step.main(["--batch", "2:24", "--page", "16", "--steps", "4"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["weights"], row["model"]) for row in rows] == [
-        (weights, f"Llama-3-8B shapes, random {weights}") for weights in ("bf16", "fp8")
+        (weights, f"Llama-3-8B shapes, random {weights}") for weights in ("bf16", "fp8", "int4")
     ]
     assert all(row["batch"] == 2 and row["ctx"] == 24 and row["time_ms"] > 0 for row in rows)
     with pytest.raises(SystemExit):
         quantized_step.main(["--weights", "int3"])
 
 
-def test_random_weights_in_fp8_are_as_large_as_others():
-    model = random_model(TOY, in_fp8=True)
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_random_weights_in_few_bits_are_as_large_as_others(quantization):
+    model = random_model(TOY, quantization=quantization)
     down = model.weights["layers"][0]["mlp"]["down_proj"]
-    weights = down["kernel"][...].astype(jnp.float32) * down["scales"][...]
+    scales = jnp.repeat(down["scales"][...], down["kernel"].shape[-1] // down["scales"].shape[-1], axis=-1)
+    weights = down["kernel"][...].astype(jnp.float32) * scales.astype(jnp.float32)
     assert float(jnp.std(weights)) == pytest.approx(0.02, rel=0.1)
-    read = sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)) - 2 * 64 * 64
+    bits = sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) for leaf in jax.tree.leaves(model.weights))
+    read = bits // 8 - 2 * 64 * 64
     assert model.read_bytes(1) == read < random_model(TOY).read_bytes(1)

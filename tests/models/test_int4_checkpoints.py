@@ -262,3 +262,13 @@ def test_what_is_stored_in_int4_may_be_asked_for_in_int4_alone(tmp_path):
     for checkpoint, other, held in ((in_int4, "fp8", "int4"), (in_eight, "int4", "fp8")):
         with pytest.raises(NotImplementedError, match=rf"must be None or '{held}' for .* Got '{other}'"):
             model_without_weights(checkpoint.quantized(other), dtype=jnp.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_gpu_holds_is_what_is_stored(tmp_path, kind):
+    """Numbers of half a byte are unpacked, laid in place, reordered and copied there."""
+    in_int4, in_float32 = copies(GOLDEN / "glm4", tmp_path, kind)
+    found, scales = leaves(in_int4)
+    assert len(scales) == 4
+    assert_same(found, leaves(in_float32)[0])
