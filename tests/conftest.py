@@ -1,17 +1,14 @@
 """Settings that hold for every test: strict promotion of dtypes and ranks, threads enough, and compiling in haste."""
 
-import atexit
 import gc
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
+from pathlib import Path
 
 if sys.dont_write_bytecode:
-    # Each worker and each process that a test starts would parse JAX anew, for 3 seconds: bytecode lasts for this run.
-    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = tempfile.mkdtemp(prefix="jattn_tests_")
-    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
+    # Each worker would parse all anew, for 15 seconds, and each process that a test starts JAX, for 3: it is kept here.
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".pytest_cache/bytecode")
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # The interpreter of GPU kernels blocks a thread of XLA's CPU client for each warpgroup that waits: two hang on 2 cores.
@@ -33,6 +30,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import hypothesis
 import jax
 
+from tests.moves import move_by_numpy
+
 if importlib.util.find_spec("beartype"):  # which a machine with a GPU may lack
     from tests.annotations import check_without_axes_by_beartype
 
@@ -51,6 +50,7 @@ def pytest_configure(config):
     selected = config.getoption("markexpr")
     if "not gpu" in selected:
         jax.config.update("jax_disable_most_optimizations", True)
+        move_by_numpy()
     if "gpu" not in selected.replace("not gpu", ""):
         os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 
