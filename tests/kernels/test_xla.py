@@ -12,21 +12,35 @@ import jattn_kernels
 from jattn_kernels import AttentionSpec, mla_decode, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.lowering import rope
 from jattn_kernels.reference.scores import rotate
-from jattn_kernels.xla import fetch, tiles
+from jattn_kernels.xla import attention, fetch, tiles
 from tests.kernels.harness.case_table import CASES, assert_close, build, random_cases
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
 
 
+OPERATIONS = (
+    attention.paged_decode,
+    attention.paged_extend,
+    attention.ragged_extend,
+    attention.mla_decode,
+    attention.mla_extend,
+)
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that short requests take several; compiled calls do not know of it, hence the clearing."""
+
+    def clear():
+        for operation in OPERATIONS:
+            operation.clear_cache()
+
     monkeypatch.setattr(fetch, "KEYS_PER_TILE", 8)
     monkeypatch.setattr(tiles, "MIN_TILE_ROWS", 2)
     monkeypatch.setattr(tiles, "MAX_TILE_ROWS", 4)
-    jax.clear_caches()
+    clear()
     yield
-    jax.clear_caches()
+    clear()
 
 
 def attend(case, inputs, implementation):
