@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src import callback as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from jattn_kernels.mosaic.sm90.common import tiles
 
@@ -20,6 +22,7 @@ def interpreted() -> Iterator[None]:
     """
     states: list[Any] = []
     of_a_kernel: Any = gpu_callbacks.GPURaceDetectionState
+    to_int: Any = shared_memory._to_int
 
     def watched(*args: Any, **facts: Any) -> Any:
         states.append(of_a_kernel(*args, **facts))
@@ -27,6 +30,8 @@ def interpreted() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "GPURaceDetectionState", watched)
+        patch.setattr(callbacks, "io_callback_impl", _called_with_numpy)
+        patch.setattr(shared_memory, "_to_int", lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x))
         try:
             with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
                 yield
@@ -34,3 +39,8 @@ def interpreted() -> Iterator[None]:
         finally:
             gpu_callbacks.reset_gpu_interpret_mode_state()
     assert not any(state.races_found for state in states), "a kernel has a race: the captured output says where"
+
+
+def _called_with_numpy(*operands: Any, callback: Any, **_: Any) -> Any:
+    """What the interpreter does for each access, of arrays of NumPy: JAX would put all operands on a device for it."""
+    return jax.tree.map(np.asarray, callback(*map(np.array, operands)))
