@@ -5,7 +5,9 @@ from jattn.serving.engine import Engine
 from tests.jattn.harness.tiny import one_variant
 
 
-def test_parts_of_a_step_are_measured(capsys):
+def test_parts_of_a_step_are_measured(capsys, monkeypatch):
+    monkeypatch.setattr(host_time, "_WARM_UP_STEPS", 2)
+    monkeypatch.setattr(host_time, "_PROFILED_STEPS", 3)
     with one_variant("plain"):
         host_time.main(["--batch", "2", "--steps", "5", "--sampling", "nucleus", "--cpu-time"])
     (line,) = capsys.readouterr().out.splitlines()

@@ -127,12 +127,17 @@ def test_bundled_loss_is_as_stated_and_beats_the_bigram(name, tokenizer, evaluat
 
 
 @pytest.mark.parametrize(
-    ("quantization", "within"), [("fp8", 0.01), pytest.param("int4", 0.03, marks=pytest.mark.slow)]
+    ("names", "quantization", "within"),
+    [
+        (("secrets.py",), "fp8", 0.01),
+        pytest.param(HELD_OUT, "fp8", 0.01, marks=pytest.mark.slow),
+        pytest.param(HELD_OUT, "int4", 0.03, marks=pytest.mark.slow),
+    ],
 )
-def test_bundled_perplexity_in_few_bits_is_near_its_own(tokenizer, window_nats, quantization, within):
+def test_bundled_perplexity_in_few_bits_is_near_its_own(tokenizer, window_nats, names, quantization, within):
     checkpoint = Checkpoint(FOLDER).quantized(quantization)
     in_few_bits = nats_of(LlamaForCausalLM.from_checkpoint(checkpoint, dtype=jnp.float32))
-    files = [held_out(name, tokenizer) for name in HELD_OUT]
+    files = [held_out(name, tokenizer) for name in names]
     more = sum(in_few_bits(piece) - window_nats(piece) for pieces, _ in files for piece in pieces)
     ratio = np.exp(more / sum(count for _, count in files))
     assert ratio == pytest.approx(1, abs=within)
