@@ -15,10 +15,13 @@ from jattn_kernels.mosaic.sm90.common import tiles
 
 
 @contextlib.contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(*, numpy: bool = True) -> Iterator[None]:
     """Kernels inside run under the interpreter. A race in any of them is an error in the end.
 
     The interpreter itself remembers those of the last kernel only, which after decode's is the merge's.
+
+    Args:
+        numpy: Whether accesses are of NumPy's arrays: in half the time, and threads overtake each other more.
     """
     states: list[Any] = []
     of_a_kernel: Any = gpu_callbacks.GPURaceDetectionState
@@ -30,7 +33,8 @@ def interpreted() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "GPURaceDetectionState", watched)
-        patch.setattr(callbacks, "io_callback_impl", _called_with_numpy)
+        if numpy:
+            patch.setattr(callbacks, "io_callback_impl", _called_with_numpy)
         patch.setattr(shared_memory, "_to_int", lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x))
         try:
             with tiles.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
