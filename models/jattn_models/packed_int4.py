@@ -111,7 +111,7 @@ class _Reader:
         shape = self.num_outputs, self.num_inputs
         if self.stored.packing == "awq":
             words = self._read("qweight", (shape[1], _words(shape[0])), (self.inputs, _packed(self.outputs)))
-            return _unpacked(words, cut=_cut(self.outputs), order=_ALTERNATING, dtype=INT4).T
+            return _unpacked(words, cut=_cut(self.outputs), order=_ALTERNATING, turned=True, dtype=INT4)
         if self.stored.packing == "compressed-tensors":
             words = self._read("weight_packed", (shape[0], _words(shape[1])), (self.outputs, _packed(self.inputs)))
         else:
@@ -144,7 +144,7 @@ class _Reader:
         else:
             words = self._read(name, (shape[0], _words(shape[1])), (part[0], _packed(part[1])))
         order, less = (_ALTERNATING if packing == "awq" else None), (_ONES if packing == "gptq" else 0)
-        zero_points = _unpacked(words, cut=_cut(part[1]), order=order, less=less, dtype=jnp.int8).T
+        zero_points = _unpacked(words, cut=_cut(part[1]), order=order, less=less, turned=True, dtype=jnp.int8)
         if not self.stored.symmetric:
             return zero_points
         if bool(jnp.any(zero_points != 0)):
@@ -183,13 +183,14 @@ def _cut(part: slice) -> tuple[int, int]:
     return part.start % _IN_WORD, part.stop - part.start
 
 
-@functools.partial(jax.jit, static_argnames=("cut", "order", "less", "dtype"))
+@functools.partial(jax.jit, static_argnames=("cut", "order", "less", "turned", "dtype"))
 def _unpacked(
     words: Int32[Array, "rows W"],
     *,
     cut: tuple[int, int],
     order: tuple[int, ...] | None = None,
     less: int = 0,
+    turned: bool = False,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """Numbers along the last axis, 8 less than they are stored; on the device, where four bits take least to bring.
@@ -198,8 +199,10 @@ def _unpacked(
         cut: The first of those in the words, and their count.
         order: The place in a word of each of its numbers; as they come if None.
         less: By how much a word is less than its numbers.
+        turned: Whether the axes change places in what is returned.
     """
     shifts = jnp.asarray(range(_IN_WORD) if order is None else order, jnp.int32) * _BITS
     wide = jnp.broadcast_to((words + jnp.int32(less))[..., None], (*words.shape, _IN_WORD))
     numbers = ((wide >> jnp.broadcast_to(shifts, wide.shape)) & 15).reshape(words.shape[0], -1)
-    return (numbers[:, cut[0] : cut[0] + cut[1]] - _MIDDLE).astype(dtype)
+    own = numbers[:, cut[0] : cut[0] + cut[1]] - _MIDDLE
+    return (own.T if turned else own).astype(dtype)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jattn
 from jattn.checkpoint import Checkpoint
 from jattn.matmul import QuantizedKernel, dequantize_groups, quantize_groups
 from jattn.model import load_model, model_without_weights
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
+from jattn_models.bundled import checkpoint_path
 from jattn_models.few_bits import group_size_of
 from tests.jattn.harness.tiny import one_variant, run
 from tests.models.harness.goldens import GOLDEN, load, prompts, shares
@@ -94,6 +96,24 @@ def test_text_is_that_of_what_the_weights_stand_for():
     kernels = [path for path, leaf in narrow.items() if leaf.dtype == jnp.int4]
     scales = sum(narrow[*path[:-1], "scales"].nbytes for path in kernels)
     assert memory[1] - memory[0] == sum(wide[path].size * 4 - wide[path].size // 2 for path in kernels) - scales
+
+
+@pytest.mark.slow
+def test_text_of_two_devices_is_that_of_one():
+    texts = []
+    for devices in (1, 2):
+        llm = jattn.LLM(
+            checkpoint_path(),
+            quantization="int4",
+            tensor_parallel=devices,
+            full_sampling=False,
+            **{
+                field: getattr(CONFIG, field) for field in ("num_pages", "max_num_seqs", "max_context_len", "page_size")
+            },
+        )
+        (output,) = llm.generate(["def parse_header(line):"], jattn.SamplingParams(max_tokens=16, temperature=0.0))
+        texts.append(output.outputs[0].text)
+    assert texts[0] == texts[1]
 
 
 def test_engine_of_a_model_in_another_dtype_refuses_to_say_so():
