@@ -28,6 +28,7 @@ def read(file):
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_decode_fits_the_smallest_gpu_without_spills(tmp_path):
     rows = compiled(tmp_path, "--main", "--only", "decode_page_1", "--capability", "8.6")
     assert [row["capability"] for row in rows] == ["8.6"]
