@@ -24,7 +24,7 @@ from tests.jattn.harness import one_pass
 from tests.jattn.harness.prompt_lookup import counted, prompt_lookup
 from tests.jattn.harness.tiny import one_variant, run
 
-GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PLAIN = EngineConfig(
     num_pages=40,
     page_size=8,
@@ -135,12 +135,12 @@ def crowd(name, sampling):
     ("drafter", "sampling"),
     [
         ("ngram", "filtered"),
-        ("draft_model", "greedy"),
+        ("draft_model", "filtered"),
         *(
             pytest.param(*facts, marks=pytest.mark.slow)
             for facts in [
                 ("ngram", "greedy"),
-                ("draft_model", "filtered"),
+                ("draft_model", "greedy"),
                 ("ngram", "sampled"),
                 ("draft_model", "sampled"),
             ]
