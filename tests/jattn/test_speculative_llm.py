@@ -8,7 +8,7 @@ import pytest
 import jattn
 from jattn.serving.executor import step_plans
 
-GREEDY = jattn.SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+GREEDY = jattn.SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPT = "x = [1, 2, 3, 4, 5]\n" * 3
 
 
@@ -35,8 +35,8 @@ def test_default_pool_lets_all_requests_grow_to_the_context_at_once(llm):
 
 def test_stop_string_amid_a_run_ends_the_text_before_it(llm):
     (free,) = llm.generate(PROMPT, GREEDY)
-    assert len(free.token_ids) == 40
-    for begin in range(1, 30, 7):
+    assert len(free.token_ids) == 24
+    for begin in range(1, 20, 6):
         stop = free.text[begin : begin + 3]
         (output,) = llm.generate(PROMPT, dataclasses.replace(GREEDY, stop=stop))
         assert output.text == free.text[: free.text.index(stop)]
