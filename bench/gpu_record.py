@@ -31,6 +31,7 @@ PARTS = (
     "prefill_dense",
     "decode_step",
     "decode_step_moe",
+    "decode_step_quantized",
     "moe_layer",
     "moe_layer_torch",
     "accuracy",
@@ -223,6 +224,22 @@ def record_steps(recorder: Recorder, part: str, *, quick: bool) -> None:
     recorder.measure(part, ((w.name, lambda w=w: decode_step.measured(model, w, **options)) for w in table))
 
 
+def record_quantized_steps(recorder: Recorder, *, quick: bool) -> None:
+    """The decode steps of a model whose projections are held in fewer bits."""
+    from bench import decode_step, named_workloads, quantized_step
+
+    options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
+
+    def jobs() -> Iterator[Job]:
+        for weights, table in named_workloads.QUANTIZED_STEPS:
+            model = decode_step.random_model(quantization=weights)
+            for workload in table:
+                measure = functools.partial(quantized_step.measured, model, weights, workload, **options)
+                yield f"{workload.name} {weights}", measure
+
+    recorder.measure("decode_step_quantized", jobs())
+
+
 def record_mixtures(recorder: Recorder, implementation: str, *, quick: bool) -> None:
     """Layers of experts."""
     from bench import mixture_workload, moe_layer, named_workloads
@@ -310,6 +327,8 @@ def main(arguments: list[str] | None = None) -> int:
             record_tests(recorder)
         elif part in ("decode_step", "decode_step_moe"):
             record_steps(recorder, part, quick=options.quick)
+        elif part == "decode_step_quantized":
+            record_quantized_steps(recorder, quick=options.quick)
         elif part == "moe_layer":
             record_mixtures(recorder, implementations[0], quick=options.quick)
         elif part == "triton":

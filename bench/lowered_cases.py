@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jattn_kernels
 from bench.lowered import lowered_hash
-from jattn_kernels import AttentionSpec, QuantizedKernel, Routing
+from jattn_kernels import AttentionSpec, QuantizedKernel, Routing, Splits, Unnormed
 from jattn_kernels.call import Device
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
@@ -59,6 +59,10 @@ def _others() -> Iterator[tuple[str, Hashed]]:
         x, scale = _array((tokens, columns), dtype), _array((2, columns), dtype)
         norm = functools.partial(jattn_kernels.rms_norm, eps=1e-6, offset=1.0)
         yield f"rms_norm/{columns}", functools.partial(lowered_hash, norm, x, scale, layer_index=_array((), "int32"))
+    sums = Splits(parts=_array((4, 4, 2048), "float32"), num_rows=3, dtype=jnp.dtype("bfloat16"))
+    rows, scale = _array((3, 2048), "bfloat16"), _array((2048,), "bfloat16")
+    add_norm = functools.partial(jattn_kernels.add_rms_norm, eps=1e-6)
+    yield "add_rms_norm/2048", functools.partial(lowered_hash, add_norm, rows, sums, scale)
     outs, lses = _array((2, 8, 8, 128), "float32"), _array((2, 8, 8), "float32")
     yield "merge_states", functools.partial(lowered_hash, jattn_kernels.merge_states, outs, lses)
     pages, latent = _array((16, 16, 2, 128), "float8_e4m3fn"), _array((16, 16, 576), "bfloat16")
@@ -78,15 +82,28 @@ def _others() -> Iterator[tuple[str, Hashed]]:
 
 
 def _products() -> Iterator[tuple[str, Hashed]]:
-    """Of few rows with weights."""
+    """Of few rows with weights, or with weights of few bits."""
     for rows, depth, columns in ((1, 2048, 5120), (8, 4096, 2048), (3, 2048, 128)):
         operands = _array((rows, depth), "bfloat16"), _array((2, depth, columns), "bfloat16")
-        case = functools.partial(lowered_hash, jattn_kernels.matmul, *operands, layer_index=_array((), "int32"))
-        yield f"matmul/{rows}x{depth}x{columns}", case
+        for face in (jattn_kernels.matmul, jattn_kernels.matmul_splits):
+            case = functools.partial(lowered_hash, face, *operands, layer_index=_array((), "int32"))
+            yield f"{face.__name__}/{rows}x{depth}x{columns}", case
+    rows, scale = _array((1, 2048), "bfloat16"), _array((48, 2048), "bfloat16")
+    given = (
+        Unnormed(rows=rows, scale=scale, layer_index=_array((), "int32"), eps=1e-6),
+        _array((2, 2048, 5120), "bfloat16"),
+    )
+    case = functools.partial(lowered_hash, jattn_kernels.matmul_splits, *given, layer_index=_array((), "int32"))
+    yield "matmul_splits/normed", case
     rows, values, scales = _array((16, 4096), "bfloat16"), _array((2, 6144, 4096), "float8_e4m3fn"), (2, 6144, 1)
     kernel = QuantizedKernel(values=values, scales=_array(scales, "float32"))
     case = functools.partial(lowered_hash, jattn_kernels.matmul, rows, kernel, layer_index=_array((), "int32"))
     yield "matmul/fp8", case
+    packed, of_groups = _array((2, 6144, 4096), "int4"), _array((2, 32, 6144), "bfloat16")
+    for rows, held in ((512, kernel), (1, QuantizedKernel(values=packed, scales=of_groups))):
+        x = _array((rows, 4096), "bfloat16")
+        case = functools.partial(lowered_hash, jattn_kernels.matmul, x, held, layer_index=_array((), "int32"))
+        yield f"matmul/{held.values.dtype.name}_{rows}", case
 
 
 def _schedules() -> Iterator[tuple[str, Hashed]]:
@@ -151,6 +168,13 @@ def _rotations() -> Iterator[tuple[str, Hashed]]:
             scale = _array((2, head_dim), "bfloat16")
             norms = jattn_kernels.HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6)
             yield f"rotate_and_write/normed_{head_dim}_{tokens}", functools.partial(call, norms=norms)
+            parts = _array((4, tokens, *qkv.shape[1:]), "float32")
+            sums = Splits(parts=parts, num_rows=tokens, dtype=jnp.dtype("bfloat16"))
+            given = sums, *call.args[2:]
+            yield (
+                f"rotate_and_write/splits_{head_dim}_{tokens}",
+                functools.partial(lowered_hash, rotate, *given, layer_index=layer),
+            )
 
 
 def _mixtures() -> Iterator[tuple[str, Hashed]]:

@@ -1,5 +1,6 @@
 """The rows of the record: named workloads of decode, of extend, of mixtures of experts and of whole steps."""
 
+import dataclasses
 import itertools
 
 from bench.mixture_workload import MixtureShapes, MixtureWorkload
@@ -87,6 +88,11 @@ STEPS: tuple[StepWorkload, ...] = tuple(
 
 MIXTURE_STEPS: tuple[StepWorkload, ...] = tuple(
     StepWorkload(batch=batch, ctx=1024, model="Qwen3-30B-A3B shapes, random bf16") for batch in (1, 8, 64, 256)
+)
+
+QUANTIZED_STEPS: tuple[tuple[str, tuple[StepWorkload, ...]], ...] = tuple(
+    (weights, tuple(dataclasses.replace(step, model=f"Llama-3-8B shapes, random {weights}") for step in STEPS))
+    for weights in ("fp8", "int4")
 )
 
 _QWEN3 = MixtureShapes(model="Qwen3-30B-A3B", num_experts=128, per_token=8, hidden_size=2048, units=768, layers=4)

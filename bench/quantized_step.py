@@ -5,9 +5,18 @@ python -m bench.quantized_step [--weights bf16,fp8,int4] [--batch N:CTX,N:CTX,..
 
 import argparse
 import json
+from typing import Any
 
-from bench.decode_step import measured, random_model
+from bench import decode_step
+from bench.attention import Measured
+from bench.decode_step import Model, random_model
 from bench.step_workload import StepWorkload
+
+
+def measured(model: Model, weights: str, workload: StepWorkload, **options: Any) -> Measured:
+    """Times a step of a model whose weights are held so; its row says so."""
+    found = decode_step.measured(model, workload, **options)
+    return found._replace(row={"weights": weights, **found.row})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -27,8 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
             workload = StepWorkload(
                 batch=batch, ctx=ctx, page=options.page, model=f"Llama-3-8B shapes, random {weights}"
             )
-            found = measured(model, workload, steps=options.steps)
-            print(json.dumps({"weights": weights, **found.row, "longest_kernels": found.kernels[:8]}), flush=True)
+            found = measured(model, weights, workload, steps=options.steps)
+            print(json.dumps({**found.row, "longest_kernels": found.kernels[:8]}), flush=True)
         del model  # its memory is the next one's
 
 

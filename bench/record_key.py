@@ -1,8 +1,8 @@
 """Which device code a GPU record is of: a hash of what is lowered for CUDA, and one of the files that it comes from.
 
 Names and comments leave the first as it is, so that they do not void a record; the second tells at once where no file
-has changed. What mixtures of experts are lowered to voids the parts that run them, and no others. Of the standard
-library alone.
+has changed. What mixtures of experts and products with weights are lowered to voids the parts that run them, and no
+others. Of the standard library alone.
 """
 
 import dataclasses
@@ -18,8 +18,12 @@ from pathlib import Path
 
 FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
-WITH_EXPERTS = ("decode_step_moe", "moe_layer")  # parts of the record
-_EXPERTS = ("mixture_of_experts/", "routed_experts/")  # cases
+WITH_EXPERTS = ("moe_layer",)  # parts of the record
+WITH_PRODUCTS = ("decode_step_moe", "decode_step_quantized")  # with weights by kernels; the first has experts too
+# Cases. Of bfloat16 weights steps of mixtures alone have such products: their projections are small enough for them.
+_EXPERTS = ("mixture_of_experts/", "routed_experts/")
+_PRODUCTS = ("matmul/", "matmul_splits/")
+_OF_NO_PART = ("mosaic/mla_decode_",)  # what no row of the record has run yet, whose code voids nothing
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
 _SECONDS = 1200
 
@@ -33,6 +37,7 @@ class RecordKey:
     Attributes:
         kernels_sha: In every row: of all cases' hashes, but for those that joined after the first row.
         experts_sha: The same in rows of parts with experts, whose cases do not count in the others; None if it is one.
+        products_sha: And of parts with products and experts; None if it is one with the experts'.
         sources_sha: Of the files.
         jax: The version that lowered them.
         cases: By name of a case the hash of what it was lowered to.
@@ -43,10 +48,14 @@ class RecordKey:
     jax: str
     cases: Mapping[str, str]
     experts_sha: str | None = None
+    products_sha: str | None = None
 
     def sha_of(self, part: str) -> str:
         """What a part's rows bear."""
-        return self.experts_sha or self.kernels_sha if part in WITH_EXPERTS else self.kernels_sha
+        of_experts = self.experts_sha or self.kernels_sha
+        if part in WITH_PRODUCTS:
+            return self.products_sha or of_experts
+        return of_experts if part in WITH_EXPERTS else self.kernels_sha
 
     @classmethod
     def read(cls, record: Path) -> "RecordKey | None":
@@ -60,7 +69,8 @@ class RecordKey:
 
     def changed(self, cases: Mapping[str, str]) -> list[str]:
         """The recorded cases that are lowered to something else, or not at all; new ones are nobody's loss."""
-        return [name for name, digest in self.cases.items() if cases.get(name) != digest]
+        changed = [name for name, digest in self.cases.items() if cases.get(name) != digest]
+        return [name for name in changed if not name.startswith(_OF_NO_PART)]
 
 
 def sources_sha(root: Path) -> str:
@@ -99,9 +109,13 @@ def current_key(record: Path, root: Path, lower: Lower = lower) -> RecordKey:
     kernels = hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
     if recorded is not None and recorded.jax == jax:
         changed = recorded.changed(cases)
-        if all(name.startswith(_EXPERTS) for name in changed):
-            experts = kernels if changed else recorded.experts_sha
-            return dataclasses.replace(recorded, sources_sha=sources, cases=cases, experts_sha=experts)
+        if all(name.startswith((*_EXPERTS, *_PRODUCTS)) for name in changed):
+            has_experts = any(name.startswith(_EXPERTS) for name in changed)
+            shas = {
+                "experts_sha": kernels if has_experts else recorded.experts_sha,
+                "products_sha": kernels if changed else recorded.products_sha,
+            }
+            return dataclasses.replace(recorded, sources_sha=sources, cases=cases, **shas)
     return RecordKey(kernels_sha=kernels, sources_sha=sources, jax=jax, cases=cases)
 
 

@@ -81,6 +81,12 @@ def section(record: Path = RECORD) -> str:
             map(_mixture_step_cells, read_rows(record / "decode_step_moe.jsonl")),
         ),
         _table(
+            "The step of Llama-3-8B shapes with its projections in fewer bits: fp8 with a scale for each output, rows "
+            "rounded by token, and int4 in groups of 128; keys and values in bf16.",
+            ("weights", "batch", "context", "jattn", "of the roofline", "compile"),
+            ((row["weights"], *_mixture_step_cells(row)) for row in read_rows(record / "decode_step_quantized.jsonl")),
+        ),
+        _table(
             "A layer's mixture of experts in bf16, routing and sum included. PyTorch: `torch._grouped_mm`, the fastest "
             "of four ways to arrange weights and sum, one CUDA graph. `GB/s` of the experts met, once; the roofline is "
             "their bytes over 4,386 GB/s or the products over 740 TFLOP/s.",

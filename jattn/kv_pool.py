@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, check_whole, in_words, instance, integers, scale_arrays, whole, whole_number
 from jattn.dtype_names import named_dtype
+from jattn.matmul import Splits
 from jattn.norm import HeadNorms
 from jattn.pytree import pytree, static
 from jattn.rotary import Angles
@@ -232,7 +233,7 @@ class KVPool:
         group: int,
         layer_index: Int[Array, ""] | int,
         slots: Int[Array, " T"],
-        qkv: Float[Array, "T heads H"],
+        qkv: Float[Array, "T heads H"] | Splits,
         angles: Angles,
         *,
         norms: HeadNorms | None = None,

@@ -4,15 +4,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jattn_kernels import QuantizedKernel, dequantize_groups, matmul, quantize_groups, quantize_kernel
+from jattn_kernels import (
+    QuantizedKernel,
+    Splits,
+    added,
+    dequantize_groups,
+    matmul,
+    matmul_splits,
+    quantize_groups,
+    quantize_kernel,
+)
 from jattn_kernels.quantized import FP8, INT4
 
 __all__ = [
     "FP8",
     "INT4",
     "QuantizedKernel",
+    "Splits",
+    "added",
     "dequantize_groups",
     "matmul",
+    "matmul_splits",
     "precision",
     "quantize_groups",
     "quantize_kernel",

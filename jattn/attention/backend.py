@@ -12,6 +12,7 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
+from jattn.matmul import Splits, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 
@@ -50,7 +51,7 @@ class SavesRotated(Protocol):
 
     def save_rotated(
         self,
-        qkv: Float[Array, "T heads H"],
+        qkv: Float[Array, "T heads H"] | Splits,
         angles: Angles,
         layer: AttentionLayer,
         metadata: Any,
@@ -93,7 +94,7 @@ def forward(backend: AttentionBackend, q, k, v, layer, forward_batch, metadata, 
 
 def forward_rotary(
     backend: AttentionBackend,
-    qkv: Float[Array, "T heads H"],
+    qkv: Float[Array, "T heads H"] | Splits,
     angles: Angles,
     layer: AttentionLayer,
     forward_batch: ForwardBatch,
@@ -117,7 +118,7 @@ def forward_rotary(
         raise ValueError(
             "`layer` must have keys and values of heads: latent rows turn in part, use `forward`. Got kv='latent'."
         )
-    qkv = array("qkv", qkv, "tokens", "heads", "head_dim")
+    qkv = qkv if isinstance(qkv, Splits) else array("qkv", qkv, "tokens", "heads", "head_dim")
     heads = layer.tp_q_head_num + layer.tp_k_head_num + layer.tp_v_head_num
     if qkv.shape[1] != heads:
         raise ValueError(f"`qkv` must have the layer's {heads} query, key and value heads. Got qkv.shape={qkv.shape}.")
@@ -131,6 +132,7 @@ def forward_rotary(
         saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
     if saved is not None:
         return forward(backend, saved[0], None, None, layer, forward_batch, metadata, saved[1], save_kv_cache=False)
+    qkv = added(qkv)
     if norms is not None:
         qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
     q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)

@@ -20,6 +20,7 @@ from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVPool
+from jattn.matmul import Splits, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels.dispatch import is_served, works_per_sequence
@@ -164,7 +165,7 @@ class PagedAttentionBackend:
 
     def save_rotated(
         self,
-        qkv: Float[Array, "T heads H"],
+        qkv: Float[Array, "T heads H"] | Splits,
         angles: Angles,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
@@ -174,6 +175,7 @@ class PagedAttentionBackend:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
         slots = metadata.slots[layer.group]
         if self._is_fp8:
+            qkv = added(qkv)
             if norms is not None:
                 qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
             q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)

@@ -4,10 +4,10 @@ from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, r
 from jattn_kernels.experts import mixture_of_experts, routed_experts
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
-from jattn_kernels.matmul import matmul
+from jattn_kernels.matmul import matmul, matmul_splits
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
-from jattn_kernels.norm import rms_norm
+from jattn_kernels.norm import add_rms_norm, rms_norm, taken
 from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
 from jattn_kernels.quantized import QuantizedKernel, quantize_kernel, quantize_rows
 from jattn_kernels.rotary import rotate_and_write
@@ -16,18 +16,25 @@ from jattn_kernels.routing import route
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.splits import Splits, added
+from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
     "AttentionSpec",
     "HeadNorms",
     "QuantizedKernel",
     "Routing",
+    "Splits",
+    "Unnormed",
+    "add_rms_norm",
+    "added",
     "copy_pages",
     "dequantize_groups",
     "lse_from_base2",
     "lse_to_base2",
     "make_schedule",
     "matmul",
+    "matmul_splits",
     "merge_state",
     "merge_states",
     "mixture_of_experts",
@@ -48,6 +55,7 @@ __all__ = [
     "routed_experts",
     "shared_prefix_decode",
     "shared_prefix_schedule",
+    "taken",
     "write_latent_pages",
     "write_pages",
 ]

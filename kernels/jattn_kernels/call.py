@@ -119,6 +119,7 @@ class NormCall:
         dtype: Name of its dtype.
         scale_dtype: Name of the scale's.
         eps, offset: What is added to the mean of squares, and to the scale.
+        of_sum: Whether splits are added to the rows first, and the sum is a result too.
         device, modes: As in AttentionCall.
     """
 
@@ -128,6 +129,7 @@ class NormCall:
     scale_dtype: str
     eps: float
     offset: float
+    of_sum: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["rms_norm"] = "rms_norm"
@@ -180,6 +182,8 @@ class MatmulCall:
         out_dtype: Name of the result's; products are summed in float32.
         scales: What of quantised weights has a scale of its own; None of weights that are not.
         group_size: Inputs that share a scale, of groups; else None.
+        in_splits: Whether the result may be what adds up to it.
+        norm: Of the rows, which the product takes first; None where it takes them as they are.
         device, modes: As in AttentionCall.
     """
 
@@ -191,6 +195,8 @@ class MatmulCall:
     out_dtype: str
     scales: ScalesKind | None = None
     group_size: int | None = None
+    in_splits: bool = False
+    norm: NormCall | None = None
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["matmul"] = "matmul"

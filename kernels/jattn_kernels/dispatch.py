@@ -83,6 +83,11 @@ def choose(
     raise NotImplementedError(f"{sentences} {advice}")
 
 
+def serves(call: Call, implementation: str | None = None) -> bool:
+    """Whether `choose` finds an implementation for a call."""
+    return any(entry.name == (implementation or entry.name) and not entry.refuses(call) for entry in implementations())
+
+
 def works_per_sequence(
     operation: Operation,
     *,

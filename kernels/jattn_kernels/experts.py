@@ -14,6 +14,7 @@ from jattn_kernels.operands import ExpertsOperands, names_options
 from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_choice, check_experts, check_logits
+from jattn_kernels.splits import Splits
 
 
 class ExpertsKwargs(TypedDict, total=False):
@@ -70,7 +71,7 @@ def mixture_of_experts(
 @names_options(ExpertsKwargs)
 def routed_experts(
     x: Float[Array, "T D"],
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "T E"] | Splits,
     routing: Routing,
     gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
     down: Float[Array, "*L E F D"] | QuantizedKernel,
@@ -90,7 +91,7 @@ def routed_experts(
     """
     check_logits(x, logits, routing, choice_bias)
     choice = {
-        "logits": jnp.asarray(logits).astype(jnp.float32),
+        "logits": logits if isinstance(logits, Splits) else jnp.asarray(logits).astype(jnp.float32),
         "choice_bias": None if choice_bias is None else jnp.asarray(choice_bias).astype(jnp.float32),
     }
     facts = {"per_token": routing.per_token, "routing": routing, "weighs_inputs": weighs_inputs}

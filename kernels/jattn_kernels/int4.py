@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from jattn_kernels.quantized import INT4, QuantizedKernel
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_sizes
@@ -47,17 +47,20 @@ def quantize_groups(kernel: Float[Array, "*L F D"], group_size: int) -> Quantize
         off = jnp.sum(jnp.square(_rounded(groups, tried) * tried - groups), axis=-1, keepdims=True)
         scales, least = jnp.where(off >= least, scales, tried), jnp.where(off >= least, least, off)
     values = _rounded(groups, scales).reshape(kernel.shape).astype(INT4)
-    return QuantizedKernel(values=values, scales=scales[..., 0].astype(jnp.bfloat16))
+    return QuantizedKernel(values=values, scales=jnp.swapaxes(scales[..., 0], -1, -2).astype(jnp.bfloat16))
 
 
 def dequantize_groups(kernel: QuantizedKernel, dtype: Any) -> Float[Array, "*L F D"]:
     """What weights in int4 stand for, computed in float32 and rounded once."""
     *outputs, depth = kernel.values.shape
-    values = kernel.values.astype(jnp.float32).reshape(*outputs, kernel.scales.shape[-1], -1)
+    values = kernel.values.astype(jnp.float32).reshape(*outputs, kernel.scales.shape[-2], -1)
+
+    def of_each(groups: Shaped[Array, "*L G F"]) -> Float32[Array, "*L F G g"]:
+        return jnp.broadcast_to(jnp.swapaxes(groups, -1, -2).astype(jnp.float32)[..., None], values.shape)
+
     if kernel.zero_points is not None:
-        values -= jnp.broadcast_to(kernel.zero_points.astype(jnp.float32)[..., None], values.shape)
-    scales = jnp.broadcast_to(kernel.scales.astype(jnp.float32)[..., None], values.shape)
-    return (values * scales).reshape(*outputs, depth).astype(dtype)
+        values -= of_each(kernel.zero_points)
+    return (values * of_each(kernel.scales)).reshape(*outputs, depth).astype(dtype)
 
 
 def _fitted(

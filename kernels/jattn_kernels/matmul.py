@@ -1,5 +1,6 @@
 """Products with weights, which may lie in a stack of those of all layers: few rows wait for memory alone."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,11 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import MatmulCall, modes_of
-from jattn_kernels.dispatch import choose
+from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
+from jattn_kernels.norm import packed_norm, taken
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_layer_index, same_dtype
+from jattn_kernels.splits import Splits
+from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
 
 
@@ -43,15 +47,37 @@ def matmul(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for does not serve the call.
     """
-    operands = _operands(x, kernel, layer_index)
-    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
-    if out_dtype.name not in FLOATS:
-        raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
-    facts = {}
-    if isinstance(kernel, QuantizedKernel):
-        facts = {"scales": kernel.scales_kind, "group_size": kernel.group_size}
-    out = _run(operands, implementation, out_dtype=out_dtype.name, **facts)
+    call, operands = _packed(x, kernel, layer_index, out_dtype)
+    out: Any = _product(choose(call, implementation).implementation, call, operands)
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def matmul_splits(
+    x: Float[Array, "T D"] | Unnormed,
+    kernel: Float[Array, "*L D F"] | QuantizedKernel,
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> Float[Array, "T F"] | Splits:
+    """`matmul`, or what adds up to it, where a kernel splits the depth: for who can add it up while reading it.
+
+    Such a kernel also takes the norm of rows that are not normed yet, while it waits for the weights.
+
+    Raises:
+        ValueError, NotImplementedError: As `matmul`.
+    """
+    rows = x.rows if isinstance(x, Unnormed) else x
+    call, operands = _packed(rows, kernel, layer_index, out_dtype, in_splits=True)
+    if rows.ndim != 2:
+        raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
+    if isinstance(x, Unnormed):
+        norm_call, norm = packed_norm(rows, x.scale, x.eps, x.offset, x.layer_index)
+        call, operands = dataclasses.replace(call, norm=norm_call), dataclasses.replace(operands, norm=norm)
+        if not serves(call, implementation):
+            call = dataclasses.replace(call, norm=None)
+            operands = dataclasses.replace(operands, x=taken(x, implementation=implementation), norm=None)
+    return _product(choose(call, implementation).implementation, call, operands)
 
 
 def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
@@ -110,7 +136,11 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
     )
 
 
-def _run(operands: MatmulOperands, implementation: str | None, **facts: Any) -> Any:
+def _packed(x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any) -> tuple[MatmulCall, MatmulOperands]:
+    operands = _operands(x, kernel, layer_index)
+    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
+    if out_dtype.name not in FLOATS:
+        raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
     num_rows, depth = operands.x.shape
     call = MatmulCall(
         num_rows=num_rows,
@@ -118,10 +148,13 @@ def _run(operands: MatmulOperands, implementation: str | None, **facts: Any) -> 
         columns=operands.kernel.shape[2 if operands.scales is None else 1],
         dtype=operands.x.dtype.name,
         kernel_dtype=operands.kernel.dtype.name,
+        out_dtype=out_dtype.name,
+        scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
+        group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
         modes=modes_of(operands),
         **facts,
     )
-    return _product(choose(call, implementation).implementation, call, operands)
+    return call, operands
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -131,7 +164,10 @@ def _product(implementation: Implementation, call: MatmulCall, operands: MatmulO
 
 @_product.defjvp
 def _product_jvp(implementation, call, primals, tangents):
-    del implementation
+    if call.in_splits and implementation is not XLA:
+        raise NotImplementedError(
+            "`matmul_splits` has no derivative: it is for steps that serve. Use `matmul`, or implementation='xla'."
+        )
     if call.scales is not None:
         raise NotImplementedError(
             "A product with quantised weights has no derivative. Train with weights that are not quantised."

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import NormCall, modes_of
-from jattn_kernels.dispatch import choose
+from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
+from jattn_kernels.splits import Splits, added
+from jattn_kernels.unnormed import Unnormed
 
 
 def rms_norm(
@@ -38,6 +40,53 @@ def rms_norm(
         ValueError: A shape is wrong, or `implementation` is unknown.
         NotImplementedError: There is no kernel for this size, dtype or device.
     """
+    call, operands = packed_norm(x, scale, eps, offset, layer_index)
+    out: Any = _norm(choose(call, implementation).implementation, call, operands)
+    return out.reshape(x.shape)
+
+
+def add_rms_norm(
+    x: Float[Array, "T D"],
+    addition: Float[Array, "T D"] | Splits,
+    scale: Float[Array, "..."],
+    *,
+    eps: float,
+    offset: float = 0.0,
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """x + addition, and the `rms_norm` of that; one kernel where the addition comes in splits.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
+        NotImplementedError: There is no kernel for this size, dtype or device.
+    """
+    check_are_arrays(x=x, addition=addition)
+    if x.ndim != 2 or addition.shape != x.shape or addition.dtype != x.dtype:
+        raise ValueError(
+            "`x` and `addition` must be [T, D] of one dtype. "
+            f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
+        )
+    if isinstance(addition, Splits):
+        call, operands = packed_norm(x, scale, eps, offset, layer_index, addition)
+        if serves(call, implementation):
+            return choose(call, implementation).implementation.run(call, operands)
+    total, options = x + added(addition), {"layer_index": layer_index, "implementation": implementation}
+    return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
+
+
+def taken(x: Float[Array, "..."] | Unnormed, *, implementation: str | None = None) -> Float[Array, "..."]:
+    """The rows as they are read: normed."""
+    if not isinstance(x, Unnormed):
+        return x
+    options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
+    return rms_norm(x.rows, x.scale, eps=x.eps, offset=x.offset, **options)
+
+
+def packed_norm(
+    x: Any, scale: Any, eps: float, offset: float, layer_index: Any, addition: Splits | None = None
+) -> tuple[NormCall, NormOperands]:
+    """The call of a norm and its operands, once they are checked."""
     check_are_arrays(x=x, scale=scale)
     check_float("x", x)
     check_float("scale", scale)
@@ -54,6 +103,7 @@ def rms_norm(
         x=jnp.asarray(x).reshape(-1, x.shape[-1]),
         scale=jnp.asarray(scale) if stacked else jnp.asarray(scale)[None],
         layer_index=layer,
+        addition=addition,
     )
     call = NormCall(
         num_rows=operands.x.shape[0],
@@ -62,10 +112,10 @@ def rms_norm(
         scale_dtype=scale.dtype.name,
         eps=eps,
         offset=offset,
+        of_sum=addition is not None,
         modes=modes_of(operands),
     )
-    out: Any = _norm(choose(call, implementation).implementation, call, operands)
-    return out.reshape(x.shape)
+    return call, operands
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

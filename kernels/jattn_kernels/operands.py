@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from jattn_kernels.head_norms import HeadNorms
+from jattn_kernels.splits import Splits
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
 
@@ -144,7 +145,7 @@ class AttentionOperands:
 class RotaryOperands:
     """All arrays of a rotary embedding with the write into pages."""
 
-    qkv: Float[Array, "T heads H"]
+    qkv: Float[Array, "T heads H"] | Splits
     cos: Float32[Array, "T half"]
     sin: Float32[Array, "T half"]
     k_pages: Float[Array, "..."]
@@ -158,11 +159,16 @@ class RotaryOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOperands:
-    """All arrays of a norm; `layer_index` names the row of `scale`."""
+    """All arrays of a norm; `layer_index` names the row of `scale`.
+
+    Attributes:
+        addition: To x before it is normed.
+    """
 
     x: Float[Array, "T D"]
     scale: Float[Array, "L D"]
     layer_index: Int[Array, ""]
+    addition: Splits | None = None
 
 
 @typing.no_type_check
@@ -182,7 +188,7 @@ class ExpertsOperands:
     x: Float[Array, "T D"]
     weights: Float32[Array, "T k"] = _ABSENT
     chosen: Int32[Array, "T k"] = _ABSENT
-    logits: Float[Array, "T E"] = _ABSENT
+    logits: Float[Array, "T E"] | Splits = _ABSENT
     choice_bias: Float[Array, " E"] | None = None
     gate_up: Float[Array, "L E _ _"]
     down: Float[Array, "L E _ _"]
@@ -203,6 +209,7 @@ class MatmulOperands:
         kernel: [L, D, F]; the values of a QuantizedKernel, [L, F, D], where there are scales.
         scales: Of a QuantizedKernel; of one scale for each output channel, for each block, or for each group of inputs.
         zero_points: Of the same; None where there are none.
+        norm: What rows are normed with that are not yet; its own x are these rows.
     """
 
     x: Float[Array, "T D"]
@@ -210,6 +217,7 @@ class MatmulOperands:
     layer_index: Int[Array, ""]
     scales: Float[Array, "L SF SD"] | None = None
     zero_points: Int8[Array, "L SF SD"] | None = None
+    norm: NormOperands | None = None
 
 
 Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands | MatmulOperands

@@ -31,9 +31,10 @@ class QuantizedKernel:
 
     Attributes:
         values: float8_e4m3fn; or int4, of which rows are not rounded to be multiplied with it.
-        scales: Of blocks of F / SF x D / SD numbers: SF = F and SD = 1 have a scale for each output channel, SF = SD =
-            1 one for the whole tensor. float32; of int4, SF = F, and bfloat16 and float16 too.
-        zero_points: Of int4, SF x SD: what is taken from a number before it is scaled; None of 0 alone.
+        scales: float32, of blocks of F / SF x D / SD numbers: SF = F and SD = 1 have a scale for each output channel,
+            SF = SD = 1 one for the whole tensor. Of int4 [*L, G, F], bfloat16 and float16 too: one for each group of
+            D / G inputs of an output, those of neighbouring outputs together, as they are read.
+        zero_points: Of int4, as many: what is taken from a number before it is scaled; None of 0 alone.
     """
 
     values: Shaped[Array, "*L F D"]
@@ -69,7 +70,7 @@ class QuantizedKernel:
     @property
     def group_size(self) -> int | None:
         """Inputs that share a scale, of groups; None of others."""
-        return self.values.shape[-1] // self.scales.shape[-1] if self.scales_kind == "group" else None
+        return self.values.shape[-1] // self.scales.shape[-2] if self.scales_kind == "group" else None
 
 
 def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], Float32[Array, "*rows 1"]]:
@@ -85,9 +86,14 @@ def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], 
     if x.dtype.name not in FLOATS or x.ndim < 1:
         raise ValueError(f"`x` must be [..., D] of {', '.join(FLOATS)}. Got x.shape={x.shape}, x.dtype={x.dtype}.")
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0).astype(jnp.float32)
-    scales = jnp.where(largest == 0, 1.0, jnp.maximum(largest * _PART, _SMALLEST_SCALE))
+    scales = scale_of(largest)
     values = x.astype(jnp.float32) / jnp.broadcast_to(scales, x.shape)
     return jnp.clip(values, -LARGEST, LARGEST).astype(FP8), scales
+
+
+def scale_of(largest: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """The factor of a row whose largest number is of a size."""
+    return jnp.where(largest == 0, 1.0, jnp.maximum(largest * _PART, _SMALLEST_SCALE))
 
 
 def quantize_kernel(kernel: Float[Array, "*L F D"]) -> QuantizedKernel:
@@ -127,13 +133,12 @@ def check_quantized(kernel: QuantizedKernel, name: str = "kernel", axes: tuple[s
                 f"zero_points.shape={zero_points.shape}."
             )
     alike = values.ndim == scales.ndim and values.ndim >= 2 and values.shape[:-2] == scales.shape[:-2]
-    divide = alike and not any(
-        not few or many % few for many, few in zip(values.shape[-2:], scales.shape[-2:], strict=True)
-    )
-    of_outputs = ", and is F," if in_int4 else ""
-    divide = divide and not (in_int4 and values.shape[-2] != scales.shape[-2])
+    blocks = scales.shape[-2:][:: -1 if in_int4 else 1]
+    divide = alike and not any(not few or many % few for many, few in zip(values.shape[-2:], blocks, strict=True))
+    divide = divide and not (in_int4 and values.shape[-2] != blocks[0])
+    shape, of_blocks = ("[G, F]", "G divides D") if in_int4 else ("[SF, SD]", "SF divides F and SD divides D")
     if not divide or values.ndim > 2 + len(axes):
         raise ValueError(
-            f"`{name}` must have values [F, D] and scales [SF, SD], both perhaps after {', '.join(axes)}, where SF "
-            f"divides F{of_outputs} and SD divides D. Got values.shape={values.shape}, scales.shape={scales.shape}."
+            f"`{name}` must have values [F, D] and scales {shape}, both perhaps after {', '.join(axes)}, where "
+            f"{of_blocks}. Got values.shape={values.shape}, scales.shape={scales.shape}."
         )

@@ -12,10 +12,11 @@ from jattn_kernels.rotation import check_angles
 from jattn_kernels.shapes.arrays import check_are_arrays, check_axes, check_sizes
 from jattn_kernels.shapes.pages import check_page_rows
 from jattn_kernels.spec import AttentionSpec, PageLayout
+from jattn_kernels.splits import Splits
 
 
 def rotate_and_write(
-    qkv: Float[Array, "T heads H"],
+    qkv: Float[Array, "T heads H"] | Splits,
     cos: Float[Array, "..."],
     sin: Float[Array, "..."],
     k_pages: Float[Array, "..."],
@@ -61,7 +62,8 @@ def rotate_and_write(
     facts = check_page_rows(
         k_pages, v_pages, rows, rows, slots, layout=layout, combined_pool=None, layer_index=layer_index
     )
-    qkv, cos, sin, k_pages, v_pages, slots = (jnp.asarray(x) for x in (qkv, cos, sin, k_pages, v_pages, slots))
+    cos, sin, k_pages, v_pages, slots = (jnp.asarray(x) for x in (cos, sin, k_pages, v_pages, slots))
+    qkv = qkv if isinstance(qkv, Splits) else jnp.asarray(qkv)
     operands = RotaryOperands(
         qkv=qkv, cos=cos, sin=sin, k_pages=k_pages, v_pages=v_pages, slots=slots, layer_index=layer_index, norms=norms
     )

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.norm import HeadNorms, normed_heads
+from jattn.matmul import Splits
+from jattn.norm import HeadNorms, Unnormed, normed_heads, taken
 from jattn.parallel import Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
@@ -88,12 +89,19 @@ class Attention(nnx.Module):
         """The pool that so many of these layers need."""
         return KVGroupSpec(name="layers", num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
-    def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
+    def __call__(self, x: Float[Array, "T D"] | Unnormed, layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
-        heads, norms = self.qkv_proj(x).reshape(x.shape[0], -1, self.head_dim), self._head_norms()
-        turned_alone = self.rope is not None and self.qkv_clip is None and self.temperature is None
-        if norms is not None and not turned_alone:
-            heads, norms = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads), None
+        norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
+        if self.sinks is not None:
+            layer = dataclasses.replace(layer, sinks=self.sinks[...])
+        rest = (layer, this_pass.forward_batch, this_pass.metadata, pool)
+        if self.rope is not None and self._turns_alone:
+            heads = self.qkv_proj.splits(x).reshape(x.shape[0], -1, self.head_dim)
+            out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms)
+            return self._output(out), pool
+        heads = self.qkv_proj(taken(x)).reshape(x.shape[0], -1, self.head_dim)
+        if norms is not None:
+            heads = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads)
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
             q, k = ProjectionNorm.of_all((self.q_norm, q), (self.k_norm, k))
@@ -102,16 +110,23 @@ class Attention(nnx.Module):
         if self.temperature is not None:
             factor = self.temperature(this_pass.forward_batch.positions)
             q = (q.astype(jnp.float32) * factor[:, None, None]).astype(q.dtype)
-        layer, backend = self.layer(layer_index), this_pass.backend
-        if self.sinks is not None:
-            layer = dataclasses.replace(layer, sinks=self.sinks[...])
-        rest = (layer, this_pass.forward_batch, this_pass.metadata, pool)
         if self.rope is None:
             out, pool = forward(backend, q, k, v, *rest)
         else:
             qkv = jnp.concatenate([q, k, v], axis=1)
-            out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest, norms=norms)
-        return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool
+            out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest)
+        return self._output(out), pool
+
+    @property
+    def _turns_alone(self) -> bool:
+        """Whether nothing but norms of each head stands between the projection and the turning."""
+        return self.qkv_clip is None and self.temperature is None and not isinstance(self.q_norm, ProjectionNorm)
+
+    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits:
+        rows = out.reshape(out.shape[0], -1)
+        if self.parallel.axis is None:
+            return self.o_proj.splits(rows)
+        return self.parallel.all_reduce(self.o_proj(rows))
 
     def _head_norms(self) -> HeadNorms | None:
         """The norms of each head by itself."""

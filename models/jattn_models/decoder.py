@@ -13,6 +13,7 @@ from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
+from jattn.matmul import Splits, added
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
@@ -58,10 +59,21 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm() if after else None
 
     def __call__(self, hidden: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
-        attended, pool = self.attention(_normed(self.input_norm, hidden), layer_index, this_pass, pool)
-        hidden = self._added(hidden, _normed(self.attended_norm, attended))
-        mixed = self.mlp(_normed(self.post_attention_norm, hidden))
-        return self._added(hidden, _normed(self.mlp_norm, mixed)), pool
+        norm = self.input_norm
+        given = norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
+        attended, pool = self.attention(given, layer_index, this_pass, pool)
+        hidden, normed = self._between(hidden, attended)
+        return self._added(hidden, _normed(self.mlp_norm, self.mlp(normed))), pool
+
+    def _between(
+        self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """The residual stream after attention, and what the MLP is given of it."""
+        norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
+        if as_it_is and isinstance(attended, Splits) and isinstance(norm, RMSNorm):
+            return norm.of_sum(hidden, attended)
+        hidden = self._added(hidden, _normed(self.attended_norm, added(attended)))
+        return hidden, _normed(norm, hidden)
 
     def _added(self, hidden: Float[Array, "T D"], more: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return hidden + (more if self.residual_scale == 1.0 else more * jnp.asarray(self.residual_scale, more.dtype))

@@ -138,7 +138,7 @@ class MixtureOfExperts(nnx.Module):
             return mixture_of_experts(x, weights, own, gate_up, down, **options)
         choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
         routing = self.router.routing
-        return routed_experts(x, self.router(x), routing, gate_up, down, choice_bias=choice_bias, **options)
+        return routed_experts(x, self.router.logits(x), routing, gate_up, down, choice_bias=choice_bias, **options)
 
     def shared_expert(self, x: Float[Array, "T D"], shared: GatedMLP) -> Float[Array, "T D"]:
         """What the expert that every token goes to returns; this device's part of it."""

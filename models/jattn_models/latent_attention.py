@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, forward_latent
 from jattn.kv_pool import KVGroupSpec
+from jattn.norm import Unnormed, taken
 from jattn.parallel import Parallel
 from jattn.rotary import rotate
 from jattn_models.decoder_config import DecoderConfig
@@ -99,9 +100,9 @@ class LatentAttention(nnx.Module):
             latent=True,
         )
 
-    def __call__(self, x: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Any, pool: Any):
+    def __call__(self, x: Float[Array, "T D"] | Unnormed, layer_index: Int[Array, ""], this_pass: Any, pool: Any):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
-        angles = this_pass.angles["global"]
+        x, angles = taken(x), this_pass.angles["global"]
         compressed = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
         heads = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)
         q_nope, q_pe = jnp.split(heads, (heads.shape[-1] - self.rope_dim,), axis=-1)

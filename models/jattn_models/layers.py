@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, INT4, QuantizedKernel, matmul
-from jattn.norm import rms_norm
+from jattn.matmul import FP8, INT4, QuantizedKernel, Splits, matmul, matmul_splits
+from jattn.norm import Unnormed, add_rms_norm, rms_norm, taken
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
@@ -93,7 +93,8 @@ class Linear(nnx.Module):
 
     def _hold(self, dtype: Any, scales_dtype: Any, group_size: int) -> None:
         *layers, inputs, outputs = self.kernel.get_value().shape
-        shapes = {dtype: (*layers, outputs, inputs), scales_dtype: (*layers, outputs, inputs // group_size)}
+        of_scales = (outputs, inputs // group_size)[:: -1 if dtype == INT4 else 1]
+        shapes = {dtype: (*layers, outputs, inputs), scales_dtype: (*layers, *of_scales)}
         values, scales = (ReadInPlace(jax.ShapeDtypeStruct(shape, dtype)) for dtype, shape in shapes.items())
         self.kernel, self.scales = values, nnx.data(scales)
 
@@ -105,7 +106,8 @@ class Linear(nnx.Module):
     def reorder_outputs(self, order: Int[Array, " F"]) -> None:
         """Takes the outputs of the given numbers, in this order, of all layers of a stack."""
         of_kernel = -1 if self.scales is None else -2
-        in_few_bits = ((leaf, -2) for leaf in (self.scales, self.zero_points))
+        of_scales = -1 if self.kernel.get_value().dtype == INT4 else -2
+        in_few_bits = ((leaf, of_scales) for leaf in (self.scales, self.zero_points))
         for leaf, axis in ((self.kernel, of_kernel), *in_few_bits, (self.bias, -1)):
             if leaf is not None:
                 leaf[...] = jnp.take(leaf[...], order, axis=axis)
@@ -116,6 +118,13 @@ class Linear(nnx.Module):
         if self.bias is None:
             return y
         return y + jnp.broadcast_to(self.summed_over.once(self.bias[...]).astype(y.dtype), y.shape)
+
+    def splits(self, x: Float[Array, "T D"] | Unnormed) -> Float[Array, "T F"] | Splits:
+        """The same, for who adds it up; of rows that may not be normed yet."""
+        if self.bias is not None:
+            return self(taken(x))
+        weights, layer = self._weights()
+        return matmul_splits(x, weights, layer_index=layer)
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
@@ -149,6 +158,19 @@ class RMSNorm(nnx.Module):
             return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
         stack, number = self.scale.stack_and_layer
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
+
+    def later(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Unnormed:
+        """The same, for one product to take it as it reads x."""
+        if self.scale is None:
+            return self(x)
+        stack, number = self.scale.stack_and_layer
+        return Unnormed(rows=x, scale=stack, layer_index=number, eps=self.eps, offset=self.offset)
+
+    def of_sum(self, x: Float[Array, "T D"], splits: Splits) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """x and what the splits add to it, and the norm of that."""
+        assert self.scale is not None
+        stack, number = self.scale.stack_and_layer
+        return add_rms_norm(x, splits, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
 
 class ProjectionNorm(RMSNorm):

@@ -64,13 +64,13 @@ def read_packed(
     zero_points = reader.zero_points()
     return QuantizedKernel(
         values=reader.values(),
-        scales=reader.scales()[:, held],
-        zero_points=None if zero_points is None else zero_points[:, held],
+        scales=reader.scales()[held],
+        zero_points=None if zero_points is None else zero_points[held],
     )
 
 
 class _Reader:
-    """Reads the tensors of one piece, each as this package has it: outputs first, the middle of four bits 0."""
+    """Reads the tensors of one piece, each as a QuantizedKernel has it, the middle of four bits 0."""
 
     def __init__(
         self,
@@ -118,17 +118,17 @@ class _Reader:
             words = self._read("qweight", (_words(shape[1]), shape[0]), (_packed(self.inputs), self.outputs)).T
         return _unpacked(words, cut=_cut(self.inputs), dtype=INT4)
 
-    def scales(self) -> Float[Array, "F G"]:
+    def scales(self) -> Float[Array, "G F"]:
         name, shape, part = self.stem + "scales", (self.num_groups, self.num_outputs), (self.groups, self.outputs)
-        is_turned = self.stored.packing != "compressed-tensors"
-        if not is_turned:
+        is_turned = self.stored.packing == "compressed-tensors"
+        if is_turned:
             name, shape, part = self.stem + "weight_scale", shape[::-1], part[::-1]
         scales = self.checkpoint.read(name, shape, None if self.is_whole else part)
         if scales.dtype.name not in _DTYPES:
             raise ValueError(f"Tensor {name!r} must be one of {', '.join(_DTYPES)}. Got {scales.dtype}.")
         return jnp.asarray(scales.T if is_turned else scales)
 
-    def zero_points(self) -> Int8[Array, "F G"] | None:
+    def zero_points(self) -> Int8[Array, "G F"] | None:
         """None where all are the middle, as is announced.
 
         Raises:
@@ -137,14 +137,14 @@ class _Reader:
         packing, shape, part = self.stored.packing, (self.num_groups, self.num_outputs), (self.groups, self.outputs)
         name = "weight_zero_point" if packing == "compressed-tensors" else "qzeros"
         if not self._has(name):  # compressed-tensors leaves out those that are all 0
-            held = (self.outputs.stop - self.outputs.start, self.groups.stop - self.groups.start)
+            held = (self.groups.stop - self.groups.start, self.outputs.stop - self.outputs.start)
             return None if self.stored.symmetric else jnp.zeros(held, jnp.int8)
         if packing == "compressed-tensors":
             words = self._read(name, (_words(shape[1]), shape[0]), (_packed(part[1]), part[0])).T
         else:
             words = self._read(name, (shape[0], _words(shape[1])), (part[0], _packed(part[1])))
         order, less = (_ALTERNATING if packing == "awq" else None), (_ONES if packing == "gptq" else 0)
-        zero_points = _unpacked(words, cut=_cut(part[1]), order=order, less=less, turned=True, dtype=jnp.int8)
+        zero_points = _unpacked(words, cut=_cut(part[1]), order=order, less=less, dtype=jnp.int8)
         if not self.stored.symmetric:
             return zero_points
         if bool(jnp.any(zero_points != 0)):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jattn.matmul import matmul
+from jattn.matmul import Splits, matmul, matmul_splits
 from jattn.routing import Routing, route
 from jattn_models.layers import ReadInPlace, random_weights
 
@@ -34,6 +34,13 @@ class Router(nnx.Module):
         stack, layer = self.kernel.stack_and_layer
         logits = matmul(x, stack, layer_index=layer, out_dtype=jnp.float32)
         return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
+
+    def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"] | Splits:
+        """The same, for who adds it up."""
+        if self.bias is not None:
+            return self(x)
+        stack, layer = self.kernel.stack_and_layer
+        return matmul_splits(x, stack, layer_index=layer, out_dtype=jnp.float32)
 
     def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
         """The weights and the numbers of each token's experts, the best first."""

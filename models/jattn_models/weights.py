@@ -162,9 +162,9 @@ def _leaf(abstract: jax.ShapeDtypeStruct, source: Source, stored: StoredTensors,
 def _quantized(
     abstract: Mapping[str, jax.ShapeDtypeStruct], source: Source, stored: StoredTensors, rank: Rank
 ) -> dict[str, Array]:
-    """A kernel in fp8 or int4, outputs first, and what belongs to it."""
+    """A kernel in fp8 or int4, and what belongs to it."""
     leaves, (outputs, inputs) = {}, abstract["kernel"].shape[-2:]
-    in_int4, group_size = abstract["kernel"].dtype == INT4, inputs // abstract["scales"].shape[-1]
+    in_int4, group_size = abstract["kernel"].dtype == INT4, inputs // abstract["scales"].shape[-2]
     for part in _parts((inputs, outputs), source, rank, transposed=True):
         rows, columns = part.shape
         if in_int4:
@@ -175,10 +175,12 @@ def _quantized(
         found = {name: _in_bytes(found[name]) for name in abstract}
         if not leaves:
             leaves = {name: jnp.zeros(*_shape_in_bytes(leaf)) for name, leaf in abstract.items()}
-        corner = [*part.place, part.start, 0]
-        leaves = {
-            name: _placed(leaf, part.taken(found[name]), corner, transposed=False) for name, leaf in leaves.items()
-        }
+        for name, leaf in leaves.items():
+            if in_int4 and name in _BESIDE_KERNELS:  # outputs last
+                corner, tensor = [*part.place, 0, part.start], part.taken(found[name].T).T
+            else:
+                corner, tensor = [*part.place, part.start, 0], part.taken(found[name])
+            leaves[name] = _placed(leaf, tensor, corner, transposed=False)
     return {name: _from_bytes(leaf, abstract[name].dtype) for name, leaf in leaves.items()}
 
 

@@ -87,6 +87,28 @@ def test_other_experts_void_the_parts_that_run_them_and_no_others(root, tmp_path
     assert both.sha_of("decode") == both.sha_of("moe_layer") != "abc"
 
 
+def test_other_products_void_the_steps_that_run_them_and_no_others(root, tmp_path):
+    recorded = key_of(root, decode="1", **{"matmul/few": "1"})
+    recorded.write(tmp_path)
+    edit(root, "attention.py")
+    changed = current_key(tmp_path, root, lambda _: {"decode": "1", "matmul/few": "2"})
+    assert changed.sha_of("decode") == changed.sha_of("moe_layer") == "abc"
+    assert changed.sha_of("decode_step_moe") == changed.sha_of("decode_step_quantized") != "abc"
+    changed.write(tmp_path)
+    edit(root, "norm.py")
+    again = current_key(tmp_path, root, lambda _: {"decode": "1", "matmul/few": "2"})
+    assert again.products_sha == changed.products_sha
+
+
+def test_what_no_row_has_run_voids_none(root, tmp_path):
+    recorded = key_of(root, decode="1", **{"mosaic/mla_decode_heads_16": "1"})
+    recorded.write(tmp_path)
+    edit(root, "attention.py")
+    lowered = {"decode": "1", "mosaic/mla_decode_heads_16": "2"}
+    again = current_key(tmp_path, root, lambda _: lowered)
+    assert (again.kernels_sha, again.cases, again.sha_of("moe_layer")) == ("abc", lowered, "abc")
+
+
 def test_another_jax_makes_another_key(root, tmp_path):
     dataclasses.replace(key_of(root, decode="1"), jax="0").write(tmp_path)
     assert current_key(tmp_path, root, lambda _: {"decode": "1"}).kernels_sha != "abc"

@@ -18,7 +18,7 @@ ROUNDINGS = {"float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}  # o
 
 def operands(rows=ROWS, *, groups=3, zero_points=True, dtype="bfloat16", scales="float32", layers=()):
     rng = np.random.default_rng(0)
-    shape = (*layers, COLUMNS, groups)
+    shape = (*layers, groups, COLUMNS)
     x = jnp.asarray(rng.standard_normal((rows, DEPTH)), dtype)
     kernel = QuantizedKernel(
         values=jnp.asarray(rng.integers(-8, 8, (*layers, COLUMNS, DEPTH)), jnp.int4),
@@ -31,9 +31,9 @@ def operands(rows=ROWS, *, groups=3, zero_points=True, dtype="bfloat16", scales=
 def stands_for(kernel):
     """A number at a time, as the formula has it."""
     values = np.asarray(kernel.values, np.float64)
-    weights, size = np.empty_like(values), values.shape[1] // kernel.scales.shape[1]
+    weights, size = np.empty_like(values), values.shape[1] // kernel.scales.shape[0]
     for output, number in np.ndindex(values.shape):
-        group = output, number // size
+        group = number // size, output
         zero = 0 if kernel.zero_points is None else int(kernel.zero_points[group])
         weights[output, number] = float(kernel.scales[group]) * (values[output, number] - zero)
     return weights
@@ -101,7 +101,7 @@ def test_weights_that_int4_holds_are_held(dtype):
     weights = (values * np.ldexp(rng.integers(1, 16, (2, 8, 3, 1)), -9)).reshape(2, 8, 48)
     kernel = quantize_groups(jnp.asarray(weights, dtype), 16)
     assert (kernel.values.dtype, kernel.scales.dtype, kernel.zero_points) == (jnp.int4, jnp.bfloat16, None)
-    assert (kernel.scales.shape, kernel.scales_kind, kernel.shape) == ((2, 8, 3), "group", (2, 48, 8))
+    assert (kernel.scales.shape, kernel.scales_kind, kernel.shape) == ((2, 3, 8), "group", (2, 48, 8))
     np.testing.assert_array_equal(dequantize_groups(kernel, jnp.float32), weights)
 
 
@@ -131,9 +131,9 @@ def test_next_to_nothing_becomes_zeros():
     [
         ({"x": jnp.ones((2, 24))}, r"`x` must be one of .* last axis of its values. Got .*x.shape=\(2, 24\)"),
         ({"values": jnp.ones((24, 48), jnp.int8)}, "or int4 values and scales of one of float32, .*values.dtype=int8"),
-        ({"scales": jnp.ones((24, 3), jnp.int8)}, "or int4 values and scales of one of float32, .*scales.dtype=int8"),
-        ({"scales": jnp.ones((1, 1)), "zero_points": None}, "SF divides F, and is F, and SD divides D"),
-        ({"scales": jnp.ones((24, 5)), "zero_points": None}, "SD divides D"),
+        ({"scales": jnp.ones((3, 24), jnp.int8)}, "or int4 values and scales of one of float32, .*scales.dtype=int8"),
+        ({"scales": jnp.ones((1, 1)), "zero_points": None}, "scales \\[G, F\\], .* where G divides D"),
+        ({"scales": jnp.ones((5, 24)), "zero_points": None}, "G divides D"),
         ({"zero_points": jnp.ones((24, 3), jnp.int4)}, "zero points, one for each scale. Got .*zero_points.dtype=int4"),
         ({"zero_points": jnp.ones((24, 1), jnp.int8)}, r"Got .*zero_points.shape=\(24, 1\)"),
         ({"values": jnp.ones((24, 48), jnp.float8_e4m3fn)}, "no zero points, or int4 values.*values.dtype=float8_e4m3"),
@@ -165,13 +165,15 @@ def test_what_has_no_groups_is_not_rounded(kernel, group_size, match):
 def test_implementations_that_take_no_int4_leave_it_to_xla(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     x, kernel = operands(2)
-    with pytest.raises(NotImplementedError, match=r"`mosaic` does not take .* Use implementation='xla'"):
+    with pytest.raises(
+        NotImplementedError, match=r"`mosaic` takes .* of int4 weights, not 2 rows .* Use implementation='xla'"
+    ):
         matmul(x, kernel, implementation="mosaic")
 
 
 def test_experts_in_int4_are_refused():
     kernels = {
-        name: QuantizedKernel(values=jnp.zeros((2, *shape), jnp.int4), scales=jnp.ones((2, shape[0], 1)))
+        name: QuantizedKernel(values=jnp.zeros((2, *shape), jnp.int4), scales=jnp.ones((2, 1, shape[0])))
         for name, shape in {"gate_up": (32, 16), "down": (16, 16)}.items()
     }
     choice = {"weights": jnp.ones((3, 1)), "chosen": jnp.zeros((3, 1), jnp.int32)}

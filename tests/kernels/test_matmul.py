@@ -1,5 +1,6 @@
 """Products with weights against NumPy, their kernel under the interpreter, lowered for CUDA, and on a GPU."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import matmul
+from jattn_kernels import Routing, Unnormed, added, matmul, matmul_splits, routed_experts, taken
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.splits import splits_of
 
 
 def operands(rows, depth, columns, *, layers=2, dtype="bfloat16"):
@@ -43,6 +45,7 @@ def test_product_with_a_layer_of_the_stack(rows, dtype, out_dtype):
     assert out.dtype == (out_dtype or dtype)
     assert_product(out, x, kernel[1])
     np.testing.assert_array_equal(out, matmul(x, kernel[1], out_dtype=out_dtype))
+    np.testing.assert_array_equal(out, matmul_splits(x, kernel[1], out_dtype=out_dtype))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,20 @@ def hopper(monkeypatch):
 def test_kernel_without_races(hopper, rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     with interpreted():
-        out = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
-    assert_product(out, x, kernel[1])
+        splits = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+    assert (splits.shape, splits.dtype) == ((rows, columns), jnp.float32)
+    assert_product(added(splits), x, kernel[1])
+    np.testing.assert_array_equal(splits.parts[:, rows:], 0)
+
+
+def test_sums_that_nobody_added_up_have_no_derivative(hopper):
+    x, kernel = operands(2, 256, 64)
+
+    def loss(x):
+        return added(matmul_splits(x, kernel[1], implementation="mosaic")).astype(jnp.float32).sum()
+
+    with interpreted(), pytest.raises(NotImplementedError, match="Use `matmul`, or implementation='xla'"):
+        jax.grad(loss)(x)
 
 
 def test_kernel_rounds_once(hopper):
@@ -92,7 +107,60 @@ def test_kernel_rounds_once(hopper):
     with interpreted():
         out = of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1))
         wide = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+        splits = of_last_layer(matmul_splits, implementation="mosaic")(x, kernel, jnp.int32(1))
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(out, added(splits))
+
+
+def unnormed(x, layers=3):
+    """Rows of x that the last of some layers' scales is for: NaN in the others."""
+    scale = jax.random.uniform(jax.random.key(5), (layers, x.shape[1]), minval=0.5, maxval=2.0).astype(x.dtype)
+    return Unnormed(rows=x, scale=scale.at[:-1].set(jnp.nan), layer_index=layers - 1, eps=1e-5, offset=0.5)
+
+
+def assert_product_of_normed(out, x, kernel):
+    """The norm is rounded to x's dtype before the product, and it may be to another last place."""
+    normed = np.asarray(taken(x, implementation="xla"), np.float64)
+    unit = np.abs(normed) @ np.abs(np.asarray(kernel, np.float64))
+    expected = normed @ np.asarray(kernel, np.float64)
+    assert np.all(np.abs(np.asarray(added(out), np.float64) - expected) <= float(jnp.finfo(x.dtype).eps) / 8 * unit)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "dtype"),
+    [(1, 512, 128, "bfloat16"), (8, 384, 64, "float16"), (3, 128, 192, "bfloat16")],
+)
+def test_kernel_norms_rows_without_races(hopper, rows, depth, columns, dtype):
+    x, kernel = operands(rows, depth, columns, dtype=dtype)
+    x = unnormed(x)
+    with interpreted():
+        out = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+    assert_product_of_normed(out, x, kernel[1])
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(9, 64, 64), (2, 192, 64), (1, 8192, 64)])
+def test_rows_that_the_kernel_does_not_norm_are_normed_before(hopper, rows, depth, columns):
+    x, kernel = operands(rows, depth, columns, layers=1)
+    x = unnormed(x)
+    out = matmul_splits(x, kernel[0], implementation="xla")
+    np.testing.assert_array_equal(out, matmul_splits(taken(x, implementation="xla"), kernel[0], implementation="xla"))
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_experts_take_logits_in_splits(hopper, implementation):
+    x, kernel = operands(3, 64, 32)
+    rng = np.random.default_rng(1)
+    gate_up, down = (jnp.asarray(rng.standard_normal(shape), x.dtype) for shape in ((32, 64, 128), (32, 64, 64)))
+    splits = splits_of(matmul(x, kernel[1], implementation="xla", out_dtype="float32"))
+    routing = Routing(num_experts=32, per_token=2)
+
+    def mixed(logits):
+        with interpreted():
+            return jax.jit(
+                lambda logits: routed_experts(x, logits, routing, gate_up, down, implementation=implementation)
+            )(logits)
+
+    np.testing.assert_array_equal(mixed(splits), mixed(added(splits)))
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128)])
@@ -100,6 +168,19 @@ def test_kernel_lowers_for_cuda(hopper, rows, depth, columns):
     shapes = ((rows, depth), "bfloat16"), ((4, depth, columns), "bfloat16"), ((), "int32")
     traced = of_last_layer(matmul).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048)])
+def test_kernel_that_norms_lowers_for_cuda(hopper, rows, depth, columns):
+    kernel = jax.ShapeDtypeStruct((4, depth, columns), "bfloat16")
+    x = Unnormed(
+        rows=jnp.ones((rows, depth), "bfloat16"), scale=jnp.ones((2, depth), "bfloat16"), layer_index=1, eps=0.0
+    )
+    traced = jax.jit(
+        lambda rows, kernel: matmul_splits(dataclasses.replace(x, rows=rows), kernel, layer_index=1)
+    ).trace(x.rows, kernel)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize(
@@ -136,6 +217,11 @@ def test_bad_arguments_get_a_sentence(kernel, given, match):
         inspect.unwrap(matmul)(jnp.ones((2, 40)), kernel, **given)
 
 
+def test_splits_are_of_a_matrix():
+    with pytest.raises(ValueError, match="`x` must be"):
+        inspect.unwrap(matmul_splits)(jnp.ones((1, 2, 40)), jnp.ones((40, 8)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize(
@@ -144,3 +230,16 @@ def test_bad_arguments_get_a_sentence(kernel, given, match):
 def test_kernel_on_a_gpu(rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     assert_product(of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1)), x, kernel[1])
+    splits = of_last_layer(matmul_splits, implementation="mosaic")(x, kernel, jnp.int32(1))
+    assert_product(added(splits), x, kernel[1])
+    np.testing.assert_array_equal(splits.parts[:, rows:], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("depth", "columns", "dtype"), [(2048, 5120, "bfloat16"), (4096, 2048, "float16")])
+def test_kernel_norms_rows_on_a_gpu(rows, depth, columns, dtype):
+    x, kernel = operands(rows, depth, columns, dtype=dtype)
+    x = unnormed(x)
+    product = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")
+    assert_product_of_normed(product(x, kernel, jnp.int32(1)), x, kernel[1])

@@ -26,8 +26,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     for module in (split_kv, entry):
         monkeypatch.setattr(module, "num_sms", lambda: 3)
-    # With NumPy a consumer may arrive at `sum_full` again, from an empty work tile, before its peer has waited there.
-    with interpreted(numpy=False):
+    with interpreted():
         yield
 
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import rms_norm
+from jattn_kernels import add_rms_norm, added, rms_norm
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.norm_rows import EPS, assert_norm, rows
+from tests.kernels.harness.splits import splits_of
 
 
 @pytest.mark.parametrize(("dtype", "offset"), [("float32", 0.0), ("bfloat16", 1.0)])
@@ -46,6 +47,49 @@ def test_kernel_without_races(hopper):
     with interpreted():
         out = rms_norm(x, scale, eps=EPS, offset=1.0, layer_index=1, implementation="mosaic")
     assert_norm(out, x, scale[1], 1.0)
+
+
+def assert_added(results, x, addition, scale):
+    """Both are what a sum and a norm by themselves make, but for what a sum in another order loses."""
+    total, normed = results
+    tolerance = 2 * float(jnp.finfo(x.dtype).eps)
+    sizes = np.abs(np.asarray(x, np.float32)) + np.abs(np.asarray(added(addition), np.float32))
+    assert np.all(np.abs(np.asarray(total - (x + added(addition)), np.float32)) <= tolerance * sizes)
+    assert_norm(normed, total, scale)
+
+
+@pytest.mark.parametrize("in_splits", [False, True])
+def test_norm_of_a_sum(in_splits):
+    x, addition, scale = (rows(3, 1024, dtype="bfloat16", key=key) for key in range(3))
+    addition = splits_of(addition) if in_splits else addition
+    results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=2)
+    np.testing.assert_array_equal(results[0], x + added(addition))
+    assert_added(results, x, addition, scale[2])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernel_adds_splits_without_races(hopper, dtype):
+    x, addition, scale = (rows(3, 1024, dtype=dtype, key=key) for key in range(3))
+    addition = splits_of(addition)
+    with interpreted():
+        results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="mosaic")
+    assert_added(results, x, addition, scale[2])
+
+
+def test_sums_that_the_kernel_does_not_norm_are_added_up_before(hopper):
+    x, addition, scale = (rows(3, 1000, dtype="bfloat16", key=key) for key in range(3))
+    addition = splits_of(addition)
+    results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="xla")
+    assert_added(results, x, addition, scale[2])
+    with pytest.raises(NotImplementedError, match="1,024 to 8,192"):
+        add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="mosaic")
+
+
+@pytest.mark.parametrize("addition", [jnp.ones((3, 1024)), splits_of(jnp.ones((2, 1024), "bfloat16"))])
+def test_a_sum_of_other_rows_gets_a_sentence(addition):
+    x = rows(3, 1024, dtype="bfloat16")
+    with pytest.raises(ValueError, match="`x` and `addition` must be"):
+        inspect.unwrap(add_rms_norm)(x, addition, x[0], eps=EPS)
 
 
 @pytest.mark.parametrize("columns", [1024, 4096, 8192])
@@ -96,3 +140,12 @@ def test_kernel_on_a_gpu(num_rows, columns, dtype):
     x, scale = rows(num_rows, columns, dtype=dtype), rows(3, columns, dtype=dtype, key=1)
     out = rms_norm(x, scale, eps=EPS, layer_index=jnp.int32(2), implementation="mosaic")
     assert_norm(out, x, scale[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "columns", "dtype"), [(1, 2048, "bfloat16"), (8, 4096, "float16")])
+def test_kernel_adds_splits_on_a_gpu(num_rows, columns, dtype):
+    x, addition = (rows(num_rows, columns, dtype=dtype, key=key) for key in range(2))
+    scale, addition = rows(2, columns, dtype=dtype, key=2), splits_of(addition, 8)
+    results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=1, implementation="mosaic")
+    assert_added(results, x, addition, scale[1])

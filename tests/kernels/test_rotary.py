@@ -4,9 +4,10 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, HeadNorms, rotate, rotate_and_write
+from jattn_kernels import AttentionSpec, HeadNorms, added, rotate, rotate_and_write
 from jattn_kernels.call import AttentionCall, Device
 from jattn_kernels.mosaic.sm90 import rotate_and_write as sm90
 from jattn_kernels.mosaic.sm90.rotate_and_write import rotate_and_write as mosaic_rotate_and_write
@@ -21,6 +22,7 @@ from tests.kernels.harness.rotary_cases import (
     head_norms,
     normed,
 )
+from tests.kernels.harness.splits import splits_of
 
 ONES = {"q_scale": jnp.ones(64), "k_scale": jnp.ones(64)}
 
@@ -54,6 +56,31 @@ def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, 
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic"
         )
         assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
+
+
+def assert_adds_then_turns(num_q_heads, num_kv_heads, head_dim, layout, *, norms=None, **options):
+    """Splits of heads make what their sum makes."""
+    qkv, *rest = arguments(num_q_heads, num_kv_heads, head_dim, layout)
+    splits = splits_of(qkv, 4)
+    options |= {"num_kv_heads": num_kv_heads, "layout": layout, "layer_index": 1, "norms": norms}
+    results, whole = (rotate_and_write(heads, *rest, **options) for heads in (splits, added(splits)))
+    for part, expected_part in zip(results, whole, strict=True):
+        np.testing.assert_array_equal(part, expected_part)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_rotate_and_write_adds_splits(monkeypatch, implementation):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    with interpreted():
+        assert_adds_then_turns(8, 4, 128, "NHD", implementation=implementation)
+        assert_adds_then_turns(6, 2, 128, "HND", norms=head_norms(128), implementation=implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+def test_gpu_rotate_and_write_adds_splits(num_q_heads, num_kv_heads, head_dim, layout):
+    norms = head_norms(head_dim)
+    assert_adds_then_turns(num_q_heads, num_kv_heads, head_dim, layout, norms=norms, implementation="mosaic")
 
 
 def assert_norms_then_turns(given, norms, num_kv_heads, layout, **options):

@@ -13,9 +13,12 @@ from flax import nnx
 from jattn.checkpoint import Checkpoint
 from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.kv_pool import make_pool
+from jattn.matmul import matmul
+from jattn.norm import Unnormed, taken
 from jattn_models.layer_pattern import Segment
 from jattn_models.phi3 import Phi3ForCausalLM
 from tests.careful import compiled_with_care
+from tests.kernels.harness.splits import splits_of
 from tests.models.harness.goldens import (
     GOLDEN,
     LLAMA_CASES,
@@ -52,6 +55,22 @@ def test_paged_logits_match_transformers(case):
     # Compiled in haste, phi3_longrope is off by nine tenths of the tolerance, the others by less than half of it.
     with compiled_with_care() if case == "phi3_longrope" else contextlib.nullcontext():
         assert_run_is_golden(case, page_size=8)
+
+
+# Norms before or on both sides of attention; a factor on additions; heads that are normed; routers.
+@pytest.mark.parametrize("case", often(["gqa", "gemma3", "granite", "qwen3_moe"], ("qwen3_moe",)))
+def test_what_products_leave_to_be_added_up_is(case, monkeypatch):
+    def in_splits(x, kernel, **options):
+        seen.append(isinstance(x, Unnormed))
+        return splits_of(matmul(taken(x), kernel, **options))
+
+    seen = []
+    for module in ("layers", "router"):
+        monkeypatch.setattr(f"jattn_models.{module}.matmul_splits", in_splits)
+    jax.clear_caches()  # of tests that traced the model without
+    assert_run_is_golden(case, page_size=8)
+    assert {True, False} == set(seen)
+    jax.clear_caches()
 
 
 # Windows in some layers, and chunks.

@@ -68,8 +68,8 @@ def test_devices_have_the_groups_that_one_has():
     for which in (("mlp", "down_proj"), ("attention", "o_proj")):
         module = getattr(getattr(whole, which[0]), which[1])
         parts = [state["layers"][0][which[0]][which[1]] for state in states]
-        for name in ("kernel", "scales"):
-            joined = np.concatenate([part[name][...] for part in parts], axis=-1)
+        for name, axis in (("kernel", -1), ("scales", -2)):
+            joined = np.concatenate([part[name][...] for part in parts], axis=axis)
             np.testing.assert_array_equal(joined, getattr(module, name)[...])
 
 

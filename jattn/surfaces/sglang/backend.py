@@ -12,6 +12,7 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch, ForwardMode, checked_batch
 from jattn.kv_pool import KVPool
+from jattn.matmul import Splits
 from jattn.norm import HeadNorms
 from jattn.rotary import Angles
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput, SpecInput
@@ -120,7 +121,7 @@ class FlashAttentionBackend:
 
     def save_rotated(
         self,
-        qkv: Float[Array, "T heads H"],
+        qkv: Float[Array, "T heads H"] | Splits,
         angles: Angles,
         layer: AttentionLayer,
         metadata: FlashAttentionMetadata,

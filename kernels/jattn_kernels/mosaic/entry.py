@@ -5,11 +5,19 @@ from typing import Any
 
 from jaxtyping import Array, Int
 
-from jattn_kernels.call import AttentionCall, Call
+from jattn_kernels.call import AttentionCall, Call, MatmulCall
 from jattn_kernels.mosaic.sm90 import mla_decode, paged_decode, rms_norm, rotate_and_write, skinny_matmul
 from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
-from jattn_kernels.operands import Operands
+from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
+from jattn_kernels.mosaic.sm90.int4 import entry as int4
+from jattn_kernels.operands import MatmulOperands, Operands
+
+
+def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
+    products = {"float8_e4m3fn": fp8.matmul, "int4": int4.matmul}
+    return products.get(call.kernel_dtype, skinny_matmul.matmul)(call, operands)
+
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.paged_decode,
@@ -19,7 +27,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
-    "matmul": skinny_matmul.matmul,
+    "matmul": _matmul,
 }
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.make_schedule,

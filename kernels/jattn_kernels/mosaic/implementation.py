@@ -58,7 +58,15 @@ def refuses(call: Call) -> str | None:
 
 
 def _refuses_matmul(call: MatmulCall) -> str | None:
-    from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_ROWS, MOST_WEIGHTS
+    if call.kernel_dtype == "float8_e4m3fn":
+        from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
+
+        return fp8.refuses(call)
+    if call.kernel_dtype == "int4":
+        from jattn_kernels.mosaic.sm90.int4 import entry as int4
+
+        return int4.refuses(call)
+    from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_NORMED, MOST_ROWS, MOST_WEIGHTS
 
     if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
         return f"`mosaic` does not take {call.dtype} rows and {call.kernel_dtype} weights."
@@ -67,6 +75,11 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
         return (
             f"`mosaic` takes 1 to {MOST_ROWS} rows, and weights of multiples of 64 and at most {MOST_WEIGHTS:,} "
             f"numbers, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
+        )
+    if call.norm is not None and (call.depth % 128 or call.depth > MOST_NORMED or call.norm.scale_dtype != call.dtype):
+        return (
+            f"`mosaic` norms rows of a multiple of 128 numbers, at most {MOST_NORMED:,}, with a scale of their dtype "
+            f"before a product, not {call.depth} in {call.dtype} with a scale in {call.norm.scale_dtype}."
         )
     return None
 

@@ -33,7 +33,9 @@ def quantize_rows(x: Float[Any, "*rows D"]) -> tuple[np.ndarray, np.ndarray]:
 def dequantized(
     values: Shaped[Any, "F D"], scales: Float[Any, "SF SD"], zero_points: Int[Any, "SF SD"] | None = None
 ) -> np.ndarray:
-    """What weights in blocks stand for."""
+    """What weights in blocks stand for; those of int4 have their scales, and zero points, inputs first."""
+    if np.asarray(values).dtype == ml_dtypes.int4:
+        scales, zero_points = (None if each is None else np.asarray(each).T for each in (scales, zero_points))
 
     def of_each(blocks: np.ndarray) -> np.ndarray:
         for axis in range(2):

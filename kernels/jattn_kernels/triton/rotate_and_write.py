@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.operands import RotaryOperands
+from jattn_kernels.splits import added
 from jattn_kernels.triton.attention.config import Strides, page_strides
 from jattn_kernels.triton.fp8 import NAMES, to_fp8
 from jattn_kernels.triton.gpus import num_sms
@@ -97,7 +98,7 @@ def rotate_and_write(
     call: AttentionCall, operands: RotaryOperands
 ) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
     """Turned queries, and the pages with the turned keys and the values."""
-    spec, qkv, k_pages = call.spec, operands.qkv, operands.k_pages
+    spec, qkv, k_pages = call.spec, added(operands.qkv), operands.k_pages
     num_tokens, num_heads, head_dim = qkv.shape
     stacked = operands.layer_index is not None
     numbers, warps = _SMALL

@@ -9,6 +9,7 @@ from jattn_kernels.lowering.expert_groups import group_by_expert, weighed_rows, 
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.quantized import quantize_rows
+from jattn_kernels.splits import added
 from jattn_kernels.xla.quantized_matmul import fp8_product
 
 _MOST_ROWS = 128  # of a product: more would be spent on experts that few rows go to
@@ -20,7 +21,7 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
     if call.num_tokens == 0:
         return x
     if call.routing is not None:
-        weights, chosen = routed(operands.logits, call.routing, operands.choice_bias)
+        weights, chosen = routed(added(operands.logits), call.routing, operands.choice_bias)
     block_rows = min(_MOST_ROWS, call.num_tokens)
     groups = group_by_expert(chosen, call.num_experts, block_rows, rows_of_choices=call.weighs_inputs)
     rows = weighed_rows(x, weights.T) if call.weighs_inputs else x

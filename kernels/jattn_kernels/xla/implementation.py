@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import AttentionCall, Call, NormCall
+from jattn_kernels.call import AttentionCall, Call, MatmulCall, NormCall
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
@@ -18,6 +18,10 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 def refuses(call: Call) -> str | None:
     """Why `xla` cannot serve a call, or None."""
+    if isinstance(call, NormCall) and call.of_sum:
+        return "`xla` adds splits up before it norms the sum, by itself."
+    if isinstance(call, MatmulCall) and call.norm is not None:
+        return "`xla` takes the norm of rows before their product, by itself."
     if not isinstance(call, AttentionCall):
         return None
     for dtype in (call.q_dtype, call.kv_dtype):

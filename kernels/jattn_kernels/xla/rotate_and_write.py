@@ -8,13 +8,14 @@ from jattn_kernels.head_norms import normed
 from jattn_kernels.operands import RotaryOperands
 from jattn_kernels.pages import write_pages
 from jattn_kernels.rotation import rotated
+from jattn_kernels.splits import added
 
 
 def rotate_and_write(
     call: AttentionCall, operands: RotaryOperands
 ) -> tuple[Float[Array, "T N H"], Float[Array, "..."], Float[Array, "..."]]:
     """Turned queries, and the pages with the turned keys and the values."""
-    spec, qkv, cos, sin = call.spec, operands.qkv, operands.cos, operands.sin
+    spec, qkv, cos, sin = call.spec, added(operands.qkv), operands.cos, operands.sin
     if operands.norms is not None:
         qkv = normed(qkv, operands.norms, spec.num_kv_heads)
     q, k, v = jnp.split(qkv, (spec.num_q_heads, spec.num_q_heads + spec.num_kv_heads), axis=1)

@@ -10,6 +10,7 @@ goes by way of shared memory, and few tokens are spread over many blocks.
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.operands import RotaryOperands
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.splits import Splits
 
 _THREADS, _LANES = 128, 32
 _BLOCKS_PER_SM = 4  # as many as run at a time and finish soon
@@ -103,10 +105,13 @@ def rotate_and_write(
         is_written = (slot >= 0) & (slot < num_pages * page_size)
 
         def load_heads(first):
-            return [
-                plgpu.load(qkv_ref.at[token, pl.ds(first, at_once), part], layout=layout, optimized=False)
-                for part in range(2)
-            ]
+            def load(ref, part):
+                return plgpu.load(ref.at[token, pl.ds(first, at_once), part], layout=layout, optimized=False)
+
+            if not isinstance(qkv, Splits):
+                return [load(qkv_ref, part) for part in range(2)]
+            splits = [[load(qkv_ref.at[i], part) for part in range(2)] for i in range(len(qkv.parts))]
+            return [functools.reduce(operator.add, halves).astype(qkv.dtype) for halves in zip(*splits, strict=True)]
 
         # Where a block takes all heads of a token, it is known here whose they are.
         begun = 0 if groups_per_block == groups else block * groups_per_block * at_once
@@ -161,7 +166,8 @@ def rotate_and_write(
     tokens_of_pages = (-1, num_kv_heads, 2, half) if by_token else (-1, num_kv_heads, page_size, 2, half)
     k_ref, v_ref = (jax.new_ref(pages.reshape(tokens_of_pages)) for pages in (k_layers, v_layers))
     halves = qkv.reshape(num_tokens, num_heads, 2, half)
-    q = run(halves, operands.cos, operands.sin, operands.slots, layer, *scales, k_ref, v_ref)
+    given = halves.parts if isinstance(halves, Splits) else halves
+    q = run(given, operands.cos, operands.sin, operands.slots, layer, *scales, k_ref, v_ref)
     written = launch.frozen(k_ref, v_ref)
     k_pages, v_pages = (new.reshape(old.shape) for new, old in zip(written, (k_pages, v_pages), strict=True))
     return q.reshape(num_tokens, num_q_heads, head_dim), k_pages, v_pages

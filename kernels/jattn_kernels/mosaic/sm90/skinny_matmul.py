@@ -6,6 +6,8 @@ grid (blocks)            an SM each; takes every blocks-th work tile: some colum
   full                   producer -> consumer: a stage has arrived
   empty                  consumer -> producer: the stage may be overwritten
 
+Rows that are to be normed are brought whole, at once, and normed while the weights come: the norm is not waited for.
+
 The depth is split so that all SMs have as much to read (split-K). Each split's sums stand by themselves, in float32:
 whoever reads them next adds them up, always in the same order.
 """
@@ -21,46 +23,69 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import MatmulCall
+from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.row_norm import norm_in_place
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
+from jattn_kernels.splits import Splits, added
 
 MOST_ROWS = 8  # what a wgmma has at least
 # Numbers of a layer's weights from which on cuBLAS is as fast: on an H200 [2048, 5120] and [4096, 2048] take 12.5 us
 # here and 15.9 there, each of [4096, 4096] and the larger ones the same, and the sum of the splits comes on top.
 MOST_WEIGHTS = 12 * 2**20
+MOST_NORMED = 4096  # numbers of a row that is normed: so many of all rows and the weights' stages fit beside each other
+_ITEM_BYTES = 2
 _DEPTH = 128  # of a stage: a copy of 16 KB
 _STAGES = 11
+_SHARED_BYTES = 220 * 1024  # of rows that are normed, their scale, and the stages beside them
 _MOST_SPLITS = 16
 
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, 128, 64)
-    x: Any  # (stages, 8, 128)
+    x: Any  # (stages, 8, 128); (8, depth) if it is normed
     full: Any
     empty: Any
+    scale: Any = None  # (tiles of the depth, 128)
+    rows_full: Any = None
 
 
-def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
-    """x @ kernel; XLA adds up the splits, beside whatever it does with them next."""
+class _Operands(NamedTuple):
+    x: Any
+    kernel: Any
+    layer: Any
+    scale: Any = None  # (layers, tiles of the depth, 128)
+    scale_layer: Any = None
+
+
+def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
+    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for."""
+    whole = pl.cdiv(call.num_rows, tiles.WARPS) * tiles.WARPS  # rows that the warps of a reader share out evenly
     product = _Product(
-        rows=call.num_rows,
+        rows=whole if call.in_splits else call.num_rows,
         depth=call.depth,
         columns=call.columns,
         splits=num_splits(call),
+        norm=call.norm,
     )
+    given = _Operands(operands.x, operands.kernel, operands.layer_index.reshape(1))
+    if operands.norm is not None:
+        scale = operands.norm.scale.reshape(len(operands.norm.scale), -1, _DEPTH)
+        given = given._replace(scale=scale, scale_layer=operands.norm.layer_index.reshape(1))
+    leaves, tree = jax.tree.flatten(given)
     run = launch.kernel(
-        product.body,
+        functools.partial(product.body, tree),
         out_type=jax.ShapeDtypeStruct((product.splits, product.rows, product.columns), jnp.float32),
         grid=(product.num_blocks,),
         grid_names=("block",),
         num_threads=2,
         kernel_name="skinny_matmul",
     )
-    sums = run(operands.x, operands.kernel, operands.layer_index.reshape(1))
-    return sums.sum(axis=0).astype(call.out_dtype)
+    sums = run(*leaves)
+    splits = Splits(parts=sums, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
+    return splits if call.in_splits else added(splits)
 
 
 def num_splits(call: MatmulCall) -> int:
@@ -75,10 +100,16 @@ def num_splits(call: MatmulCall) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
-    rows: int
+    rows: int  # of the result; those past x's are 0
     depth: int
     columns: int
     splits: int
+    norm: NormCall | None
+
+    @property
+    def stages(self) -> int:
+        rows_and_scale = 0 if self.norm is None else (MOST_ROWS + 1) * self.depth * _ITEM_BYTES
+        return min(_STAGES, (_SHARED_BYTES - rows_and_scale) // (_DEPTH * WGMMA_ROWS * _ITEM_BYTES))
 
     @property
     def column_blocks(self) -> int:
@@ -89,18 +120,23 @@ class _Product:
     def num_blocks(self) -> int:
         return min(self.column_blocks * self.splits, tiles.num_sms())
 
-    def body(self, x: Any, kernel: Any, layer: Any, sums: Any) -> None:
+    def body(self, tree: Any, *refs: Any) -> None:
+        operands, sums = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
+        dtype, stages = operands.x.dtype, self.stages
         scratch = _Scratch(
-            kernel=tiles.tile((_STAGES, _DEPTH, WGMMA_ROWS), kernel.dtype),
-            x=tiles.tile((_STAGES, MOST_ROWS, _DEPTH), x.dtype),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-            empty=plgpu.Barrier(num_barriers=_STAGES),
+            kernel=tiles.tile((stages, _DEPTH, WGMMA_ROWS), dtype),
+            x=tiles.tile((stages, MOST_ROWS, _DEPTH) if self.norm is None else (MOST_ROWS, self.depth), dtype),
+            full=plgpu.Barrier(num_arrivals=2 if self.norm is None else 1, num_barriers=stages),
+            empty=plgpu.Barrier(num_barriers=stages),
         )
+        if self.norm is not None:
+            scale, rows_full = plgpu.SMEM((self.depth // _DEPTH, _DEPTH), dtype), plgpu.Barrier(num_arrivals=2)
+            scratch = scratch._replace(scale=scale, rows_full=rows_full)
 
         def warpgroup(scratch: _Scratch) -> None:
             number = lax.axis_index("warpgroup")
-            pl.when(number == 0)(functools.partial(self._consume, sums, scratch))
-            pl.when(number == 1)(functools.partial(self._produce, x, kernel, layer, scratch))
+            pl.when(number == 0)(functools.partial(self._consume, operands, sums, scratch))
+            pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
 
@@ -121,8 +157,8 @@ class _Product:
         tiles_here = lax.div(self.column_blocks * self.splits - own + self.num_blocks - 1, self.num_blocks)
         return lax.fori_loop(0, tiles_here, visit_tile, jnp.int32(0))
 
-    def _produce(self, x: Any, kernel: Any, layer: Any, scratch: _Scratch) -> None:
-        number = layer[0]
+    def _produce(self, operands: _Operands, scratch: _Scratch) -> None:
+        number, stages = operands.layer[0], self.stages
 
         def copy_tile(split, block, first, steps, done):
             del split
@@ -130,41 +166,47 @@ class _Product:
 
             @pl.loop(0, steps)
             def copy_step(k):
-                stage = lax.rem(done + k, _STAGES)
-                pl.when(done + k >= _STAGES)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
-                depth = pl.ds((first + k) * _DEPTH, _DEPTH)
-                plgpu.copy_gmem_to_smem(
-                    kernel.at[number, depth, columns], scratch.kernel.at[stage], scratch.full.at[stage]
-                )
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(0, MOST_ROWS), depth], scratch.x.at[stage], scratch.full.at[stage])
+                stage = lax.rem(done + k, stages)
+                pl.when(done + k >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
+                depth, full = pl.ds((first + k) * _DEPTH, _DEPTH), scratch.full.at[stage]
+                plgpu.copy_gmem_to_smem(operands.kernel.at[number, depth, columns], scratch.kernel.at[stage], full)
+                if self.norm is None:
+                    plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, MOST_ROWS), depth], scratch.x.at[stage], full)
 
         steps = self._for_each_tile(copy_tile)
 
-        @pl.loop(jnp.maximum(steps, _STAGES), steps + _STAGES)
+        @pl.loop(jnp.maximum(steps, stages), steps + stages)
         def wait_for_the_last(step):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, _STAGES)])
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, stages)])
 
-    def _consume(self, sums: Any, scratch: _Scratch) -> None:
+    def _consume(self, operands: _Operands, sums: Any, scratch: _Scratch) -> None:
+        stages = self.stages
+        if self.norm is not None:
+            plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, MOST_ROWS)], scratch.x, scratch.rows_full)
+            scale = operands.scale.at[operands.scale_layer[0]]
+            plgpu.copy_gmem_to_smem(scale, scratch.scale, scratch.rows_full)
+            plgpu.barrier_wait(scratch.rows_full)
+            norm_in_place(scratch.x, scratch.scale, eps=self.norm.eps, offset=self.norm.offset)
+
         def multiply_tile(split, block, first, steps, done):
-            del first
-
             def product(acc):
                 @pl.loop(0, steps)
                 def multiply_step(k):
-                    stage = lax.rem(done + k, _STAGES)
+                    stage = lax.rem(done + k, stages)
                     plgpu.barrier_wait(scratch.full.at[stage])
-                    x = scratch.x.at[stage].transpose((1, 0))
-                    plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
+                    own = pl.ds((first + k) * _DEPTH, _DEPTH)
+                    x = scratch.x.at[stage] if self.norm is None else scratch.x.at[:, own]
+                    plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
                     plgpu.wgmma_wait(1)  # that of the last step is done
 
                     @pl.when(k > 0)
                     def free():
-                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, _STAGES)])
+                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, stages)])
 
                 return acc[...]
 
             result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, MOST_ROWS))
-            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, _STAGES)])
+            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, stages)])
             self._store(sums, split, block, result)
 
         self._for_each_tile(multiply_tile)

@@ -14,6 +14,7 @@ from jattn_kernels.lowering.expert_groups import (
 )
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.operands import ExpertsOperands
+from jattn_kernels.splits import added
 from jattn_kernels.triton.experts.activation import steps_of
 from jattn_kernels.triton.experts.grouped_product import grouped_product
 from jattn_kernels.triton.experts.tile_sizes import product_tiles, rows_of_tile
@@ -25,7 +26,7 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
         return operands.x
     weights, chosen = operands.weights, operands.chosen
     if call.routing is not None:
-        weights, chosen = routed(operands.logits, call.routing, operands.choice_bias)
+        weights, chosen = routed(added(operands.logits), call.routing, operands.choice_bias)
     groups = group_by_expert(chosen, call.num_experts, rows_of_tile(call), rows_of_choices=call.weighs_inputs)
     rows = weighed_rows(operands.x, weights.T) if call.weighs_inputs else operands.x
     hidden = _hidden(call, ProductOperands.of_first(operands, groups, rows))

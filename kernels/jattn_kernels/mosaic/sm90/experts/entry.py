@@ -22,6 +22,7 @@ from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.routing_spec import Routing
+from jattn_kernels.splits import Splits, added
 
 
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
@@ -53,16 +54,22 @@ def _in_order(
         routing = Routing(num_experts=num_experts, per_token=call.per_token)
         weights, chosen = operands.weights.T, operands.chosen.T
     elif not chooses(routing, is_biased=operands.choice_bias is not None):
-        weights, chosen = (part.T for part in routed(operands.logits, routing, operands.choice_bias))
+        weights, chosen = (part.T for part in routed(added(operands.logits), routing, operands.choice_bias))
     elif route_few.fits(routing, num_tokens):
-        rows = route_few.token_rows(num_tokens) - num_tokens
-        parts = jnp.pad(operands.logits, ((0, rows), (0, 0)))[None]
+        parts = _parts(operands.logits, route_few.token_rows(num_tokens))
         return route_few.route_and_group_few(routing, parts, operands.choice_bias, num_tokens=num_tokens, **facts)
     elif in_one_block and num_tokens <= TOKENS:
-        given = route.RouteOperands(logits=operands.logits, bias=operands.choice_bias)
+        given = route.RouteOperands(logits=added(operands.logits), bias=operands.choice_bias)
         return route.route_and_group(routing, given, num_tokens=num_tokens, **facts)
     else:
-        weights, chosen = choose_experts(routing, operands.logits, operands.choice_bias)
+        weights, chosen = choose_experts(routing, added(operands.logits), operands.choice_bias)
     if in_one_block:
         return weights, route.group_chosen(routing, chosen, **facts)
     return weights, group_by_expert(chosen.T, num_experts, **facts)
+
+
+def _parts(logits: Float32[Array, "T E"] | Splits, rows: int) -> Float32[Array, "S rows E"]:
+    """What adds up to the logits, in so many rows or more."""
+    if not isinstance(logits, Splits):
+        return jnp.pad(logits, ((0, rows - logits.shape[0]), (0, 0)))[None]
+    return jnp.pad(logits.parts, ((0, 0), (0, max(rows - logits.parts.shape[1], 0)), (0, 0)))

@@ -44,7 +44,7 @@ def fits(routing: Routing, num_tokens: int) -> bool:
 
 def route_and_group_few(
     routing: Routing,
-    parts: Float32[Array, "parts T_padded E"],
+    parts: Float32[Array, "S R E"],
     bias: Float32[Array, " E"] | None,
     *,
     num_tokens: int,
@@ -54,10 +54,10 @@ def route_and_group_few(
     """The weights of the experts chosen here, a row a choice, and the groups, as `group_by_expert` has them.
 
     Args:
-        parts: Logits are the sum of them; `token_rows` of each.
+        parts: Logits are the sum of them; `token_rows` of each, or more.
     """
-    per_token, num_experts, tokens = routing.per_token, routing.num_experts, parts.shape[1]
-    assert tokens == token_rows(num_tokens)
+    per_token, num_experts, tokens = routing.per_token, routing.num_experts, token_rows(num_tokens)
+    assert parts.shape[1] >= tokens
     most = most_tiles(num_tokens, per_token, num_experts, block_rows)
     body = _Body(routing, num_tokens, tokens, block_rows, rows_of_choices)
     run = launch.kernel(
@@ -136,7 +136,10 @@ class _Body:
         """A token's experts, the best first; their weights go where they belong."""
         routing, layout = self.routing, self._by_experts
         shape = (self.tokens, routing.num_experts)
-        parts = [plgpu.load(parts_ref.at[i], layout=layout, optimized=False) for i in range(parts_ref.shape[0])]
+        count, rows, _ = parts_ref.shape
+        whole = count == 1 and rows == self.tokens
+        refs = [parts_ref.at[i] if whole else parts_ref.at[i, pl.ds(0, self.tokens)] for i in range(count)]
+        parts = [plgpu.load(ref, layout=layout, optimized=False) for ref in refs]
         logits = sum(parts[1:], parts[0])
         number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         token = plgpu.broadcasted_iota(jnp.int32, (self.tokens,), 0, layout=layout.reduce(1))

@@ -97,7 +97,8 @@ class SharedMemory(NamedTuple):
         own_full, other_full: producer -> consumers: columns of each consumer's tile have arrived, those of `pe` with
             the other ones.
         own_empty, other_empty: Back, from the one consumer that reads them last: its own; the other one.
-        p_full, sum_full: consumer <-> consumer, of probabilities with `maxima`, and of `sums`.
+        p_full, sum_full: consumer <-> consumer, of probabilities with `maxima`, and of `sums`: one for each of theirs,
+            as a consumer may be done with a work tile of no keys before the other one has seen its sums of the last.
     """
 
     q: Any  # [2, 64, C / 2]
@@ -116,7 +117,7 @@ class SharedMemory(NamedTuple):
     own_empty: Any  # [2]
     other_empty: Any  # [2]
     p_full: Any  # [2]
-    sum_full: Any  # [2]
+    sum_full: Any  # [2 * 2]
 
 
 def shared_memory(config: LatentConfig) -> SharedMemory:
@@ -141,5 +142,5 @@ def shared_memory(config: LatentConfig) -> SharedMemory:
         own_empty=each,
         other_empty=each,
         p_full=each,
-        sum_full=each,
+        sum_full=plgpu.Barrier(num_barriers=2 * CONSUMERS),
     )

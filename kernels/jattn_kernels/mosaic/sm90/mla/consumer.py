@@ -189,8 +189,8 @@ class Consumer:
         scratch, own, peer = self._scratch, self._number, self._peer
         out_ref, lse_ref, split_outs_ref, split_lses_ref = out_refs
         scratch.sums[slot, own] = state.l_i
-        plgpu.barrier_arrive(scratch.sum_full.at[own])
-        plgpu.barrier_wait(scratch.sum_full.at[peer])
+        plgpu.barrier_arrive(scratch.sum_full.at[slot * CONSUMERS + own])
+        plgpu.barrier_wait(scratch.sum_full.at[slot * CONSUMERS + peer])
         l_i = state.l_i + _load(scratch.sums.at[slot, peer])
         empty = state.m_i == -jnp.inf
         safe_l_i = jnp.where(empty, 1.0, l_i)

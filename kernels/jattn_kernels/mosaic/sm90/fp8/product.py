@@ -1,0 +1,261 @@
+"""A product of 8-bit rows and 8-bit weights on Hopper's tensor cores.
+
+grid (blocks)            an SM each; takes every blocks-th work tile: rows of x, columns of the result, a share of depth
+  producer warpgroup     TMA: weights and rows of x, stages ahead, across work tiles
+  consumer warpgroups    acc^T += w x^T: 64 columns of the result each, on wgmma's rows; the rows of x on its columns
+  full                   producer -> consumers: a stage has arrived
+  empty                  consumers -> producer: the stage may be overwritten
+
+Weights lie with their outputs first, as wgmma reads 8-bit operands along the depth only. Few rows (decode): the depth
+is split so that all SMs have as much to read (split-K), and XLA adds up the splits. Many (prompts): blocks of a cluster
+take neighbouring columns and share what they read of x, without which the L2 cache could not bring enough.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.turned import store_turned
+from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
+
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
+_NEIGHBOURS = 16  # blocks of rows whose tiles of the same columns are computed at about the same time
+
+
+class _Scratch(NamedTuple):
+    kernel: Any  # (stages, columns, 128)
+    x: Any  # (stages, block_rows, 128)
+    out: Any  # (consumers, 2, staged rows, 64), or None where splits are stored
+    full: Any
+    empty: Any
+
+
+class _WorkTile(NamedTuple):
+    """Blocks of rows and of columns, and the steps of a share of the depth."""
+
+    row_block: Any
+    column_block: Any
+    split: Any
+    first: Any
+    steps: Any
+
+
+def fp8_matmul(
+    x: Float[Array, "T D"],
+    x_scales: Float32[Array, " S"],
+    kernel: Float[Array, "L F D"],
+    scales: Float32[Array, "L F"],
+    layer_index: Int32[Array, ""],
+    out_dtype: Any,
+    sizes: Fp8Tiles,
+) -> Float[Array, "T F"]:
+    """(x @ kernel^T) times the factors of its rows and columns, summed in float32.
+
+    Args:
+        x, kernel: In fp8 (e4m3).
+        x_scales: Of the rows, and any numbers up to the end of the last work tile.
+        sizes: Of the work tiles.
+    """
+    (rows, depth), columns = x.shape, kernel.shape[1]
+    product = _Product(sizes=sizes, rows=rows, depth=depth, columns=columns, out_dtype=out_dtype)
+    if product.in_splits:
+        out_type = jax.ShapeDtypeStruct((sizes.splits, rows, columns), jnp.float32)
+    else:
+        out_type = jax.ShapeDtypeStruct((rows, columns), out_dtype)
+    cluster: dict[str, Any] = {}
+    if sizes.cluster > 1:
+        cluster = {"cluster": (sizes.cluster,), "cluster_names": ("cluster",)}
+    run = launch.kernel(
+        product.body,
+        out_type=out_type,
+        grid=(product.num_blocks,),
+        grid_names=("block",),
+        num_threads=sizes.consumers + 1,
+        reduction_bytes=0,
+        kernel_name="fp8_matmul",
+        **cluster,
+    )
+    out = run(x, x_scales, kernel, scales, layer_index.reshape(1))
+    if not product.in_splits:
+        return out
+    factors = lax.dynamic_index_in_dim(scales, layer_index, keepdims=False)
+    return (out.sum(axis=0) * x_scales[:rows, None] * factors[None]).astype(out_dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Product:
+    sizes: Fp8Tiles
+    rows: int
+    depth: int
+    columns: int
+    out_dtype: Any
+
+    @property
+    def in_splits(self) -> bool:
+        """Whether sums are stored, which another adds up and scales."""
+        return self.sizes.splits > 1 or self.out_dtype == jnp.float32
+
+    @property
+    def row_blocks(self) -> int:
+        return pl.cdiv(self.rows, self.sizes.block_rows)
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of columns of a cluster's blocks together."""
+        return pl.cdiv(self.columns, self.sizes.block_columns * self.sizes.cluster)
+
+    @property
+    def num_tiles(self) -> int:
+        return self.row_blocks * self.column_blocks * self.sizes.splits
+
+    @property
+    def num_blocks(self) -> int:
+        """Clusters, where there are some."""
+        return min(self.num_tiles, tiles.num_sms() // self.sizes.cluster)
+
+    def body(self, x: Any, x_scales: Any, kernel: Any, scales: Any, layer: Any, out: Any) -> None:
+        sizes = self.sizes
+        staging = (sizes.consumers, 2, sizes.staged_rows, WGMMA_ROWS)
+        stages: dict[str, Any] = {"num_barriers": sizes.stages}
+        if sizes.cluster > 1:
+            empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=sizes.consumers, **stages)
+        else:
+            empty = plgpu.Barrier(num_arrivals=sizes.consumers, **stages)
+        scratch = _Scratch(
+            kernel=tiles.tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), kernel.dtype),
+            x=tiles.tile((sizes.stages, sizes.block_rows, BLOCK_DEPTH), x.dtype),
+            out=None if self.in_splits else tiles.tile(staging, self.out_dtype),
+            full=plgpu.Barrier(num_arrivals=2, **stages),
+            empty=empty,
+        )
+
+        def warpgroup(scratch: _Scratch) -> None:
+            number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
+
+            @pl.when(number == sizes.consumers)
+            def produce():
+                if several:
+                    plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+                self._produce(x, kernel, layer[0], scratch)
+
+            @pl.when(number < sizes.consumers)
+            def consume():
+                if several:
+                    plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+                self._consume(x_scales, scales, layer[0], out, scratch, number)
+
+        pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
+
+    def _for_each_tile(self, visit: Callable[[_WorkTile, Any], None]) -> Any:
+        """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
+        own, steps, splits = lax.axis_index("block"), pl.cdiv(self.depth, BLOCK_DEPTH), self.sizes.splits
+
+        def visit_tile(i, done):
+            split, rest = _divided(own + i * self.num_blocks, self.row_blocks * self.column_blocks)
+            neighbours, rest = _divided(rest, _NEIGHBOURS * self.column_blocks)
+            before = neighbours * _NEIGHBOURS
+            block, row = _divided(rest, jnp.minimum(_NEIGHBOURS, self.row_blocks - before))
+            if self.sizes.cluster > 1:
+                block = block * self.sizes.cluster + lax.axis_index("cluster")
+            first, end = (lax.div((split + side) * steps, splits) for side in range(2))
+            visit(_WorkTile(before + row, block, split, first, end - first), done)
+            return done + end - first
+
+        tiles_here = lax.div(self.num_tiles - own + self.num_blocks - 1, self.num_blocks)
+        return lax.fori_loop(0, tiles_here, visit_tile, jnp.int32(0))
+
+    def _produce(self, x: Any, kernel: Any, layer: Any, scratch: _Scratch) -> None:
+        sizes = self.sizes
+        shared: dict[str, Any] = {"collective_axes": "cluster"} if sizes.cluster > 1 else {}
+
+        def copy_tile(tile: _WorkTile, done):
+            columns = pl.ds(tile.column_block * sizes.block_columns, sizes.block_columns)
+            rows = pl.ds(tile.row_block * sizes.block_rows, sizes.block_rows)
+
+            @pl.loop(0, tile.steps)
+            def copy_step(k):
+                stage = lax.rem(done + k, sizes.stages)
+                pl.when(done + k >= sizes.stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
+                depth = pl.ds((tile.first + k) * BLOCK_DEPTH, BLOCK_DEPTH)
+                full = scratch.full.at[stage]
+                plgpu.copy_gmem_to_smem(kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
+                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full, **shared)
+
+        steps = self._for_each_tile(copy_tile)
+
+        @pl.loop(jnp.maximum(steps, sizes.stages), steps + sizes.stages)
+        def wait_for_the_last(step):
+            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, sizes.stages)])
+
+    def _consume(self, x_scales: Any, scales: Any, layer: Any, out: Any, scratch: _Scratch, number: Any) -> None:
+        stages = self.sizes.stages
+        own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+
+        def multiply_tile(tile: _WorkTile, done):
+            def product(acc):
+                @pl.loop(0, tile.steps)
+                def multiply_step(k):
+                    stage = lax.rem(done + k, stages)
+                    plgpu.barrier_wait(scratch.full.at[stage])
+                    plgpu.wgmma(acc, scratch.kernel.at[stage, own], scratch.x.at[stage].transpose((1, 0)))
+                    plgpu.wgmma_wait(1)  # that of the last step is done
+
+                    @pl.when(k > 0)
+                    def free():
+                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, stages)])
+
+                return acc[...]
+
+            result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
+            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + tile.steps - 1, stages)])
+            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            if self.in_splits:
+                store_turned(out, tile.split, tile.row_block * self.sizes.block_rows, begin, result)
+            else:
+                result = self._scaled(result, x_scales, scales, layer, tile, begin)
+                self._store(result, out, scratch.out.at[number], tile, begin)
+
+        self._for_each_tile(multiply_tile)
+        if not self.in_splits:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _scaled(self, result: Any, x_scales: Any, scales: Any, layer: Any, tile: _WorkTile, begin: Any) -> Any:
+        """The result in the numbers' own size. Columns past the last are not stored: their factor is any."""
+        of_tile = pl.ds(tile.row_block * self.sizes.block_rows, self.sizes.block_rows)
+        of_rows = plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        own = pl.ds(jnp.minimum(begin, self.columns - WGMMA_ROWS), WGMMA_ROWS)
+        of_columns = plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
+        return result * lax.broadcast_in_dim(of_columns, result.shape, [0])
+
+    def _store(self, result: Any, out: Any, staging: Any, tile: _WorkTile, begin: Any) -> None:
+        """A warpgroup's columns of a tile's rows, some of them at a time."""
+        result, staged = result.astype(self.out_dtype), self.sizes.staged_rows
+        columns = pl.ds(begin, WGMMA_ROWS)
+        for number, begin_row in enumerate(range(0, self.sizes.block_rows, staged)):
+            slot = staging.at[number % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what was staged there before
+            slot.transpose((1, 0))[...] = result[:, begin_row : begin_row + staged]
+            plgpu.commit_smem()
+            first = tile.row_block * self.sizes.block_rows + begin_row
+            if tiles.interpret_params() is None:  # TMA stores no row past the last
+                plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(first, staged), columns])
+                continue
+            for row in range(staged):
+
+                @pl.when(first + row < self.rows)
+                def store_row(first=first, row=row, slot=slot):
+                    plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], out.at[pl.ds(first + row, 1), columns])
+
+
+def _divided(number: Any, by: Any) -> tuple[Any, Any]:
+    return lax.div(number, by), lax.rem(number, by)

@@ -1,0 +1,1 @@
+"""Products of few rows with weights in int4 on Hopper."""

@@ -1,0 +1,74 @@
+"""Products with weights in int4 on Hopper, of rows few enough that reading the weights is most of the work."""
+
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from jattn_kernels.call import MatmulCall
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import BLOCK_DEPTH, choose_tiles
+from jattn_kernels.mosaic.sm90.int4.unpacked import in_order
+from jattn_kernels.operands import MatmulOperands
+from jattn_kernels.splits import Splits, added
+
+MOST_ROWS = 256  # from there on it is faster to make the weights wider once, in memory
+_LEAST_GROUP = 32
+_DTYPES = ("bfloat16", "float16")
+
+
+def refuses(call: MatmulCall) -> str | None:
+    """Why a product with int4 weights cannot be served, or None."""
+    assert call.group_size is not None
+    if call.dtype not in _DTYPES or call.norm is not None:
+        return f"`mosaic` takes bfloat16 and float16 rows, normed before, with int4 weights, not {call.dtype}."
+    if not 1 <= call.num_rows <= MOST_ROWS or call.depth % BLOCK_DEPTH or call.columns % WGMMA_ROWS:
+        return (
+            f"`mosaic` takes 1 to {MOST_ROWS} rows of a multiple of {BLOCK_DEPTH} numbers and a multiple of "
+            f"{WGMMA_ROWS} columns of int4 weights, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
+        )
+    size = call.group_size
+    if size % BLOCK_DEPTH and (BLOCK_DEPTH % size or size < _LEAST_GROUP):
+        return (
+            f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {BLOCK_DEPTH} inputs, not "
+            f"{size}."
+        )
+    return None
+
+
+def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
+    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for."""
+    assert operands.scales is not None
+    scales, x = operands.scales, operands.x
+    sizes = choose_tiles(
+        rows=call.num_rows,
+        depth=call.depth,
+        columns=call.columns,
+        groups=scales.shape[1],
+    )
+    if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
+        x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
+    whole = pl.cdiv(call.num_rows, WARPS) * WARPS  # rows that the warps of a reader share out evenly
+    parts = int4_matmul(
+        in_order(x),
+        operands.kernel,
+        scales,
+        operands.layer_index,
+        sizes,
+        num_rows=whole if call.in_splits else call.num_rows,
+    )
+    splits = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
+    if operands.zero_points is not None:
+        return (parts.sum(axis=0)[: call.num_rows] - _of_zero_points(call, operands)).astype(call.out_dtype)
+    return splits if call.in_splits else added(splits)
+
+
+def _of_zero_points(call: MatmulCall, operands: MatmulOperands) -> Float32[Array, "T F"]:
+    """What the zero points take from the product: a group's times the sum of the row's numbers of it."""
+    assert operands.scales is not None
+    assert operands.zero_points is not None
+    scales, zero_points = (
+        leaf[operands.layer_index].astype(jnp.float32) for leaf in (operands.scales, operands.zero_points)
+    )
+    groups = operands.x.astype(jnp.float32).reshape(call.num_rows, -1, call.group_size).sum(axis=-1)
+    return jnp.matmul(groups, scales * zero_points, precision="highest")

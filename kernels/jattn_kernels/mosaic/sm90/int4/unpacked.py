@@ -1,0 +1,67 @@
+"""Weights of 4 bits made wider in registers, where they lie in the order that costs the fewest instructions.
+
+A thread reads 8 neighbouring weights at once. The tensor cores want pairs of each thread: numbers i and i + 4 of its 8
+are one, as a mask takes them out of 32 bits together. So they multiply the depth in another order, 32 at a time, in
+which the rows of x have to lie: `in_order`.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Shaped
+
+from jattn_kernels.mosaic.sm90.common import tiles
+
+_THREADS, _PAIRS = 4, 4  # of a row's 32 weights; of a thread's 8
+# 128 + 8 in bfloat16, 1024 + 8 in float16, twice: the bits of a weight, its sign turned, count up from 8 less.
+_BASES = {"bfloat16": 0x43084308, "float16": 0x64086408}
+_SUBTRACT = {"bfloat16": "sub.bf16x2", "float16": "sub.rn.f16x2"}
+
+
+def in_order(x: Shaped[Array, "R D"]) -> Shaped[Array, "R D"]:
+    """Columns in the order in which the weights of 4 bits are multiplied."""
+    blocks = x.reshape(x.shape[0], -1, _THREADS, 2, _PAIRS)
+    return blocks.transpose(0, 1, 4, 2, 3).reshape(x.shape)
+
+
+def unpacked(weights: Any, dtype: Any) -> jax.Array:
+    """A tile of weights in that order, as the tensor cores take them from registers.
+
+    Args:
+        weights: (64, depth) of int4, in shared memory.
+        dtype: bfloat16 or float16.
+    """
+    if tiles.interpret_params() is not None:
+        return in_order(weights[...]).astype(dtype)
+    name, layout = jnp.dtype(dtype).name, plgpu.Layout.WGMMA_UPCAST_4X
+    shape, base, subtract = weights.shape, _BASES[name], _SUBTRACT[name]
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA))
+    def widen(ctx: Any, packed: Any) -> Any:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get() if name == "bfloat16" else ir.F16Type.get())
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for (row, block, *rest), register in np.ndenumerate(packed.registers):
+            bits = utils.bitcast(register, i32)
+            for number in range(_PAIRS):
+                shifted = arith.shrui(bits, arith.constant(i32, 4 * number)) if number else bits
+                wide = llvm.inline_asm(
+                    i32,
+                    [shifted],
+                    f"{{ .reg .b32 bits, base; lop3.b32 bits, $1, 0x000F000F, {base}, (0xf0 & 0xcc) ^ 0xaa; "
+                    f"mov.b32 base, {base}; {subtract} $0, bits, base; }}",
+                    "=r,r",
+                )
+                registers[(row, block * _PAIRS + number, *rest[:-1])] = utils.bitcast(wide, pair)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    run: Any = widen
+    return run(plgpu.load(weights, layout=layout, optimized=False))

@@ -1,0 +1,45 @@
+"""Splits: rows of a product that nobody has added up yet."""
+
+import dataclasses
+import functools
+import typing
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Float32
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Splits:
+    """What adds up to the rows of a product: for a kernel that reads them next and adds them up as it does.
+
+    Attributes:
+        parts: Each of a share of the product's depth; always added in this order. Rows past `num_rows` are 0.
+        num_rows: Of the product; static.
+        dtype: That the sum is rounded to; static.
+    """
+
+    parts: Float32[Array, "S R *columns"]
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the sum."""
+        return (self.num_rows, *self.parts.shape[2:])
+
+    @property
+    def ndim(self) -> int:
+        return self.parts.ndim - 1
+
+    def reshape(self, num_rows: int, *columns: int) -> "Splits":
+        """With other columns; the rows stay."""
+        assert num_rows == self.num_rows
+        return dataclasses.replace(self, parts=self.parts.reshape(*self.parts.shape[:2], *columns))
+
+
+def added(x: Float[Array, "..."] | Splits) -> Float[Array, "..."]:
+    """The rows themselves."""
+    return x.parts.sum(axis=0)[: x.num_rows].astype(x.dtype) if isinstance(x, Splits) else x

@@ -1,0 +1,119 @@
+"""Hopper's product with weights in int4: under the interpreter against the oracle, lowered for CUDA, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn_kernels import QuantizedKernel, added, matmul, matmul_splits, reference
+from jattn_kernels.call import Device
+from tests.kernels.harness.interpreter import interpreted
+
+
+def operands(rows, depth, columns, group_size, *, zero_points=False, layers=2, dtype="bfloat16", scales="bfloat16"):
+    """Rows, and the weights of some layers: NaN scales in all but the last."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
+    shape = (layers, depth // group_size, columns)
+    factors = np.exp(rng.standard_normal(shape)) * rng.choice([-1, 1], shape)
+    factors[:-1] = np.nan
+    return x, QuantizedKernel(
+        values=jnp.asarray(rng.integers(-8, 8, (layers, columns, depth)), jnp.int4),
+        scales=jnp.asarray(factors, scales),
+        zero_points=jnp.asarray(rng.integers(-8, 9, shape), jnp.int8) if zero_points else None,
+    )
+
+
+def assert_product(out, x, kernel):
+    """`out` is the oracle's of the last layer, to its own last place and what a sum in float32 loses."""
+    last = jax.tree.map(lambda leaf: leaf[-1], kernel)
+    expected = reference.matmul(x, last.values, last.scales, last.zero_points)
+    weights = reference.matmul(jnp.eye(x.shape[1], dtype=jnp.float32), last.values, last.scales, None)
+    size = np.abs(np.asarray(x, np.float64)) @ np.abs(weights)
+    if last.zero_points is not None:
+        size *= 2
+    tolerance = float(jnp.finfo(out.dtype).eps) * np.abs(expected) + 2e-6 * size
+    assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= tolerance)
+
+
+def of_last_layer(product, **options):
+    """`product` of Mosaic with the number of the last layer traced."""
+    run = functools.partial(product, implementation="mosaic", **options)
+    return jax.jit(lambda x, kernel, layer: run(x, kernel, layer_index=layer))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU, of few SMs so that each has several work tiles."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 4))
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "group_size", "options"),
+    [
+        (1, 512, 128, 128, {}),
+        (3, 256, 64, 32, {"dtype": "float16", "zero_points": True}),
+        (20, 256, 192, 64, {"scales": "float32"}),
+        (140, 128, 128, 128, {}),  # two blocks of rows
+        (8, 384, 64, 384, {"scales": "float16"}),  # a scale for each output
+    ],
+)
+def test_kernel_without_races(hopper, rows, depth, columns, group_size, options):
+    x, kernel = operands(rows, depth, columns, group_size, **options)
+    with interpreted():
+        out = of_last_layer(matmul)(x, kernel, jnp.int32(1))
+    assert out.dtype == x.dtype
+    assert_product(out, x, kernel)
+
+
+def test_splits_add_up_to_the_product(hopper):
+    x, kernel = operands(3, 512, 64, 128)
+    with interpreted():
+        splits = of_last_layer(matmul_splits, out_dtype="float32")(x, kernel, jnp.int32(1))
+    assert_product(added(splits), x, kernel)
+    np.testing.assert_array_equal(splits.parts[:, 3:], 0)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 256])
+@pytest.mark.parametrize(("depth", "columns", "group_size"), [(4096, 6144, 128), (11008, 4096, 32), (640, 64, 640)])
+def test_kernel_is_lowered_for_cuda(monkeypatch, rows, depth, columns, group_size):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    values = jax.ShapeDtypeStruct((2, columns, depth), jnp.int4)
+    scales = jax.ShapeDtypeStruct((2, depth // group_size, columns), jnp.bfloat16)
+    kernel = QuantizedKernel(values=values, scales=scales)
+    x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
+    traced = of_last_layer(matmul).trace(x, kernel, jax.ShapeDtypeStruct((), jnp.int32))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "group_size", "match"),
+    [
+        (257, 256, 64, 128, "takes 1 to 256 rows"),
+        (2, 192, 64, 64, "a multiple of 128 numbers"),
+        (2, 256, 96, 128, "a multiple of 64 columns of int4 weights"),
+        (2, 256, 64, 16, "in groups of 32, 64 or a multiple of 128 inputs, not 16"),
+    ],
+)
+def test_what_is_not_served_gets_a_sentence(hopper, rows, depth, columns, group_size, match):
+    x, kernel = operands(rows, depth, columns, group_size)
+    with pytest.raises(NotImplementedError, match=match):
+        matmul(x, kernel, layer_index=1, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 200])
+@pytest.mark.parametrize(
+    ("depth", "columns", "group_size", "options"),
+    [
+        (4096, 6144, 128, {}),
+        (2048, 4096, 64, {"dtype": "float16", "zero_points": True}),
+        (384, 320, 32, {"scales": "float32"}),
+        (14336, 1024, 14336, {}),
+    ],
+)
+def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
+    x, kernel = operands(rows, depth, columns, group_size, **options)
+    assert_product(of_last_layer(matmul)(x, kernel, jnp.int32(1)), x, kernel)

@@ -1,0 +1,67 @@
+"""The decode step of a model as it is lowered for Hopper: which kernels a layer has, and what is left to XLA."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from bench.step_workload import QWEN3_30B_A3B
+from jattn.backend import BackendOptions, backend_class
+from jattn.kv_pool import make_pool
+from jattn.matmul import matmul
+from jattn.serving.config import EngineConfig
+from jattn.serving.steps.loop_state import empty_rows
+from jattn.serving.steps.plain import Steps
+from jattn_kernels.call import Device
+from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
+
+PAGE, PAGES, ROWS = 16, 80, 1
+
+
+@pytest.fixture(scope="module")
+def hopper():
+    """Dispatch believes in an H200."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+        yield
+
+
+def lowered(function, *arguments):
+    """Its text for CUDA."""
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.fixture(scope="module")
+def step(hopper):
+    """The step of one row, two layers of Qwen3-30B-A3B's shapes."""
+    config = Qwen3MoeForCausalLM.config_class.from_dict(QWEN3_30B_A3B | {"num_hidden_layers": 2})
+    model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graph, weights = nnx.split(model)
+    options = BackendOptions(max_context_len=PAGE * PAGES, page_size=PAGE, max_num_seqs=ROWS, dtype="bfloat16")
+    backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
+    pool = jax.eval_shape(lambda: make_pool(model.kv_groups, num_pages=PAGES + 1, page_size=PAGE, dtype=jnp.bfloat16))
+    state = jax.eval_shape(lambda: empty_rows(ROWS, max_pages=PAGES, max_stop_ids=1))
+    decode = functools.partial(Steps(graph, backend).decode, variant="greedy")
+    return lowered(decode, weights, state, pool, jax.ShapeDtypeStruct((ROWS, 3), jnp.int32))
+
+
+def sums_of_splits(text):
+    """Reductions of what a product's kernel leaves to be added up."""
+    return re.findall(r"stablehlo\.reduce.*\(tensor<\d+x\d+x(?:128|2048|5120)xf32>", text)
+
+
+def test_a_layer_has_ten_kernels(step):
+    """A product for q/k/v, rotation, attention, its merge, o, a norm of the sum, router, routing, two of experts.
+
+    The loop over layers stands in the text once, and the last norm behind it.
+    """
+    assert len(re.findall(r"custom_call @mosaic_gpu_v2", step)) == 10 + 1
+
+
+def test_xla_adds_up_no_splits(step):
+    x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2048), (2048, 5120)))
+    assert sums_of_splits(lowered(matmul, x, kernel))
+    assert not sums_of_splits(step)
