@@ -30,7 +30,8 @@ def matmul(
 ) -> Float[Array, "*rows F"]:
     """x @ kernel, summed in float32; float32 is not rounded to less on the way.
 
-    A kernel of its own on Hopper for up to 8 rows: it reads the weights at the memory's speed, where they lie.
+    Kernels of their own on Hopper, which read the weights where they lie: for up to 8 rows, with weights in fp8, and
+    for up to 256 rows with weights in int4.
 
     With a quantised kernel the rows are quantised too, each by a scale of its own (`quantize_rows`), or each part of a
     row by its own where the kernel's blocks divide the depth. Sums are multiplied with both scales, and cast once.

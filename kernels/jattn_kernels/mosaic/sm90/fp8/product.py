@@ -23,6 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
@@ -37,16 +38,6 @@ class _Scratch(NamedTuple):
     out: Any  # (consumers, 2, staged rows, 64), or None where splits are stored
     full: Any
     empty: Any
-
-
-class _WorkTile(NamedTuple):
-    """Blocks of rows and of columns, and the steps of a share of the depth."""
-
-    row_block: Any
-    column_block: Any
-    split: Any
-    first: Any
-    steps: Any
 
 
 def fp8_matmul(
@@ -155,7 +146,7 @@ class _Product:
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
 
-    def _for_each_tile(self, visit: Callable[[_WorkTile, Any], None]) -> Any:
+    def _for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
         """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
         own, steps, splits = lax.axis_index("block"), pl.cdiv(self.depth, BLOCK_DEPTH), self.sizes.splits
 
@@ -167,7 +158,7 @@ class _Product:
             if self.sizes.cluster > 1:
                 block = block * self.sizes.cluster + lax.axis_index("cluster")
             first, end = (lax.div((split + side) * steps, splits) for side in range(2))
-            visit(_WorkTile(before + row, block, split, first, end - first), done)
+            visit(ProductTile(before + row, block, split, first, end - first), done)
             return done + end - first
 
         tiles_here = lax.div(self.num_tiles - own + self.num_blocks - 1, self.num_blocks)
@@ -177,7 +168,7 @@ class _Product:
         sizes = self.sizes
         shared: dict[str, Any] = {"collective_axes": "cluster"} if sizes.cluster > 1 else {}
 
-        def copy_tile(tile: _WorkTile, done):
+        def copy_tile(tile: ProductTile, done):
             columns = pl.ds(tile.column_block * sizes.block_columns, sizes.block_columns)
             rows = pl.ds(tile.row_block * sizes.block_rows, sizes.block_rows)
 
@@ -191,16 +182,13 @@ class _Product:
                 plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full, **shared)
 
         steps = self._for_each_tile(copy_tile)
-
-        @pl.loop(jnp.maximum(steps, sizes.stages), steps + sizes.stages)
-        def wait_for_the_last(step):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, sizes.stages)])
+        wait_for_last(scratch.empty, steps, sizes.stages)
 
     def _consume(self, x_scales: Any, scales: Any, layer: Any, out: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
         own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
 
-        def multiply_tile(tile: _WorkTile, done):
+        def multiply_tile(tile: ProductTile, done):
             def product(acc):
                 @pl.loop(0, tile.steps)
                 def multiply_step(k):
@@ -228,7 +216,7 @@ class _Product:
         if not self.in_splits:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _scaled(self, result: Any, x_scales: Any, scales: Any, layer: Any, tile: _WorkTile, begin: Any) -> Any:
+    def _scaled(self, result: Any, x_scales: Any, scales: Any, layer: Any, tile: ProductTile, begin: Any) -> Any:
         """The result in the numbers' own size. Columns past the last are not stored: their factor is any."""
         of_tile = pl.ds(tile.row_block * self.sizes.block_rows, self.sizes.block_rows)
         of_rows = plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
@@ -237,7 +225,7 @@ class _Product:
         result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
         return result * lax.broadcast_in_dim(of_columns, result.shape, [0])
 
-    def _store(self, result: Any, out: Any, staging: Any, tile: _WorkTile, begin: Any) -> None:
+    def _store(self, result: Any, out: Any, staging: Any, tile: ProductTile, begin: Any) -> None:
         """A warpgroup's columns of a tile's rows, some of them at a time."""
         result, staged = result.astype(self.out_dtype), self.sizes.staged_rows
         columns = pl.ds(begin, WGMMA_ROWS)

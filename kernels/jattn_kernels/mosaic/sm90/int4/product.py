@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import BLOCK_DEPTH, Int4Tiles
@@ -37,16 +38,6 @@ class _Scratch(NamedTuple):
     full: Any
     empty: Any
     wide: Any  # (consumers, columns, 128): where the interpreter keeps weights that were made wider; None on a GPU
-
-
-class _WorkTile(NamedTuple):
-    """Blocks of rows and of columns, and the steps of a share of the depth."""
-
-    row_block: Any
-    column_block: Any
-    split: Any
-    first: Any
-    steps: Any
 
 
 def int4_matmul(
@@ -142,7 +133,7 @@ class _Product:
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
 
-    def _for_each_tile(self, visit: Callable[[_WorkTile, Any], None]) -> Any:
+    def _for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
         """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
         own, steps, splits = lax.axis_index("block"), pl.cdiv(self.depth, BLOCK_DEPTH), self.sizes.splits
 
@@ -151,7 +142,7 @@ class _Product:
             number, row = lax.div(number, self.row_blocks), lax.rem(number, self.row_blocks)
             split, block = lax.div(number, self.column_blocks), lax.rem(number, self.column_blocks)
             first, end = (lax.div((split + side) * steps, splits) for side in range(2))
-            visit(_WorkTile(row, block, split, first, end - first), done)
+            visit(ProductTile(row, block, split, first, end - first), done)
             return done + end - first
 
         tiles_here = lax.div(self.num_tiles - own + self.num_blocks - 1, self.num_blocks)
@@ -160,7 +151,7 @@ class _Product:
     def _produce(self, x: Any, kernel: Any, scales: Any, layer: Any, scratch: _Scratch) -> None:
         sizes = self.sizes
 
-        def copy_tile(tile: _WorkTile, done):
+        def copy_tile(tile: ProductTile, done):
             columns = pl.ds(tile.column_block * sizes.block_columns, sizes.block_columns)
             rows = pl.ds(tile.row_block * sizes.block_rows, sizes.block_rows)
 
@@ -176,17 +167,14 @@ class _Product:
                 plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full)
 
         steps = self._for_each_tile(copy_tile)
-
-        @pl.loop(jnp.maximum(steps, sizes.stages), steps + sizes.stages)
-        def wait_for_the_last(step):
-            plgpu.barrier_wait(scratch.empty.at[lax.rem(step, sizes.stages)])
+        wait_for_last(scratch.empty, steps, sizes.stages)
 
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
         own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
         shape = (WGMMA_ROWS, self.sizes.block_rows)
 
-        def multiply_tile(tile: _WorkTile, done):
+        def multiply_tile(tile: ProductTile, done):
             def multiply_step(k, total):
                 stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
