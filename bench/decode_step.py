@@ -141,7 +141,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     longest, parallel = workload.ctx + steps, model.parallel
     page_table, num_pages = random_page_table((longest,) * workload.batch, workload.page)
     shapes = jax.eval_shape(
-        lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=jnp.bfloat16)
+        lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=workload.kv)
     )
     leaves, tree = jax.tree.flatten(shapes)
     pages = [
@@ -165,6 +165,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
         page_size=workload.page,
         max_num_seqs=workload.batch,
         dtype="bfloat16",
+        kv_cache_dtype=workload.kv,
         implementation=implementation,
     )
     backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
@@ -236,7 +237,7 @@ def measured(
     """Times a step workload on the default device, or on those that share the model."""
     setup = set_up(model, workload, steps=steps, implementation=implementation)
     loop = Loop(model, workload, setup)
-    page_bytes = sum(group.page_bytes(workload.page, jnp.bfloat16) for group in model.kv_groups)
+    page_bytes = sum(group.page_bytes(workload.page, jnp.dtype(workload.kv)) for group in model.kv_groups)
     memory = setup.steps[workload.name].memory_analysis()
     assert memory is not None
     compile_s = setup.compile_s
@@ -301,7 +302,7 @@ def serving_implementation(model: Model, workload: StepWorkload, implementation:
         operation="mla_decode" if kind.latent else "paged_decode",
         spec=kind.spec,
         q_dtype="bfloat16",
-        kv_dtype="bfloat16",
+        kv_dtype=workload.kv,
         page_size=workload.page,
         features=frozenset({"layer_index"}),
     )

@@ -1,6 +1,6 @@
 """How long a long prompt waits for its first token, beside what its products and its attention take.
 
-python -m bench.first_token [--prompt N] [--prefill-tokens N ...]
+python -m bench.first_token [--prompt N] [--prefill-tokens N ...] [--weights fp8|int4]
 """
 
 import argparse
@@ -19,7 +19,7 @@ from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 
 _REPEATS = 3
-_PRODUCTS = ("nvjet", "gemm", "cutlass", "xmma")  # how cuBLAS names its kernels
+_PRODUCTS = ("nvjet", "gemm", "cutlass", "xmma", "matmul")  # how cuBLAS and we name kernels
 _ATTENTION = ("paged_extend", "paged_decode")
 
 
@@ -86,8 +86,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.first_token", description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[8192], help="tokens a launch, one run each")
+    parser.add_argument("--weights", choices=("fp8", "int4"), help="what projections are held in; bf16 by default")
     options = parser.parse_args(arguments)
-    model = random_model(LLAMA_3_8B | {"max_position_embeddings": 2 * options.prompt})
+    shapes = LLAMA_3_8B | {"max_position_embeddings": 2 * options.prompt}
+    model = random_model(shapes, quantization=options.weights)
     for prefill_tokens in options.prefill_tokens:
         print(sentence(measured(model, prompt=options.prompt, prefill_tokens=prefill_tokens)), flush=True)
 

@@ -77,16 +77,21 @@ GPT_OSS_20B: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepWorkload:
-    """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed."""
+    """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed.
+
+    Attributes:
+        kv: What keys and values, or latents, are held in.
+    """
 
     batch: int
     ctx: int
     page: int = 16
     model: str = "Llama-3-8B shapes, random bf16"
+    kv: str = "bfloat16"
 
     @property
     def name(self) -> str:
-        return f"decode_step_b{self.batch}_ctx{self.ctx}"
+        return f"decode_step_b{self.batch}_ctx{self.ctx}" + ("" if self.kv == "bfloat16" else f"_kv_{self.kv}")
 
     def fields(self) -> dict[str, Any]:
         """What names this workload in a row of a record."""

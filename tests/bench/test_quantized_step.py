@@ -24,6 +24,15 @@ def test_rows_say_what_weights_there_were(monkeypatch, capsys):
         quantized_step.main(["--weights", "int3"])
 
 
+def test_keys_in_fp8_are_half_the_bytes_and_the_rows_say_so(monkeypatch, capsys):
+    monkeypatch.setattr(quantized_step, "random_model", functools.partial(random_model, TOY))
+    batch = ["--weights", "fp8", "--batch", "2:512", "--steps", "4"]
+    quantized_step.main([*batch, "--kv", "bfloat16,float8_e4m3fn"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["kv"] for row in rows] == ["bfloat16", "float8_e4m3fn"]
+    assert rows[1]["roofline_ms"] < rows[0]["roofline_ms"]
+
+
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_random_weights_in_few_bits_are_as_large_as_others(quantization):
     model = random_model(TOY, quantization=quantization)
