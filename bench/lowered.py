@@ -1,23 +1,50 @@
 """A hash of what a function is lowered to for CUDA, free of names, places in files and the order of independent work.
 
 Operations of XLA are hashed as a graph from arguments to results: a call of a function counts as its body, and what
-no result needs does not count. A kernel of Mosaic is hashed as the text of its module, in its own order.
+no result needs does not count. A kernel of Mosaic is hashed as the text of its module, in its own order, before Mosaic
+chooses layouts: these follow from that text and JAX's version, and take more time than all the rest.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jaxlib.mlir import ir
+from jax.experimental.mosaic.gpu import core as mosaic
+from jaxlib.mlir import ir, passmanager
 
 _KERNEL_CALL = "mosaic_gpu_v2"
 
 
 def lowered_hash(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The hash of a function of such arguments; arrays count by shape and dtype only."""
-    lowered = jax.jit(function).trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    with _kernels_before_layouts():
+        lowered = jax.jit(function).trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     return module_hash(lowered.compiler_ir())
+
+
+@contextlib.contextmanager
+def _kernels_before_layouts() -> Iterator[None]:
+    """Inside, a kernel is lowered to an empty module that bears the digest of what it would have been made of."""
+    lower = mosaic.lower_mgpu_module
+
+    def digest(module: Any, launch: Any, semantics: Any, *, auto_barriers: bool = True) -> None:
+        if semantics != mosaic.LoweringSemantics.Warpgroup:
+            lower(module, launch, semantics, auto_barriers=auto_barriers)
+            return
+        with module.context:
+            passmanager.PassManager.parse("builtin.module(canonicalize,cse)").run(module.operation)
+            text = _text_without_names(module.operation)
+            for operation in list(module.body.operations):
+                operation.erase()
+            module.operation.attributes["jattn.digest"] = ir.StringAttr.get(_digest(text, str(auto_barriers)))
+
+    mosaic.lower_mgpu_module = digest
+    try:
+        yield
+    finally:
+        mosaic.lower_mgpu_module = lower
 
 
 def module_hash(module: Any) -> str:
@@ -91,6 +118,10 @@ def kernel_text(module: bytes) -> str:
     context.allow_unregistered_dialects = True
     operation: Any = ir.Module.parse(module).operation
     del operation.attributes["mosaic_gpu.dump_basename"]
+    return _text_without_names(operation)
+
+
+def _text_without_names(operation: Any) -> str:
     for place in (operation, *operation.regions[0].blocks[0].operations):
         if "sym_name" in place.attributes:
             place.attributes["sym_name"] = ir.StringAttr.get("")
