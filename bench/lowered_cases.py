@@ -14,7 +14,8 @@ from jattn_kernels import AttentionSpec, QuantizedKernel, Routing, Splits, Unnor
 from jattn_kernels.call import Device
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
-from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of
+from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
+from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
 
 _HOPPER = Device("gpu", (9, 0))
 Hashed = Callable[[], str]

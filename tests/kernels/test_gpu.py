@@ -15,7 +15,8 @@ from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.extend.prepass import has_prepass
 from tests.kernels.harness.case_table import CASES, assert_close, build
 from tests.kernels.harness.chunked_prompt import chunked_prompt, prompt_behind
-from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED, case_of, spec_of
+from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
+from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
 from tests.kernels.harness.mosaic_calls import schedule_call
 
 pytestmark = pytest.mark.gpu

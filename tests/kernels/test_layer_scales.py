@@ -6,7 +6,7 @@ import jax
 
 import jattn_kernels
 from tests.kernels.harness.case_table import assert_close, build
-from tests.kernels.harness.kernel_sized_cases import case_of, spec_of
+from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
 
 
 def test_a_layers_scales_are_its_own():

@@ -14,7 +14,7 @@ from jattn_models.olmo3 import Olmo3Config
 from jattn_models.qwen2 import Qwen2Config
 from jattn_models.qwen3 import Qwen3Config
 from jattn_models.rope_scaling import DynamicScaling, YarnScaling
-from tests.models.harness.golden_cases import DYNAMIC, YARN
+from tests.models.harness.golden_fields import DYNAMIC, YARN
 from tests.models.harness.goldens import GOLDEN, assert_golden, dense_logits, golden
 from tests.models.harness.smallest import SMALLEST
 

@@ -3,28 +3,10 @@
 import itertools
 from typing import Any
 
-from jattn_kernels import AttentionSpec
 from tests.kernels.harness.case_table import Case
+from tests.kernels.harness.kernel_sized_batches import FP8, FP8_KEYS, FP8_ROWS, case_of, spec_of
 from tests.kernels.harness.latent_cases import LATENT_CASES
-
-# Off, on and just past a tile's end, empty, and long enough to be split.
-_LENS = (130, 1, 64, 0, 257, 1500)
-_BATCHES: dict[Any, dict[str, Any]] = {
-    "paged_decode": {"q_lens": (1,) * 6, "padding_rows": 2},
-    "paged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
-    "ragged_extend": {"q_lens": (70, 1, 64, 0, 130, 9), "padding_rows": 1, "padding_tokens": 5},
-}
-
-
-def spec_of(**fields: Any) -> AttentionSpec:
-    """Two KV heads of four query heads each, of width 128, unless said."""
-    return AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, **fields})
-
-
-def case_of(operation: Any, name: str, **fields: Any) -> Case:
-    """A batch of the operation, in bfloat16 over pages of 16, unless said."""
-    given = {"spec": spec_of(), "kv_lens": _LENS, "page_size": 16, "dtype": "bfloat16", **_BATCHES[operation], **fields}
-    return Case(name=f"{operation}_{name}", operation=operation, **given)
+from tests.kernels.harness.rotated_cases import rotated
 
 
 def _kernel_sized(operation: Any) -> list[Case]:
@@ -87,28 +69,28 @@ def _decode_features() -> list[Case]:
         ),
         *(
             (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": spec_of(head_dim=dim)})
-            for kv, q, dim in itertools.product(_FP8, ("bfloat16", "float8_e4m3fn"), (64, 128, 256))
+            for kv, q, dim in itertools.product(FP8, ("bfloat16", "float8_e4m3fn"), (64, 128, 256))
         ),
-        ("fp8_verify_window_hnd", {**_FP8_KEYS, **verify, "spec": spec_of(window_left=100, page_layout="HND")}),
-        ("fp8_float16_queries", {**_FP8_KEYS, "dtype": "float16"}),
-        ("fp8_dim_192_128", {**_FP8_KEYS, "q_scale": "rows", "spec": spec_of(head_dim=192, v_head_dim=128)}),
+        ("fp8_verify_window_hnd", {**FP8_KEYS, **verify, "spec": spec_of(window_left=100, page_layout="HND")}),
+        ("fp8_float16_queries", {**FP8_KEYS, "dtype": "float16"}),
+        ("fp8_dim_192_128", {**FP8_KEYS, "q_scale": "rows", "spec": spec_of(head_dim=192, v_head_dim=128)}),
         *(
-            (f"fp8_{dtype}_dim_{dim}_{value}_{name}", {**_FP8_ROWS, **batch, "dtype": dtype, "spec": spec})
+            (f"fp8_{dtype}_dim_{dim}_{value}_{name}", {**FP8_ROWS, **batch, "dtype": dtype, "spec": spec})
             for dtype, (dim, value) in itertools.product(
                 ("bfloat16", "float16", "float8_e5m2"), ((192, 192), (192, 128), (256, 256))
             )
             for name, batch, heads in (("of_8", {}, (32, 8)), ("verify", verify, (8, 2)))
             for spec in [spec_of(num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=dim, v_head_dim=value)]
         ),
-        *((f"fp8_page_{page}", {**_FP8_ROWS, "page_size": page}) for page in (8, 64, 256)),
+        *((f"fp8_page_{page}", {**FP8_ROWS, "page_size": page}) for page in (8, 64, 256)),
         *(
-            (f"fp8_group_{q // kv}_of_{kv}", {**_FP8_ROWS, "spec": spec_of(num_q_heads=q, num_kv_heads=kv)})
+            (f"fp8_group_{q // kv}_of_{kv}", {**FP8_ROWS, "spec": spec_of(num_q_heads=q, num_kv_heads=kv)})
             for q, kv in ((2, 2), (5, 1), (24, 2), (32, 8))
         ),
-        ("fp8_mask", {**_FP8_ROWS, "custom_mask": True, **verify}),
-        ("fp8_chunk_soft_cap", {**_FP8_ROWS, "spec": spec_of(chunk_size=256, logits_soft_cap=5.0)}),
-        ("fp8_alibi_sinks", {**_FP8_ROWS, "alibi": True, "sinks": True}),
-        ("fp8_combined", {**_FP8_ROWS, "spec": spec_of(combined_pool="pages_first")}),
+        ("fp8_mask", {**FP8_ROWS, "custom_mask": True, **verify}),
+        ("fp8_chunk_soft_cap", {**FP8_ROWS, "spec": spec_of(chunk_size=256, logits_soft_cap=5.0)}),
+        ("fp8_alibi_sinks", {**FP8_ROWS, "alibi": True, "sinks": True}),
+        ("fp8_combined", {**FP8_ROWS, "spec": spec_of(combined_pool="pages_first")}),
         ("everything_verify", {**_EVERYTHING, **verify, "kv_start": (5, 0, 3, 64, 0, 7)}),
         ("everything_verify_mask", {**_EVERYTHING, **verify, "custom_mask": True, "q_positions": True}),
         *((f"rope_dim_{dim}", {"spec": spec_of(rope_theta=1e4, head_dim=dim)}) for dim in (128, 256)),
@@ -116,7 +98,7 @@ def _decode_features() -> list[Case]:
             "rope_verify",
             {"spec": spec_of(rope_theta=5e5, rope_scale=8.0), **verify, "kv_start": (5, 0, 3, 64, 0, 70000)},
         ),
-        ("rope_fp8", {**_FP8_KEYS, "spec": spec_of(rope_theta=1e4)}),
+        ("rope_fp8", {**FP8_KEYS, "spec": spec_of(rope_theta=1e4)}),
         ("invariant", {"spec": spec_of(batch_invariant=True), "kv_lens": (1024, 1, 64, 0, 1025, 3000)}),
         ("all", {"alibi": True, "sinks": True, "spec": spec_of(logits_soft_cap=5.0, window_left=300), **verify}),
     ]
@@ -125,12 +107,12 @@ def _decode_features() -> list[Case]:
 
 def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
     """Pages of fp8: with each dtype of queries, pages of all sizes, and what else meets their factors or tiles."""
-    fp8 = _FP8_ROWS
-    queries = ("bfloat16", "float16", *_FP8)
+    fp8 = FP8_ROWS
+    queries = ("bfloat16", "float16", *FP8)
     return [
         *(
             (f"{kv}_{q}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "kv_scale": "heads", "spec": spec_of(head_dim=dim)})
-            for kv, q, dim in itertools.product(_FP8, queries, (64, 128, 256))
+            for kv, q, dim in itertools.product(FP8, queries, (64, 128, 256))
         ),
         *(
             (f"fp8_{layout}_page_{page_size}", {**fp8, "page_size": page_size, "spec": spec_of(page_layout=layout)})
@@ -145,8 +127,8 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
             for q, kv in ((2, 2), (5, 1), (32, 8))
         ),
         ("fp8_without_scales", {**fp8, "kv_scale": None}),
-        ("fp8_scales_layers", {**_FP8_KEYS, "q_scale": "rows"}),
-        ("fp8_queries_scales", {**_FP8_KEYS, "dtype": "float8_e4m3fn", "q_scale": "rows"}),
+        ("fp8_scales_layers", {**FP8_KEYS, "q_scale": "rows"}),
+        ("fp8_queries_scales", {**FP8_KEYS, "dtype": "float8_e4m3fn", "q_scale": "rows"}),
         (
             "fp8_queries_group_7_dim_64",
             {**fp8, "dtype": "float8_e4m3fn", "spec": spec_of(num_q_heads=7, num_kv_heads=1, head_dim=64)},
@@ -161,35 +143,6 @@ def _extend_fp8() -> list[tuple[str, dict[str, Any]]]:
         ("fp8_mask_positions", {**fp8, "custom_mask": True, "q_positions": True}),
         ("fp8_invariant", {**fp8, "spec": spec_of(batch_invariant=True)}),
         ("fp8_more_queries_than_keys", {**fp8, "kv_lens": (40, 0, 64, 1, 100, 9)}),
-    ]
-
-
-def _extend_rope() -> list[tuple[str, dict[str, Any]]]:
-    """Keys rotated in the kernel: of all widths and dtypes, at positions near and far, beside other features."""
-    far = {"kv_start": (5, 0, 3, 64, 0, 70_000)}
-    dtypes = (("bfloat16", None), ("float16", None), ("bfloat16", _FP8[0]), (_FP8[1], _FP8[1]))
-    return [
-        *(
-            (f"rope_{q}_{kv}_dim_{dim}", {"dtype": q, "kv_dtype": kv, "spec": spec_of(head_dim=dim, rope_theta=1e4)})
-            for (q, kv), dim in itertools.product(dtypes, (64, 128, 192, 256))
-        ),
-        *(
-            (f"rope_page_{page_size}_hnd", {"page_size": page_size, "spec": spec_of(rope_theta=1e4, page_layout="HND")})
-            for page_size in (8, 64, 256)
-        ),
-        ("rope_scale_far", {**far, "spec": spec_of(rope_theta=5e5, rope_scale=8.0)}),
-        ("rope_q_positions", {**far, "q_positions": True, "spec": spec_of(rope_theta=1e4)}),
-        ("rope_q_start", {"q_start": (90, 0, 3, 64, 200, 1000), "spec": spec_of(rope_theta=1e4)}),
-        ("rope_dim_192_128", {"spec": spec_of(rope_theta=1e4, head_dim=192, v_head_dim=128)}),
-        ("rope_not_causal_group_1", {"spec": spec_of(rope_theta=1e4, causal=False, num_kv_heads=8)}),
-        ("rope_window_combined", {"spec": spec_of(rope_theta=1e4, window_left=100, combined_pool="kv_first")}),
-        ("rope_alibi_cap", {"alibi": True, "spec": spec_of(rope_theta=1e4, logits_soft_cap=5.0, sm_scale=-0.5)}),
-        (
-            "rope_scales_layers",
-            {"q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "spec": spec_of(rope_theta=1e4)},
-        ),
-        ("rope_fp8_scales", {**_FP8_KEYS, **far, "q_scale": "rows", "spec": spec_of(rope_theta=1e4, window_left=100)}),
-        ("rope_invariant", {"spec": spec_of(rope_theta=1e4, batch_invariant=True)}),
     ]
 
 
@@ -252,7 +205,7 @@ def _extend_features() -> list[Case]:
         ("tree", {**tree, "spec": spec_of(num_q_heads=32, window_left=100)}),
         ("invariant", {"spec": spec_of(batch_invariant=True)}),
         *_extend_fp8(),
-        *_extend_rope(),
+        *rotated(),
         (
             "all",
             {
@@ -290,18 +243,15 @@ def _ragged_features() -> list[Case]:
         ("q_scale", {"q_scale": "rows", "kv_scale": "heads"}),
         ("custom_mask", {"custom_mask": True, "q_positions": True, "spec": spec_of(window_left=300)}),
         ("invariant", {"spec": spec_of(batch_invariant=True, window_left=200)}),
-        *((f"fp8_{q}", {**_FP8_ROWS, "dtype": q}) for q in ("bfloat16", "float16", *_FP8)),
-        ("fp8_window_soft_cap", {**_FP8_ROWS, "spec": spec_of(window_left=200, logits_soft_cap=5.0)}),
+        *((f"fp8_{q}", {**FP8_ROWS, "dtype": q}) for q in ("bfloat16", "float16", *FP8)),
+        ("fp8_window_soft_cap", {**FP8_ROWS, "spec": spec_of(window_left=200, logits_soft_cap=5.0)}),
         *((f"rope_dim_{dim}", {"spec": spec_of(head_dim=dim, rope_theta=1e4)}) for dim in (64, 128, 256)),
-        ("rope_fp8_window", {**_FP8_ROWS, "spec": spec_of(rope_theta=1e4, window_left=200)}),
-        ("fp8_encoder", {**_FP8_ROWS, "spec": spec_of(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
+        ("rope_fp8_window", {**FP8_ROWS, "spec": spec_of(rope_theta=1e4, window_left=200)}),
+        ("fp8_encoder", {**FP8_ROWS, "spec": spec_of(causal=False), "kv_lens": (70, 1, 64, 0, 130, 9)}),
     ]
     return [case_of("ragged_extend", name, **fields) for name, fields in cases]
 
 
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-_FP8_KEYS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
-_FP8_ROWS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "heads"}
 _EVERYTHING = {
     "alibi": True,
     "sinks": True,

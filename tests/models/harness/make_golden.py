@@ -13,7 +13,8 @@ import in_mxfp4
 import numpy as np
 import torch
 import transformers
-from golden_cases import BASE, CASES, DYNAMIC, VISION
+from golden_cases import CASES
+from golden_fields import BASE, DYNAMIC, VISION
 from transformers import PreTrainedModel
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden"
