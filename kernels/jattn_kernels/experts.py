@@ -1,5 +1,6 @@
 """Mixtures of experts: each token's rows through its experts' gated MLPs, weighed and summed."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
@@ -49,9 +50,8 @@ def mixture_of_experts(
         chosen: Experts of each token. A number outside 0 .. E - 1 is none, and adds nothing. With `weighs_inputs` a
             token's experts must differ.
         gate_up: Each expert's first projection: the gate's F columns, then those of the other half.
-        down: Each expert's second projection. Both may be a QuantizedKernel with a scale for each output, [*L, E, F2,
-            D] and [*L, E, D, F]: then what an expert is given, and its hidden units, are quantised too, each row by a
-            scale of its own (`quantize_rows`).
+        down: Each expert's second projection. Both may be a QuantizedKernel, [*L, E, F2, D] and [*L, E, D, F], of fp8
+            with a scale for each output or block, or mxfp4. Rows are not rounded to be multiplied with it.
         gate_up_bias, down_bias: Added to the projections.
         activation: Of the gate's and the other half's outputs, elementwise and hashable; silu(gate) * up if None.
         weighs_inputs: Whether the weight is on what an expert is given, not on what it returns.
@@ -106,6 +106,9 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     stacks, facts["scales"] = {**given, **_arrays("gate_up", gate_up), **_arrays("down", down)}, None
     if isinstance(gate_up, QuantizedKernel):
         facts["scales"] = gate_up.scales_kind
+        if gate_up.scales_kind == "block":
+            blocks = [[many // few for many, few in _lengths(kernel)] for kernel in (gate_up, down)]
+            facts["block"] = tuple(map(math.gcd, *blocks))
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
     operands = ExpertsOperands(
@@ -129,9 +132,15 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     return choose(call, options.get("implementation")).implementation.run(call, operands)
 
 
+def _lengths(kernel: QuantizedKernel) -> Any:
+    return zip(kernel.values.shape[-2:], kernel.scales.shape[-2:], strict=True)
+
+
 def _arrays(name: str, kernel: Any) -> dict[str, Any]:
     """A projection's operands by their names."""
     if not isinstance(kernel, QuantizedKernel):
         return {name: kernel}
-    scales = jnp.broadcast_to(kernel.scales, (*kernel.values.shape[:-1], 1))
+    scales = jnp.asarray(kernel.scales)
+    if kernel.scales_kind == "channel":
+        scales = jnp.broadcast_to(scales, (*kernel.values.shape[:-1], 1))
     return {name: jnp.asarray(kernel.values), f"{name}_scales": scales}
