@@ -16,6 +16,7 @@ from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_choice, check_experts, check_logits
 from jattn_kernels.splits import Splits
+from jattn_kernels.xla.implementation import XLA
 
 
 class ExpertsKwargs(TypedDict, total=False):
@@ -105,10 +106,7 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     given = {name: value for name, value in biases.items() if value is not None}
     stacks, facts["scales"] = {**given, **_arrays("gate_up", gate_up), **_arrays("down", down)}, None
     if isinstance(gate_up, QuantizedKernel):
-        facts["scales"] = gate_up.scales_kind
-        if gate_up.scales_kind == "block":
-            blocks = [[many // few for many, few in _lengths(kernel)] for kernel in (gate_up, down)]
-            facts["block"] = tuple(map(math.gcd, *blocks))
+        facts["scales"], facts["block"] = gate_up.scales_kind, _block(gate_up, down)
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
     operands = ExpertsOperands(
@@ -132,8 +130,15 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     return choose(call, options.get("implementation")).implementation.run(call, operands)
 
 
-def _lengths(kernel: QuantizedKernel) -> Any:
-    return zip(kernel.values.shape[-2:], kernel.scales.shape[-2:], strict=True)
+def _block(gate_up: QuantizedKernel, down: Any) -> tuple[int, int] | None:
+    """What divides both projections' blocks, if scales are those of blocks."""
+    if gate_up.scales_kind != "block":
+        return None
+    (rows, columns), others = (
+        [many // few for many, few in zip(kernel.values.shape[-2:], kernel.scales.shape[-2:], strict=True)]
+        for kernel in (gate_up, down)
+    )
+    return math.gcd(rows, others[0]), math.gcd(columns, others[1])
 
 
 def _arrays(name: str, kernel: Any) -> dict[str, Any]:
@@ -144,3 +149,26 @@ def _arrays(name: str, kernel: Any) -> dict[str, Any]:
     if kernel.scales_kind == "channel":
         scales = jnp.broadcast_to(scales, (*kernel.values.shape[:-1], 1))
     return {name: jnp.asarray(kernel.values), f"{name}_scales": scales}
+
+
+def are_multiplied_by_a_kernel(gate_up: QuantizedKernel, down: QuantizedKernel, dtype: Any) -> bool:
+    """Whether the default device has a kernel for experts of such weights; elsewhere `xla` makes each expert's wide.
+
+    Args:
+        gate_up, down: Arrays, or shapes and dtypes alone.
+        dtype: Of the tokens.
+    """
+    *_, num_experts, hidden_size, columns = gate_up.shape
+    call = ExpertsCall(
+        num_tokens=1,
+        per_token=1,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        units=columns // 2,
+        dtype=jnp.dtype(dtype).name,
+        kernel_dtype=gate_up.dtype.name,
+        activation=silu_gate,
+        scales=gate_up.scales_kind,
+        block=_block(gate_up, down),
+    )
+    return choose(call).implementation is not XLA

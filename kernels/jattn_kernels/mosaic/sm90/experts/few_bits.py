@@ -34,7 +34,8 @@ from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE, ScalesKind
 
 _BLOCK_DEPTH = 128  # of a stage of weights of 8 bits
 _PACKED_DEPTH = 160  # of 4 bits: rows of 80 bytes, of which threads read 8 without waiting for each other
-_MOST_SUMS = 64  # rows of all products that a consumer has under way at once: each takes half a register
+_MOST_SUMS = 128  # rows of all products that a consumer has under way at once: each takes half a register
+_ROWS_BESIDE = 16  # up to which the next weights are made wider while products are under way: registers, again
 
 
 class FewBitsOperands(NamedTuple):
@@ -224,35 +225,54 @@ class _FewBitsProduct(GroupedProduct):
     ) -> list[Any]:
         """The sums with a stage's products, each times its scale; so many products at once as there are registers."""
         own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
-        products = [(part, group) for part in range(PAIR) for group in range(self.groups)]
-        at_once = max(1, _MOST_SUMS // count)
-        for begin in range(0, len(products), at_once):
-            some = products[begin : begin + at_once]
-            weights = self._weights(scratch, stage, own, warpgroup, {part for part, _ in some})
+        batches, weights = self._batches(count), {}
+        early = self.packed and scratch.wide is None and count <= _ROWS_BESIDE
 
-            def product(*sums, some=some, weights=weights):
-                for acc, (part, group) in zip(sums, some, strict=True):
+        def prepared(number: int) -> dict[int, Any]:
+            parts = {part for part, _ in batches[number]} if number < len(batches) else set()
+            return {part: self._weights(scratch, stage, own, warpgroup, part) for part in parts - weights.keys()}
+
+        weights |= prepared(0)
+        for number, batch in enumerate(batches):
+
+            def product(*sums, batch=batch, number=number, weights=weights):
+                for acc, (part, group) in zip(sums, batch, strict=True):
                     for term in range(TERMS):
                         self._start(acc, weights[part], group, scratch.x.at[stage, term, pl.ds(0, count)])
+                following = prepared(number + 1) if early else {}  # beside the products
                 plgpu.wgmma_wait(0)
-                return [acc[...] for acc in sums]
+                return [acc[...] for acc in sums], following
 
-            results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, count) for _ in some))
-            for (part, group), result in zip(some, results, strict=True):
+            results, following = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, count) for _ in batch))
+            weights |= following
+            weights |= prepared(number + 1)
+            for (part, group), result in zip(batch, results, strict=True):
                 totals[part] += self._scaled(result, factors, scratch, stage, own, part, group)
         return totals
 
-    def _weights(self, scratch: Any, stage: Any, own: Any, warpgroup: Any, parts: set[int]) -> dict[int, Any]:
-        """A consumer's weights of a stage, in fp8: where they were copied to, or in registers."""
+    def _batches(self, count: int) -> list[list[tuple[int, int]]]:
+        """Parts and groups whose products are under way at once."""
         if not self.packed:
-            return {part: scratch.kernel.at[stage, part, own] for part in parts}
-        weights = {part: as_fp8(scratch.kernel.at[stage, part, own]) for part in parts}
-        if scratch.wide is None:
+            both = [(part, 0) for part in range(PAIR)]
+            return [both] if PAIR * count <= _MOST_SUMS else [[each] for each in both]
+        at_once = max(1, _MOST_SUMS // 2 // count)
+        begins = range(0, self.groups, at_once)
+        return [
+            [(part, group) for group in range(begin, min(begin + at_once, self.groups))]
+            for part in range(PAIR)
+            for begin in begins
+        ]
+
+    def _weights(self, scratch: Any, stage: Any, own: Any, warpgroup: Any, part: int) -> Any:
+        """A consumer's weights of a stage, in fp8: where they were copied to, or in registers."""
+        weights = scratch.kernel.at[stage, part, own]
+        if not self.packed:
             return weights
-        for part, wide in weights.items():
-            scratch.wide[warpgroup, part] = wide
+        if scratch.wide is None:
+            return as_fp8(weights)
+        scratch.wide[warpgroup, part] = as_fp8(weights)
         plgpu.commit_smem()
-        return {part: scratch.wide.at[warpgroup, part] for part in parts}
+        return scratch.wide.at[warpgroup, part]
 
     def _start(self, acc: Any, weights: Any, group: int, x: Any) -> None:
         """Starts the product of a group's depth."""

@@ -8,6 +8,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 
 _ROW_COUNTS = (8, 16, 32, 64)
 _ROWS_OF_PROMPTS = 24  # an expert: from here on tensor cores are what is waited for, not memory
+_MOST_ROWS_IN_4_BITS = 64  # whose sums leave registers for the weights
 _MOST_STAGES = 10  # of weights of few bits: more do not make copies arrive earlier
 
 
@@ -43,11 +44,13 @@ def product_tiles(call: ExpertsCall) -> ProductTiles:
 def few_bits_tiles(call: ExpertsCall) -> ProductTiles:
     """The sizes for weights of 8 or 4 bits; as many stages as fit."""
     sizes, in_4_bits = product_tiles(call), call.scales == "group"
-    if sizes.block_rows > _ROW_COUNTS[-1]:
-        counts = (16, 32, 48, 64) if in_4_bits else (32, 64, 96)
-        sizes = dataclasses.replace(sizes, block_rows=counts[-1], row_counts=counts)
-    elif in_4_bits:
-        sizes = dataclasses.replace(sizes, consumers=2)  # one makes weights wider while the other multiplies
+    counts = sizes.row_counts
+    if in_4_bits:  # one consumer makes weights wider while the other multiplies
+        counts = tuple(sorted({min(count, _MOST_ROWS_IN_4_BITS) for count in counts}))
+        sizes = dataclasses.replace(sizes, consumers=2)
+    elif sizes.block_rows > _ROW_COUNTS[-1]:
+        counts = counts[:-1]
+    sizes = dataclasses.replace(sizes, block_rows=counts[-1], row_counts=counts)
     depth, column_bytes = (160, 80 + 5) if in_4_bits else (128, 128)
     stage = 2 * (sizes.consumers * WGMMA_ROWS * column_bytes + sizes.block_rows * depth)
     out = sizes.consumers * sizes.block_rows * WGMMA_ROWS * 2
