@@ -18,11 +18,10 @@ from jattn_kernels.lowering.expert_groups import (
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
-from jattn_kernels.mosaic.sm90.experts.e2m1 import FACTOR
-from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, block_depth, few_bits_product
+from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
-from jattn_kernels.mosaic.sm90.experts.two_terms import two_terms
+from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.splits import Splits, added
@@ -61,13 +60,17 @@ def _of_few_bits(
     facts: dict[str, Any] = {"num_slots": num_slots, "scales": call.scales, "dtype": operands.x.dtype, "sizes": sizes}
 
     def given(rows: Any, sources: Any, kernel: Any, scales: Any, bias: Any) -> FewBitsOperands:
-        packed = call.scales == "group"
+        depth = rows.shape[1] if sources is not None else call.units
         terms, factors = two_terms(
-            rows, sources, block_rows=sizes.block_rows, block_depth=block_depth(packed=packed), turned=packed
+            jnp.pad(rows, ((0, 0), (0, padded(depth) - rows.shape[1]))),
+            sources,
+            columns=depth,
+            num_rows=num_slots + sizes.block_rows,
+            turned=call.scales == "group",
         )
         return FewBitsOperands(
             x=terms,
-            x_scales=factors * FACTOR if packed else factors,
+            x_scales=factors,
             kernel=kernel,
             scales=scales[..., 0] if call.scales == "channel" else scales,
             bias=bias,
@@ -77,7 +80,7 @@ def _of_few_bits(
         )
 
     first = given(rows, groups.sources, operands.gate_up, operands.gate_up_scales, operands.gate_up_bias)
-    hidden = few_bits_product(first, activation=call.activation, **facts)
+    hidden = few_bits_product(first, activation=call.activation, width=padded(call.units), **facts)
     second = given(hidden, None, operands.down, operands.down_scales, operands.down_bias)
 
     def product(operands: FewBitsOperands, columns: slice) -> Float[Array, "S columns"]:

@@ -69,11 +69,6 @@ class _Scratch(NamedTuple):
     wide: Any  # (consumers, 2, 64, 160): where the interpreter keeps what became fp8; None on a GPU
 
 
-def block_depth(*, packed: bool) -> int:
-    """Inputs of a stage."""
-    return _PACKED_DEPTH if packed else _BLOCK_DEPTH
-
-
 def few_bits_product(
     operands: FewBitsOperands,
     sizes: ProductTiles,
@@ -83,11 +78,13 @@ def few_bits_product(
     num_slots: int,
     activation: Callable[[Any, Any], Any] | None = None,
     columns: slice | None = None,
+    width: int | None = None,
 ) -> Float[Array, "S C_out"]:
     """`grouped_product` of such weights, in `dtype`.
 
     Args:
         scales: What of the weights has one of its own.
+        width: Columns of the result, of which whatever memory held is in those past the computed ones.
     """
     wide = operands.kernel.shape[2]
     columns = columns or slice(0, wide if activation is None else wide // 2)
@@ -104,7 +101,7 @@ def few_bits_product(
     )
     run = launch.kernel(
         functools.partial(product.body, tree),
-        out_type=jax.ShapeDtypeStruct((num_slots, product.columns), dtype),
+        out_type=jax.ShapeDtypeStruct((num_slots, width or product.columns), dtype),
         grid=(tiles.num_sms(),),
         grid_names=("block",),
         num_threads=sizes.consumers + 1,
@@ -120,7 +117,7 @@ class _FewBitsProduct(GroupedProduct):
 
     @property
     def block_depth(self) -> int:
-        return block_depth(packed=self.packed)
+        return _PACKED_DEPTH if self.packed else _BLOCK_DEPTH
 
     @property
     def groups(self) -> int:
