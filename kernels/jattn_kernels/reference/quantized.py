@@ -32,7 +32,7 @@ def quantize_rows(x: Float[Any, "*rows D"]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantized(
-    values: Shaped[Any, "F D"], scales: Float[Any, "SF SD"], zero_points: Int[Any, "SF SD"] | None = None
+    values: Shaped[Any, "F D"], scales: Shaped[Any, "SF SD"], zero_points: Int[Any, "SF SD"] | None = None
 ) -> np.ndarray:
     """What weights in blocks stand for; those of int4 and mxfp4 have their scales, and zero points, inputs first."""
     if np.asarray(values).dtype == np.uint8:

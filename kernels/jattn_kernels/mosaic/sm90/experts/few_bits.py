@@ -218,33 +218,43 @@ class _FewBitsProduct(GroupedProduct):
         )
 
     def _added(
-        self, totals: list[Any], factors: tuple[Any, ...], scratch: Any, stage: Any, warpgroup: Any, count: int
+        self, totals: list[Any], block_factors: tuple[Any, ...], scratch: Any, stage: Any, warpgroup: Any, count: int
     ) -> list[Any]:
         """The sums with a stage's products, each times its scale; so many products at once as there are registers."""
         own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
-        batches, weights = self._batches(count), {}
+        batches, ready = self._batches(count), {}
         early = self.packed and scratch.wide is None and count <= _ROWS_BESIDE
 
         def prepared(number: int) -> dict[int, Any]:
+            """Scales and weights of the parts that are new in a batch."""
             parts = {part for part, _ in batches[number]} if number < len(batches) else set()
-            return {part: self._weights(scratch, stage, own, warpgroup, part) for part in parts - weights.keys()}
+            return {
+                part: (
+                    self._factors(block_factors, scratch, stage, own, part),
+                    self._weights(scratch, stage, own, warpgroup, part),
+                )
+                for part in sorted(parts - ready.keys())
+            }
 
-        weights |= prepared(0)
+        ready.update(prepared(0))
         for number, batch in enumerate(batches):
 
-            def product(*sums, batch=batch, number=number, weights=weights):
+            def product(*sums, batch=batch, number=number):
                 for acc, (part, group) in zip(sums, batch, strict=True):
                     for term in range(TERMS):
-                        self._start(acc, weights[part], group, scratch.x.at[stage, term, pl.ds(0, count)])
+                        self._start(acc, ready[part][1], group, scratch.x.at[stage, term, pl.ds(0, count)])
                 following = prepared(number + 1) if early else {}  # beside the products
                 plgpu.wgmma_wait(0)
                 return [acc[...] for acc in sums], following
 
             results, following = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, count) for _ in batch))
-            weights |= following
-            weights |= prepared(number + 1)
+            ready.update(following)
+            ready.update(prepared(number + 1))
             for (part, group), result in zip(batch, results, strict=True):
-                totals[part] += self._scaled(result, factors, scratch, stage, own, part, group)
+                factor = ready[part][0][group]
+                if self.packed:
+                    factor = lax.broadcast_in_dim(factor, result.shape, [0])
+                totals[part] += result if factor is None else result * factor
         return totals
 
     def _batches(self, count: int) -> list[list[tuple[int, int]]]:
@@ -281,12 +291,10 @@ class _FewBitsProduct(GroupedProduct):
             weights = weights[:, group * depth : (group + 1) * depth] if is_ref else weights.at[:, inputs]
         plgpu.wgmma(acc, weights, x.transpose((1, 0)))
 
-    def _scaled(
-        self, result: Any, factors: tuple[Any, ...], scratch: Any, stage: Any, own: Any, part: int, group: int
-    ) -> Any:
-        """Sums of a scale's depth, times it, if there is one before all are summed."""
-        if self.packed:
-            bytes_ref = scratch.scales.at[stage, part, group, own]
-            exponents = plgpu.load(bytes_ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-            return result * lax.broadcast_in_dim(power_of_two(exponents), result.shape, [0])
-        return result * factors[part] if factors else result
+    def _factors(self, block_factors: tuple[Any, ...], scratch: Any, stage: Any, own: Any, part: int) -> list[Any]:
+        """Scales of products before they are added up: a group's of each column, a block's; None of others."""
+        if not self.packed:
+            return [block_factors[part] if block_factors else None]
+        exponents = [scratch.scales.at[stage, part, group, own] for group in range(self.groups)]
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        return [power_of_two(plgpu.load(each, layout=layout, optimized=False)) for each in exponents]

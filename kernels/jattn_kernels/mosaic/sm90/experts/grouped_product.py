@@ -124,7 +124,7 @@ class GroupedProduct:
         operands, out = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
         pl.run_scoped(functools.partial(self._warpgroup, operands, out), self.scratch(), collective_axes="warpgroup")
 
-    def scratch(self) -> _Scratch:
+    def scratch(self) -> Any:
         sizes, width = self.sizes, self.block_depth
         return _Scratch(
             kernel=tiles.tile((sizes.stages, PAIR, width, self.side), self.dtype, copied_columns=WGMMA_ROWS),
@@ -134,7 +134,7 @@ class GroupedProduct:
             empty=plgpu.Barrier(num_arrivals=sizes.consumers, num_barriers=sizes.stages),
         )
 
-    def _warpgroup(self, operands: ProductOperands, out: Any, scratch: _Scratch):
+    def _warpgroup(self, operands: Any, out: Any, scratch: Any):
         warpgroup, consumers = lax.axis_index("warpgroup"), self.sizes.consumers
 
         @pl.when(warpgroup == consumers)
@@ -149,7 +149,7 @@ class GroupedProduct:
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
             self.consume(operands, out, scratch, warpgroup)
 
-    def for_each_tile(self, operands: ProductOperands, visit: Callable[[WorkTile, Any], Any]) -> Any:
+    def for_each_tile(self, operands: Any, visit: Callable[[WorkTile, Any], Any]) -> Any:
         """Calls `visit(work tile, steps before it) -> steps after it` for each of the block's; the steps in all.
 
         The blocks of columns of the same rows are neighbours' tiles. A tile is read from memory one ahead.
@@ -172,7 +172,7 @@ class GroupedProduct:
         tiles_here = lax.div(total - first + stride - 1, stride)
         return lax.fori_loop(0, tiles_here, step, (read(first), jnp.int32(0)))[1]
 
-    def produce(self, operands: ProductOperands, scratch: _Scratch) -> None:
+    def produce(self, operands: Any, scratch: Any) -> None:
         stages, lag = self.sizes.stages, self.sizes.lag
         layer = operands.layer[0]
 
@@ -216,7 +216,7 @@ class GroupedProduct:
             return part * self.columns + tile.block * self.side
         return self.first_column + tile.block * self.block_columns + part * self.side
 
-    def consume(self, operands: ProductOperands, out: Any, scratch: _Scratch, warpgroup: Any) -> None:
+    def consume(self, operands: Any, out: Any, scratch: Any, warpgroup: Any) -> None:
         def multiply_tile(tile: WorkTile, done):
             least = 0
             for count in self.sizes.row_counts:
@@ -230,9 +230,9 @@ class GroupedProduct:
 
     def multiply(
         self,
-        operands: ProductOperands,
+        operands: Any,
         out: Any,
-        scratch: _Scratch,
+        scratch: Any,
         warpgroup: Any,
         tile: WorkTile,
         count: int,

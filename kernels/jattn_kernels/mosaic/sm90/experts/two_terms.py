@@ -52,7 +52,8 @@ def two_terms(
     def kernel(x_ref, *refs):
         *source_ref, terms_ref, scales_ref = refs
         slot = lax.axis_index("slot")
-        row = source_ref[0][slot] if source_ref else slot
+        # In slots that no row has is whatever memory held.
+        row = jnp.clip(source_ref[0][slot], 0, rows.shape[0] - 1) if source_ref else slot
         numbers = plgpu.load(x_ref.at[row], layout=layout, optimized=False).astype(jnp.float32)
         if columns != width:
             numbers = jnp.where(plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) < columns, numbers, 0.0)
@@ -109,7 +110,8 @@ def _store_turned(target: Any, values: jax.Array, layout: Any) -> None:
                 offset = arith.addi(place, const(i * _THREADS * _VECTOR + half * _GROUP // 2))
                 llvm.store(word, utils.getelementptr(pointer, [offset], i8))
 
-    store(target, values)
+    run: Any = store
+    run(target, values)
 
 
 def _bits(numbers: Any) -> Any:
