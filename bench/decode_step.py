@@ -22,7 +22,7 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
 from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
-from jattn.matmul import FP8, INT4
+from jattn.matmul import FP8, INT4, MXFP4
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
@@ -34,12 +34,14 @@ from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig
-from jattn_models.few_bits import hold_projections
+from jattn_models.few_bits import hold_mixtures, hold_projections
 from jattn_models.llama import LlamaForCausalLM
+from jattn_models.quantization import Mxfp4
 
 _WEIGHT_SIZE = 0.02
 _FP8_SIZE = 100.0  # of numbers in fp8, which go to 448
 _INT4_SIZE = 4.6  # of numbers in int4, each as often
+_MXFP4_EXPONENT = 120  # of a scale of 2^-7: its numbers, each as often, are of size 2.9
 _STOP_IDS = 8
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 20
@@ -69,6 +71,15 @@ class Model(NamedTuple):
         embedding = tokens * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
         return round(total if self.config.tied else total - embedding)
 
+    @property
+    def held_in(self) -> str:
+        """The formats of fewer bits that there are weights in, or bf16."""
+        names = {jnp.dtype(FP8): "fp8", jnp.dtype(INT4): "int4", jnp.dtype(MXFP4): "mxfp4"}
+        return (
+            "+".join(sorted({names[leaf.dtype] for leaf in jax.tree.leaves(self.weights) if leaf.dtype in names}))
+            or "bf16"
+        )
+
     def seen_share(self, ctx: int) -> float:
         """The part of so long a text's keys that a new token sees, on the average of the layers."""
         stacks = self.config.stacks
@@ -88,15 +99,24 @@ def random_model(
     *,
     quantization: str | None = None,
 ) -> Model:
-    """A bf16 model of these shapes, projections perhaps in fewer bits; each stacked leaf is made where it will lie."""
+    """A bf16 model of these shapes, perhaps held in fewer bits; each stacked leaf is made where it will lie.
+
+    Args:
+        quantization: Of projections, and of experts where there is a kernel for those: fp8 or int4; or mxfp4, of
+            experts alone.
+    """
     config = family.config_class.from_dict(shapes)
     abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), parallel=parallel))
-    if quantization is not None:
+    if quantization == "mxfp4":
+        hold_mixtures(abstract, Mxfp4())
+    elif quantization is not None:
         hold_projections(abstract, quantization)
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 
     def filled(number: int, path: Any, leaf: Any) -> Any:
+        if "scales" in jax.tree_util.keystr(path) and leaf.dtype == MXFP4:
+            return jnp.full(leaf.shape, _MXFP4_EXPONENT, leaf.dtype)
         if "scales" in jax.tree_util.keystr(path):
             return jnp.full(
                 leaf.shape, _WEIGHT_SIZE / (_INT4_SIZE if quantization == "int4" else _FP8_SIZE), leaf.dtype
@@ -104,6 +124,8 @@ def random_model(
         if "scale" in jax.tree_util.keystr(path):
             return jnp.ones(leaf.shape, leaf.dtype)
         key = jax.random.key(number + len(leaves) * parallel.first_of(1))
+        if leaf.dtype == MXFP4:
+            return jax.random.bits(key, leaf.shape, jnp.uint8)
         if leaf.dtype == INT4:
             in_bytes = jax.random.bits(key, (*leaf.shape[:-1], leaf.shape[-1] // 2), jnp.uint8)
             return jax.lax.bitcast_convert_type(in_bytes, INT4).reshape(leaf.shape)

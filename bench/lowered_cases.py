@@ -54,6 +54,7 @@ def _others() -> Iterator[tuple[str, Hashed]]:
     yield from _shared_prefixes()
     yield from _rotations()
     yield from _mixtures()
+    yield from _mixtures_in_few_bits()
     yield from _products()
     norms = [(16, 1024, "bfloat16"), (16, 4096, "bfloat16"), (3, 8192, "float16")]
     for tokens, columns, dtype in norms:
@@ -195,6 +196,28 @@ def _mixtures() -> Iterator[tuple[str, Hashed]]:
         name = f"{implementation}_{tokens}"
         yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
         yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
+
+
+def _mixtures_in_few_bits() -> Iterator[tuple[str, Hashed]]:
+    """Qwen3-30B-A3B's experts in fp8 with a scale for each output or block, gpt-oss-20b's in mxfp4."""
+    qwen3, gpt_oss = (128, 2048, 768), (32, 2880, 2880)
+    for kind, (experts, hidden, units) in {"fp8": qwen3, "blocks": qwen3, "mxfp4": gpt_oss}.items():
+        kernels = [_in_few_bits(kind, (2, experts), *shape) for shape in ((2 * units, hidden), (hidden, units))]
+        for tokens in (1, 64):
+            choice = _array((tokens, 4), "float32"), _array((tokens, 4), "int32")
+            given = functools.partial(jattn_kernels.mixture_of_experts, implementation="mosaic")
+            rows, layer = _array((tokens, hidden), "bfloat16"), _array((), "int32")
+            case = functools.partial(lowered_hash, given, rows, *choice, *kernels, layer_index=layer)
+            yield f"mixture_of_experts/{kind}_{tokens}", case
+
+
+def _in_few_bits(kind: str, stack: tuple[int, ...], outputs: int, inputs: int) -> QuantizedKernel:
+    if kind == "mxfp4":
+        shapes = (*stack, outputs, inputs // 2), (*stack, inputs // 32, outputs)
+        return QuantizedKernel(values=_array(shapes[0], "uint8"), scales=_array(shapes[1], "uint8"))
+    scales = (outputs, 1) if kind == "fp8" else (outputs // 128, inputs // 128)
+    values = _array((*stack, outputs, inputs), "float8_e4m3fn")
+    return QuantizedKernel(values=values, scales=_array((*stack, *scales), "float32"))
 
 
 def _array(shape: tuple[int, ...], dtype: str) -> Any:

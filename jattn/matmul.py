@@ -14,15 +14,21 @@ from jattn_kernels import (
     quantize_groups,
     quantize_kernel,
 )
-from jattn_kernels.quantized import FP8, INT4
+from jattn_kernels.mxfp4 import GROUP as MXFP4_GROUP
+from jattn_kernels.mxfp4 import dequantize_mxfp4
+from jattn_kernels.quantized import FP8, INT4, MXFP4, NUMBERS_OF_BYTE
 
 __all__ = [
     "FP8",
     "INT4",
+    "MXFP4",
+    "MXFP4_GROUP",
+    "NUMBERS_OF_BYTE",
     "QuantizedKernel",
     "Splits",
     "added",
     "dequantize_groups",
+    "dequantize_mxfp4",
     "matmul",
     "matmul_splits",
     "precision",

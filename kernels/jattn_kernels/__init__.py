@@ -1,7 +1,7 @@
 """Kernels of inference: attention over paged and ragged keys, and what stands around it. Pure functions of arrays."""
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
-from jattn_kernels.experts import mixture_of_experts, routed_experts
+from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
 from jattn_kernels.matmul import matmul, matmul_splits
@@ -28,6 +28,7 @@ __all__ = [
     "Unnormed",
     "add_rms_norm",
     "added",
+    "are_multiplied_by_a_kernel",
     "copy_pages",
     "dequantize_groups",
     "lse_from_base2",

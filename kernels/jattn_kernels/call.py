@@ -151,6 +151,7 @@ class ExpertsCall:
         weighs_inputs: Whether weights are on what an expert is given.
         routing: What becomes of a router's logits; None if weights and experts are given.
         scales: As in MatmulCall.
+        block: Outputs and inputs that share a scale, of blocks, the fewest of both projections; else None.
         features: Names of the optional arguments that were given.
         device, modes: As in AttentionCall.
     """
@@ -166,6 +167,7 @@ class ExpertsCall:
     weighs_inputs: bool = False
     routing: Routing | None = None
     scales: ScalesKind | None = None
+    block: tuple[int, int] | None = None
     features: frozenset[str] = frozenset()
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)

@@ -1,5 +1,6 @@
 """Mixtures of experts: each token's rows through its experts' gated MLPs, weighed and summed."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
@@ -15,6 +16,7 @@ from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_choice, check_experts, check_logits
 from jattn_kernels.splits import Splits
+from jattn_kernels.xla.implementation import XLA
 
 
 class ExpertsKwargs(TypedDict, total=False):
@@ -49,9 +51,8 @@ def mixture_of_experts(
         chosen: Experts of each token. A number outside 0 .. E - 1 is none, and adds nothing. With `weighs_inputs` a
             token's experts must differ.
         gate_up: Each expert's first projection: the gate's F columns, then those of the other half.
-        down: Each expert's second projection. Both may be a QuantizedKernel with a scale for each output, [*L, E, F2,
-            D] and [*L, E, D, F]: then what an expert is given, and its hidden units, are quantised too, each row by a
-            scale of its own (`quantize_rows`).
+        down: Each expert's second projection. Both may be a QuantizedKernel, [*L, E, F2, D] and [*L, E, D, F], of fp8
+            with a scale for each output or block, or mxfp4. Rows are not rounded to be multiplied with it.
         gate_up_bias, down_bias: Added to the projections.
         activation: Of the gate's and the other half's outputs, elementwise and hashable; silu(gate) * up if None.
         weighs_inputs: Whether the weight is on what an expert is given, not on what it returns.
@@ -105,7 +106,7 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     given = {name: value for name, value in biases.items() if value is not None}
     stacks, facts["scales"] = {**given, **_arrays("gate_up", gate_up), **_arrays("down", down)}, None
     if isinstance(gate_up, QuantizedKernel):
-        facts["scales"] = gate_up.scales_kind
+        facts["scales"], facts["block"] = gate_up.scales_kind, _block(gate_up, down)
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
     operands = ExpertsOperands(
@@ -129,9 +130,45 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Floa
     return choose(call, options.get("implementation")).implementation.run(call, operands)
 
 
+def _block(gate_up: QuantizedKernel, down: Any) -> tuple[int, int] | None:
+    """What divides both projections' blocks, if scales are those of blocks."""
+    if gate_up.scales_kind != "block":
+        return None
+    (rows, columns), others = (
+        [many // few for many, few in zip(kernel.values.shape[-2:], kernel.scales.shape[-2:], strict=True)]
+        for kernel in (gate_up, down)
+    )
+    return math.gcd(rows, others[0]), math.gcd(columns, others[1])
+
+
 def _arrays(name: str, kernel: Any) -> dict[str, Any]:
     """A projection's operands by their names."""
     if not isinstance(kernel, QuantizedKernel):
         return {name: kernel}
-    scales = jnp.broadcast_to(kernel.scales, (*kernel.values.shape[:-1], 1))
+    scales = jnp.asarray(kernel.scales)
+    if kernel.scales_kind == "channel":
+        scales = jnp.broadcast_to(scales, (*kernel.values.shape[:-1], 1))
     return {name: jnp.asarray(kernel.values), f"{name}_scales": scales}
+
+
+def are_multiplied_by_a_kernel(gate_up: QuantizedKernel, down: QuantizedKernel, dtype: Any) -> bool:
+    """Whether the default device has a kernel for experts of such weights; elsewhere `xla` makes each expert's wide.
+
+    Args:
+        gate_up, down: Arrays, or shapes and dtypes alone.
+        dtype: Of the tokens.
+    """
+    *_, num_experts, hidden_size, columns = gate_up.shape
+    call = ExpertsCall(
+        num_tokens=1,
+        per_token=1,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        units=columns // 2,
+        dtype=jnp.dtype(dtype).name,
+        kernel_dtype=gate_up.dtype.name,
+        activation=silu_gate,
+        scales=gate_up.scales_kind,
+        block=_block(gate_up, down),
+    )
+    return choose(call).implementation is not XLA

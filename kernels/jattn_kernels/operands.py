@@ -182,7 +182,7 @@ class ExpertsOperands:
         logits: The router's; None where the choice is made.
         choice_bias: Of the choice by logits.
         gate_up, down: The values of a QuantizedKernel, outputs before inputs, where there are scales.
-        gate_up_scales, down_scales: One for each output.
+        gate_up_scales, down_scales: Its scales; one for each output, if not for each block or group of inputs.
     """
 
     x: Float[Array, "T D"]
@@ -190,13 +190,13 @@ class ExpertsOperands:
     chosen: Int32[Array, "T k"] = _ABSENT
     logits: Float[Array, "T E"] | Splits = _ABSENT
     choice_bias: Float[Array, " E"] | None = None
-    gate_up: Float[Array, "L E _ _"]
-    down: Float[Array, "L E _ _"]
+    gate_up: Shaped[Array, "L E _ _"]
+    down: Shaped[Array, "L E _ _"]
     layer_index: Int[Array, ""]
     gate_up_bias: Float[Array, "L E F2"] | None = None
     down_bias: Float[Array, "L E D"] | None = None
-    gate_up_scales: Float32[Array, "L E F2 1"] | None = None
-    down_scales: Float32[Array, "L E D 1"] | None = None
+    gate_up_scales: Shaped[Array, "L E _ _"] | None = None
+    down_scales: Shaped[Array, "L E _ _"] | None = None
 
 
 @typing.no_type_check

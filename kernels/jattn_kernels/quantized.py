@@ -1,4 +1,4 @@
-"""Weights in fp8 (e4m3) or int4 and activations in fp8: what they are as arrays, and how numbers are rounded to fp8."""
+"""Weights in fp8 (e4m3), int4 or mxfp4, activations in fp8: what they are as arrays, how numbers are rounded to fp8."""
 
 import dataclasses
 import functools
@@ -14,6 +14,8 @@ from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays
 
 FP8 = jnp.float8_e4m3fn
 INT4 = jnp.int4
+MXFP4 = jnp.uint8  # holds two numbers, the first in the low bits; and a scale, the exponent of a power of two
+NUMBERS_OF_BYTE = 2  # of MXFP4
 LARGEST = 448.0  # of FP8; what is above it would become NaN
 _PART = float(np.float32(1 / LARGEST))  # a factor, as compilers make one of a constant that is divided by
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)  # devices may take smaller numbers for 0
@@ -30,10 +32,12 @@ class QuantizedKernel:
     Outputs come first: Hopper's tensor cores read 8-bit operands along the depth alone, and so checkpoints store them.
 
     Attributes:
-        values: float8_e4m3fn; or int4, of which rows are not rounded to be multiplied with it.
+        values: float8_e4m3fn; or int4, of which rows are not rounded to be multiplied with it; or, of experts alone,
+            mxfp4's bytes, uint8 [*L, F, D / 2], of two inputs, the first in the low bits.
         scales: float32, of blocks of F / SF x D / SD numbers: SF = F and SD = 1 have a scale for each output channel,
             SF = SD = 1 one for the whole tensor. Of int4 [*L, G, F], bfloat16 and float16 too: one for each group of
-            D / G inputs of an output, those of neighbouring outputs together, as they are read.
+            D / G inputs of an output, those of neighbouring outputs together, as they are read; of mxfp4 likewise, of
+            32 inputs, uint8: exponents of two, 127 more.
         zero_points: Of int4, as many: what is taken from a number before it is scaled; None of 0 alone.
     """
 
@@ -45,7 +49,7 @@ class QuantizedKernel:
     def shape(self) -> tuple[int, ...]:
         """Of the weights as they would be unquantised: [*L, D, F]."""
         *layers, outputs, inputs = self.values.shape
-        return (*layers, inputs, outputs)
+        return (*layers, inputs * (NUMBERS_OF_BYTE if self.dtype == MXFP4 else 1), outputs)
 
     @property
     def ndim(self) -> int:
@@ -58,11 +62,11 @@ class QuantizedKernel:
 
     @property
     def scales_kind(self) -> ScalesKind:
-        """What has a scale of its own: an output channel, a block; of int4 a group of inputs of an output channel.
+        """What has a scale of its own: an output channel, a block; in 4 bits a group of an output channel's inputs.
 
         One for the whole tensor is every channel's.
         """
-        if self.dtype == INT4:
+        if self.dtype in (INT4, MXFP4):
             return "group"
         *_, outputs, inputs = self.scales.shape
         return "channel" if inputs == 1 and outputs in (1, self.values.shape[-2]) else "block"
@@ -70,7 +74,7 @@ class QuantizedKernel:
     @property
     def group_size(self) -> int | None:
         """Inputs that share a scale, of groups; None of others."""
-        return self.values.shape[-1] // self.scales.shape[-2] if self.scales_kind == "group" else None
+        return self.shape[-2] // self.scales.shape[-2] if self.scales_kind == "group" else None
 
 
 def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], Float32[Array, "*rows 1"]]:

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jattn.experts import mixture_of_experts, routed_experts
+from jattn.matmul import QuantizedKernel
 from jattn.parallel import Parallel
 from jattn.routing import Routing
 from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights
@@ -64,11 +65,27 @@ class Experts:
 
 
 class GroupedLinear(nnx.Module):
-    """One projection an expert; its kernel is [experts, inputs, outputs], its bias [experts, outputs]."""
+    """One projection an expert; its kernel is [experts, inputs, outputs], its bias [experts, outputs].
+
+    Attributes:
+        scales: Of a kernel in few bits, which is [experts, outputs, inputs], or bytes of two inputs; None of others.
+    """
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, bias: bool, dtype: Any, rngs: nnx.Rngs):
         self.kernel = ReadInPlace(random_weights(rngs, (experts, inputs, outputs), dtype)[...])
+        self.scales: ReadInPlace | None = None
         self.bias = ReadInPlace(jnp.zeros((experts, outputs), dtype)) if bias else None
+
+    def hold(self, kernel: QuantizedKernel) -> None:
+        """Makes place for such weights in place of its own; of shapes alone, as `nnx.eval_shape` gives them."""
+        self.kernel, self.scales = ReadInPlace(kernel.values), nnx.data(ReadInPlace(kernel.scales))
+
+    def weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
+        """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
+        kernel, layer = self.kernel.stack_and_layer
+        if self.scales is None:
+            return kernel, layer
+        return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0]), layer
 
 
 class MixtureOfExperts(nnx.Module):
@@ -120,7 +137,7 @@ class MixtureOfExperts(nnx.Module):
         """The weighted sum of what each token's experts return; this device's part of it."""
         first, second = self.gate_up_proj, self.down_proj
         biases: dict[str, Any] = {}
-        (gate_up, layer), (down, _) = first.kernel.stack_and_layer, second.kernel.stack_and_layer
+        (gate_up, layer), (down, _) = first.weights(), second.weights()
         if first.bias is not None and second.bias is not None:
             (gate_up_bias, _), (down_bias, _) = first.bias.stack_and_layer, second.bias.stack_and_layer
             if not self.parallel.by_expert:  # each device has a part of what the bias is added to

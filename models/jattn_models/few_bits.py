@@ -1,13 +1,16 @@
 """Which projections of a model hold their weights in few bits: those of a checkpoint that are stored so, or all."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
+from jattn_models.experts import MixtureOfExperts
+from jattn_models.held_experts import hold_experts
 from jattn_models.layers import Linear
-from jattn_models.quantization import GroupScales, check_asked
+from jattn_models.quantization import ChannelScales, GroupScales, Mxfp4, Quantization, check_asked
 from jattn_models.stored_tensors import StoredTensors
 from jattn_models.weights import Path, Source
 
@@ -28,6 +31,11 @@ def hold_in_few_bits(model: Any, sources: Mapping[Path, Source], stored: StoredT
     """
     asked = stored.checkpoint.quantization
     check_asked(stored.quantization, asked)
+    for path, mixture in _mixtures(model):
+        own = [sources[*path, name, "kernel"] for name in ("gate_up_proj", "down_proj")]
+        kind = stored.held_as(itertools.chain.from_iterable(source.names() for source in own))
+        if kind is not None and (isinstance(kind, Mxfp4) or all("expert" in source.numbers for source in own)):
+            hold_experts(mixture, kind)
     if isinstance(stored.quantization, GroupScales):
         for path, linear in _linears(model):
             names = tuple(sources[*path, "kernel"].names())
@@ -44,9 +52,14 @@ def hold_in_few_bits(model: Any, sources: Mapping[Path, Source], stored: StoredT
 def hold_projections(model: Any, quantization: str) -> None:
     """Makes place for weights in fp8 or int4 in all projections of layers, but for gates.
 
-    Embeddings, routers, experts and what latent attention takes up are no projections of this kind.
+    Embeddings, routers and what latent attention takes up are no projections of this kind; experts are only in fp8, and
+    where each is a tensor of its own.
     """
     sources = model.sources()
+    if quantization == "fp8":
+        for path, mixture in _mixtures(model):
+            if "expert" in sources[*path, "down_proj", "kernel"].numbers:
+                hold_experts(mixture, ChannelScales())
     for path, linear in _linears(model):
         if path[0] != _IN_LAYERS or linear.kernel.get_value().shape[-1] < _FEW_OUTPUTS:
             continue
@@ -55,6 +68,12 @@ def hold_projections(model: Any, quantization: str) -> None:
         else:
             of_devices = model.parallel.size if sources[*path, "kernel"].sharded == "inputs" else 1
             _hold_in_int4(linear, math.gcd(group_size_of(linear.inputs * of_devices), linear.inputs))
+
+
+def hold_mixtures(model: Any, quantization: Quantization) -> None:
+    """Makes place for experts in few bits, in a model of shapes alone, where a kernel multiplies such."""
+    for _, mixture in _mixtures(model):
+        hold_experts(mixture, quantization)
 
 
 def group_size_of(inputs: int) -> int:
@@ -75,6 +94,10 @@ def _hold_in_int4(linear: Linear, group_size: int, **others: Any) -> None:
     """Not where groups are too small, or where two numbers in a byte would be of two outputs."""
     if group_size >= _LEAST_GROUP_SIZE and linear.inputs % 2 == 0:
         linear.hold_in_int4(group_size, **others)
+
+
+def _mixtures(model: nnx.Module) -> list[tuple[Path, MixtureOfExperts]]:
+    return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, MixtureOfExperts)]
 
 
 def _linears(model: nnx.Module) -> list[tuple[Path, Linear]]:

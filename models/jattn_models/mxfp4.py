@@ -13,9 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from jattn.checkpoint import Checkpoint
-
-_GROUP = 32  # inputs that share a scale
-_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # of e2m1's codes
+from jattn.matmul import MXFP4_GROUP as _GROUP
+from jattn.matmul import QuantizedKernel, dequantize_mxfp4
 
 
 def packed_names(name: str) -> tuple[str, str]:
@@ -35,6 +34,15 @@ def read_packed(
     Raises:
         ValueError: A tensor is missing, or has another shape or dtype.
     """
+    inputs = slice(0, shape[1]) if piece is None else piece[1]
+    blocks, scales = _read(checkpoint, name, shape, piece)
+    return _unpacked(blocks, scales, first=inputs.start % _GROUP, count=inputs.stop - inputs.start, dtype=dtype)
+
+
+def _read(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], piece: tuple[slice, ...] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks and scales, of the groups that a piece has inputs of."""
     experts, inputs, outputs = (slice(0, length) for length in shape) if piece is None else piece
     groups = slice(inputs.start // _GROUP, -(-inputs.stop // _GROUP))
     of_scales = (shape[0], shape[2], -(-shape[1] // _GROUP))
@@ -45,8 +53,22 @@ def read_packed(
     for each, tensor in ((blocks_name, blocks), (scales_name, scales)):
         if tensor.dtype != np.uint8:
             raise ValueError(f"Tensor {each!r} must be of bytes, uint8. Got {tensor.dtype}.")
-    first = inputs.start - groups.start * _GROUP
-    return _unpacked(blocks, scales, first=first, count=inputs.stop - inputs.start, dtype=dtype)
+    return blocks, scales
+
+
+def read_bytes(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], piece: tuple[slice, ...] | None
+) -> QuantizedKernel:
+    """A kernel, or a piece of one with whole groups, as it is stored; scales with their groups first.
+
+    Raises:
+        ValueError: As `read_packed`.
+    """
+    blocks, scales = _read(checkpoint, name, shape, piece)
+    return QuantizedKernel(values=jnp.asarray(blocks.reshape(*blocks.shape[:2], -1)), scales=_groups_first(scales))
+
+
+_groups_first = jax.jit(functools.partial(jnp.swapaxes, axis1=1, axis2=2))
 
 
 @functools.partial(jax.jit, static_argnames=("first", "count", "dtype"))
@@ -54,7 +76,5 @@ def _unpacked(
     blocks: UInt8[Array, "E F groups 16"], scales: UInt8[Array, "E F groups"], *, first: int, count: int, dtype: Any
 ) -> Float[Array, "E D F"]:
     """On the device, where four bits take an eighth of float32's bytes to bring."""
-    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, _GROUP)
-    powers = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)  # 2**-127, the least, is 0
-    rows = (jnp.asarray(_VALUES)[codes] * powers[..., None]).reshape(*scales.shape[:2], -1)
-    return jnp.swapaxes(rows[..., first : first + count], 1, 2).astype(dtype)
+    rows = dequantize_mxfp4(blocks.reshape(*blocks.shape[:2], -1), jnp.swapaxes(scales, 1, 2), dtype)
+    return jnp.swapaxes(rows[..., first : first + count], 1, 2)

@@ -129,6 +129,28 @@ class StoredTensors:
         _check_dtype(name, tensor, _DTYPES)
         return _in_groups(tensor, group_size=group_size)
 
+    def read_in_blocks(self, name: str, shape: tuple[int, int], piece: tuple[slice, ...] | None) -> QuantizedKernel:
+        """A tensor in fp8 with a scale for each block, or a piece of whole blocks of one, as it is stored.
+
+        Raises:
+            ValueError: As `read`.
+        """
+        tensor = self.checkpoint.read(name, shape, piece)
+        _check_dtype(name, tensor, (_FP8,))
+        scales, _ = self._scales(name, shape, piece)
+        return QuantizedKernel(values=jnp.asarray(tensor), scales=jnp.asarray(scales, jnp.float32))
+
+    def held_as(self, names: Iterable[str]) -> Quantization | None:
+        """How tensors of experts are stored, all of them alike, if in few bits that may be held; else None."""
+        match self.quantization:
+            case Mxfp4():
+                stored = all(map(self._is_in_mxfp4, names))
+            case BlockScales() | ChannelScales():
+                stored = all(self.checkpoint.dtype(name) == _FP8 for name in names)
+            case _:
+                return None
+        return self.quantization if stored else None
+
     def is_in_fp8(self, name: str) -> bool:
         """Whether a tensor is stored in fp8 with a scale for each output, or one for all of it."""
         return isinstance(self.quantization, ChannelScales) and self.checkpoint.dtype(name) == _FP8

@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jattn.matmul import INT4
+from jattn.matmul import INT4, MXFP4, NUMBERS_OF_BYTE
+from jattn_models.mxfp4 import read_bytes
 from jattn_models.sharding import ONLY_RANK, Rank, Sharded, pieces, whole_shape
 from jattn_models.stored_tensors import StoredTensors
 
@@ -113,7 +114,8 @@ def load(
         source, (_, abstract) = sources[path].on(rank), leaves[path]
         beside = {name: leaves[*path[:-1], name][1] for name in _BESIDE_KERNELS if (*path[:-1], name) in leaves}
         if path[-1] == "kernel" and beside:
-            parts = _quantized({"kernel": abstract, **beside}, source, stored, rank)
+            quantized = _in_mxfp4 if abstract.dtype == MXFP4 else _quantized
+            parts = quantized({"kernel": abstract, **beside}, source, stored, rank)
             loaded |= {(*path[:-1], name): leaf for name, leaf in parts.items()}
         else:
             loaded[path] = _leaf(abstract, source, stored, rank, is_kernel=path[-1] == "kernel")
@@ -164,11 +166,15 @@ def _quantized(
 ) -> dict[str, Array]:
     """A kernel in fp8 or int4, and what belongs to it."""
     leaves, (outputs, inputs) = {}, abstract["kernel"].shape[-2:]
-    in_int4, group_size = abstract["kernel"].dtype == INT4, inputs // abstract["scales"].shape[-2]
+    of_scales = abstract["scales"].shape[-2:]
+    in_int4, group_size = abstract["kernel"].dtype == INT4, inputs // of_scales[0]
+    height, in_blocks = max(1, outputs // of_scales[0]), not in_int4 and of_scales != (outputs, 1)
     for part in _parts((inputs, outputs), source, rank, transposed=True):
         rows, columns = part.shape
         if in_int4:
             kernel = stored.read_in_int4(part.name, (rows, columns), part.piece, group_size)
+        elif in_blocks:
+            kernel = stored.read_in_blocks(part.name, (rows, columns), part.piece)
         else:
             kernel = stored.read_in_fp8(part.name, (rows, columns), part.piece)
         found = {"kernel": kernel.values, "scales": kernel.scales, "zero_points": kernel.zero_points}
@@ -179,9 +185,28 @@ def _quantized(
             if in_int4 and name in _BESIDE_KERNELS:  # outputs last
                 corner, tensor = [*part.place, 0, part.start], part.taken(found[name].T).T
             else:
-                corner, tensor = [*part.place, part.start, 0], part.taken(found[name])
+                start = part.start // height if in_blocks and name == "scales" else part.start
+                corner, tensor = [*part.place, start, 0], part.taken(found[name])
             leaves[name] = _placed(leaf, tensor, corner, transposed=False)
     return {name: _from_bytes(leaf, abstract[name].dtype) for name, leaf in leaves.items()}
+
+
+def _in_mxfp4(
+    abstract: Mapping[str, jax.ShapeDtypeStruct], source: Source, stored: StoredTensors, rank: Rank
+) -> dict[str, Array]:
+    """The kernel of experts in mxfp4, and its scales."""
+    *_, experts, outputs, width = abstract["kernel"].shape
+    leaves = {}
+    for part in _parts((experts, NUMBERS_OF_BYTE * width, outputs), source, rank, transposed=False):
+        kernel = read_bytes(stored.checkpoint, part.name, part.shape, part.piece)
+        if not leaves:
+            leaves = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract.items()}
+        order = np.arange(kernel.values.shape[1]).reshape(-1, part.alternating).T.reshape(-1)
+        found = {"kernel": kernel.values[:, order], "scales": kernel.scales[:, :, order]}
+        corners = {"kernel": [*part.place, 0, part.start, 0], "scales": [*part.place, 0, 0, part.start]}
+        for name, leaf in leaves.items():
+            leaves[name] = _placed(leaf, found[name], corners[name], transposed=False)
+    return leaves
 
 
 def _shape_in_bytes(leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], Any]:

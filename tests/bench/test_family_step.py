@@ -62,7 +62,7 @@ def test_command_prints_a_row_a_batch(monkeypatch, capsys):
     monkeypatch.setattr(family_step, "SHAPES", shapes)
     family_step.main(["--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"])
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert row.items() >= {"model": "toy", "batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()
+    assert row.items() >= {"model": "toy, random bf16", "batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()
 
 
 def test_arrays_too_large_for_one_draw_are_made_in_parts(monkeypatch):

@@ -85,12 +85,19 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
 
 
 def _refuses_experts(call: ExpertsCall) -> str | None:
-    if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
+    in_few_bits = call.scales is not None and call.dtype == "bfloat16"
+    if call.dtype not in _DTYPES or not (in_few_bits or call.kernel_dtype == call.dtype):
         return f"`mosaic` does not take {call.dtype} tokens and {call.kernel_dtype} experts."
-    if call.num_tokens == 0 or call.hidden_size % 64 or call.units % 64:
+    if call.block is not None and (call.block[0] % 64 or call.block[1] % 128):
         return (
-            "`mosaic` takes some tokens of a multiple of 64 numbers, and experts of a multiple of 64 hidden units, not "
-            f"{call.num_tokens} of {call.hidden_size}, and {call.units}."
+            "`mosaic` takes experts in fp8 with scales of blocks of a multiple of 64 outputs by one of 128 inputs, not "
+            f"of {call.block[0]} by {call.block[1]}."
+        )
+    multiple = 128 if call.kernel_dtype == "float8_e4m3fn" else 64
+    if call.num_tokens == 0 or call.hidden_size % multiple or call.units % multiple:
+        return (
+            f"`mosaic` takes some tokens of a multiple of {multiple} numbers, and experts of a multiple of {multiple} "
+            f"hidden units, not {call.num_tokens} of {call.hidden_size}, and {call.units}."
         )
     return None
 

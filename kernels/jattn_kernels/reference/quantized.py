@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 _LARGEST = 448.0  # of e4m3
+_E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # what its codes without a sign stand for
 _MANTISSA_BITS, _LEAST_EXPONENT = 3, -6  # numbers below 2^-6 stand 2^-9 apart
 
 
@@ -31,10 +32,14 @@ def quantize_rows(x: Float[Any, "*rows D"]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantized(
-    values: Shaped[Any, "F D"], scales: Float[Any, "SF SD"], zero_points: Int[Any, "SF SD"] | None = None
+    values: Shaped[Any, "F D"], scales: Shaped[Any, "SF SD"], zero_points: Int[Any, "SF SD"] | None = None
 ) -> np.ndarray:
-    """What weights in blocks stand for; those of int4 have their scales, and zero points, inputs first."""
-    if np.asarray(values).dtype == ml_dtypes.int4:
+    """What weights in blocks stand for; those of int4 and mxfp4 have their scales, and zero points, inputs first."""
+    if np.asarray(values).dtype == np.uint8:
+        codes = np.stack([np.asarray(values) & 15, np.asarray(values) >> 4], axis=-1).reshape(len(values), -1)
+        values = np.where(codes & 8, -1, 1) * np.array(_E2M1)[codes & 7]
+        scales = np.exp2(np.asarray(scales, np.float64).T - 127)
+    elif np.asarray(values).dtype == ml_dtypes.int4:
         scales, zero_points = (None if each is None else np.asarray(each).T for each in (scales, zero_points))
 
     def of_each(blocks: np.ndarray) -> np.ndarray:

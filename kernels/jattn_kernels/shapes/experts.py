@@ -2,7 +2,8 @@
 
 import jax.numpy as jnp
 
-from jattn_kernels.quantized import QuantizedKernel, check_quantized
+from jattn_kernels.mxfp4 import GROUP
+from jattn_kernels.quantized import INT4, MXFP4, NUMBERS_OF_BYTE, QuantizedKernel, check_quantized
 from jattn_kernels.shapes.arrays import (
     FLOATS,
     check_are_arrays,
@@ -93,9 +94,31 @@ def _check_quantized_experts(gate_up, down) -> None:
             raise ValueError(
                 f"`gate_up` and `down` must both be quantised, or neither. Got {name}.dtype={kernel.dtype}."
             )
-        check_quantized(kernel, name, ("L", "E"))
-        if kernel.scales_kind != "channel":
+        if kernel.dtype == MXFP4:
+            _check_mxfp4(name, kernel)
+        else:
+            check_quantized(kernel, name, ("L", "E"))
+        if kernel.dtype == INT4:
             raise ValueError(
-                f"`{name}` must be in fp8 with a scale for each output, or one for each expert. Got "
-                f"values.dtype={kernel.dtype}, scales.shape={kernel.scales.shape}, values.shape={kernel.values.shape}."
+                f"`{name}` must be in fp8 with a scale for each output, expert or block, or in mxfp4. Got "
+                f"values.dtype={kernel.dtype}."
             )
+    if gate_up.scales_kind != down.scales_kind:
+        raise ValueError(
+            "`gate_up` and `down` must have scales of the same kind. Got one of each "
+            f"{gate_up.scales_kind} and {down.scales_kind}."
+        )
+
+
+def _check_mxfp4(name, kernel) -> None:
+    values, scales = kernel.values, kernel.scales
+    check_are_arrays(values=values, scales=scales)
+    *stack, outputs, width = values.shape
+    groups = (*stack, width * NUMBERS_OF_BYTE // GROUP, outputs)
+    fits = width * NUMBERS_OF_BYTE % GROUP == 0 and scales.shape == groups and scales.dtype == MXFP4
+    if not fits or kernel.zero_points is not None:
+        raise ValueError(
+            f"`{name}` must have uint8 values [E, F, D / 2] and uint8 scales [E, D / {GROUP}, F], both perhaps after "
+            f"L, and no zero points. Got values.shape={values.shape}, scales.dtype={scales.dtype}, "
+            f"scales.shape={scales.shape}."
+        )

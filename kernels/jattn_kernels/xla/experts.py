@@ -1,16 +1,18 @@
 """A mixture of experts in portable jnp: a loop over the experts that are met, some of an expert's rows at a time."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.lowering.expert_groups import group_by_expert, weighed_rows, weighted_sum
 from jattn_kernels.lowering.routing import routed
+from jattn_kernels.mxfp4 import dequantize_mxfp4
 from jattn_kernels.operands import ExpertsOperands
-from jattn_kernels.quantized import quantize_rows
+from jattn_kernels.quantized import MXFP4
 from jattn_kernels.splits import added
-from jattn_kernels.xla.quantized_matmul import fp8_product
 
 _MOST_ROWS = 128  # of a product: more would be spent on experts that few rows go to
 
@@ -34,9 +36,8 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
         if scales is None:
             out = jnp.matmul(a, kernels[layer, expert], precision=precision, preferred_element_type=jnp.float32)
         else:
-            in_fp8, row_scales = quantize_rows(a)
-            sums = fp8_product(call.device, kernels[layer, expert], in_fp8)
-            out = sums * row_scales * scales[layer, expert].T
+            wide = _dequantized(kernels[layer, expert], scales[layer, expert], x.dtype)
+            out = jnp.matmul(a, wide.T, precision=precision, preferred_element_type=jnp.float32)
         return out if bias is None else out + bias[layer, expert].astype(jnp.float32)[None]
 
     def do_tile(number, out):
@@ -51,3 +52,12 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
     start = jnp.zeros((len(sources), call.hidden_size), x.dtype)
     out = jax.lax.fori_loop(0, groups.num_tiles[0], do_tile, start)
     return weighted_sum(out, groups.slots, None if call.weighs_inputs else weights.T)
+
+
+def _dequantized(values: Shaped[Array, "F _"], scales: Shaped[Array, "_ _"], dtype: Any) -> Float[Array, "F D"]:
+    """What an expert's weights stand for, rounded once to a dtype."""
+    if values.dtype == MXFP4:
+        return dequantize_mxfp4(values, scales, dtype)
+    (outputs, inputs), (heights, depths) = values.shape, scales.shape
+    blocks = values.astype(jnp.float32).reshape(heights, outputs // heights, depths, inputs // depths)
+    return (blocks * scales[:, None, :, None]).reshape(values.shape).astype(dtype)

@@ -18,8 +18,10 @@ from jattn_kernels.lowering.expert_groups import (
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
+from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
-from jattn_kernels.mosaic.sm90.experts.tile_sizes import product_tiles
+from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
+from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
 from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.splits import Splits, added
@@ -27,10 +29,12 @@ from jattn_kernels.splits import Splits, added
 
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
     """Rows are read where they are, weights in place; what experts return is kept for some columns at a time."""
-    sizes = product_tiles(call)
+    sizes = product_tiles(call) if call.scales is None else few_bits_tiles(call)
     weights, groups = _in_order(call, operands, sizes.block_rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
     rows = weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x
+    if call.scales is not None:
+        return _of_few_bits(call, operands, sizes, groups, rows, None if call.weighs_inputs else weights)
     hidden = grouped_product(
         ProductOperands.of_first(operands, groups, rows), sizes, num_slots=num_slots, activation=call.activation
     )
@@ -41,6 +45,49 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
 
     out_type = jax.ShapeDtypeStruct((num_slots, call.hidden_size), operands.x.dtype)
     return sum_in_pieces(product, second, groups.slots, None if call.weighs_inputs else weights, out_type=out_type)
+
+
+def _of_few_bits(
+    call: ExpertsCall,
+    operands: ExpertsOperands,
+    sizes: ProductTiles,
+    groups: ExpertGroups,
+    rows: Float[Array, "X D"],
+    weights: Float32[Array, "k T"] | None,
+) -> Float[Array, "T D"]:
+    """The same with weights of 8 or 4 bits, beside rows in two terms of fp8."""
+    num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
+    facts: dict[str, Any] = {"num_slots": num_slots, "scales": call.scales, "dtype": operands.x.dtype, "sizes": sizes}
+
+    def given(rows: Any, sources: Any, kernel: Any, scales: Any, bias: Any) -> FewBitsOperands:
+        depth = rows.shape[1] if sources is not None else call.units
+        terms, factors = two_terms(
+            jnp.pad(rows, ((0, 0), (0, padded(depth) - rows.shape[1]))),
+            sources,
+            columns=depth,
+            num_rows=num_slots + sizes.block_rows,
+            turned=call.scales == "group",
+        )
+        return FewBitsOperands(
+            x=terms,
+            x_scales=factors,
+            kernel=kernel,
+            scales=scales[..., 0] if call.scales == "channel" else scales,
+            bias=bias,
+            layer=operands.layer_index.reshape(1),
+            work=groups.work,
+            num_tiles=groups.num_tiles,
+        )
+
+    first = given(rows, groups.sources, operands.gate_up, operands.gate_up_scales, operands.gate_up_bias)
+    hidden = few_bits_product(first, activation=call.activation, width=padded(call.units), **facts)
+    second = given(hidden, None, operands.down, operands.down_scales, operands.down_bias)
+
+    def product(operands: FewBitsOperands, columns: slice) -> Float[Array, "S columns"]:
+        return few_bits_product(operands, columns=columns, **facts)
+
+    out_type = jax.ShapeDtypeStruct((num_slots, call.hidden_size), operands.x.dtype)
+    return sum_in_pieces(product, second, groups.slots, weights, out_type=out_type)
 
 
 def _in_order(

@@ -34,7 +34,7 @@ from jattn_kernels.mosaic.sm90.experts.gather import ROW_BYTES, gather_rows, gat
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
-_PAIR = 2  # blocks of columns that a consumer warpgroup sums
+PAIR = 2  # blocks of columns that a consumer warpgroup sums
 
 
 class _Scratch(NamedTuple):
@@ -45,7 +45,7 @@ class _Scratch(NamedTuple):
     empty: Any
 
 
-class _WorkTile(NamedTuple):
+class WorkTile(NamedTuple):
     """Some rows of an expert, and a block of columns."""
 
     expert: Any
@@ -71,7 +71,7 @@ def grouped_product(
     wide = operands.kernel.shape[3]
     columns = columns or slice(0, wide if activation is None else wide // 2)
     leaves, tree = jax.tree.flatten(operands)
-    product = _Product(
+    product = GroupedProduct(
         sizes=sizes,
         depth=operands.kernel.shape[2],
         first_column=columns.start,
@@ -91,7 +91,9 @@ def grouped_product(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Product:
+class GroupedProduct:
+    """What a kernel of such a product does; another that holds its weights otherwise is a subclass."""
+
     sizes: ProductTiles
     depth: int
     first_column: int
@@ -116,38 +118,38 @@ class _Product:
     @property
     def block_columns(self) -> int:
         """Columns of the result that a work tile computes."""
-        return self.side * (_PAIR if self.activation is None else 1)
+        return self.side * (PAIR if self.activation is None else 1)
 
     def body(self, tree, *refs):
         operands, out = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
-        pl.run_scoped(functools.partial(self._warpgroup, operands, out), self._scratch(), collective_axes="warpgroup")
+        pl.run_scoped(functools.partial(self._warpgroup, operands, out), self.scratch(), collective_axes="warpgroup")
 
-    def _scratch(self) -> _Scratch:
+    def scratch(self) -> Any:
         sizes, width = self.sizes, self.block_depth
         return _Scratch(
-            kernel=tiles.tile((sizes.stages, _PAIR, width, self.side), self.dtype, copied_columns=WGMMA_ROWS),
+            kernel=tiles.tile((sizes.stages, PAIR, width, self.side), self.dtype, copied_columns=WGMMA_ROWS),
             x=tiles.tile((sizes.stages, sizes.block_rows, width), self.dtype),
             out=tiles.tile((sizes.consumers, sizes.block_rows, WGMMA_ROWS), self.dtype),
-            full=plgpu.Barrier(num_arrivals=_PAIR + 1, num_barriers=sizes.stages),
+            full=plgpu.Barrier(num_arrivals=PAIR + 1, num_barriers=sizes.stages),
             empty=plgpu.Barrier(num_arrivals=sizes.consumers, num_barriers=sizes.stages),
         )
 
-    def _warpgroup(self, operands: ProductOperands, out: Any, scratch: _Scratch):
+    def _warpgroup(self, operands: Any, out: Any, scratch: Any):
         warpgroup, consumers = lax.axis_index("warpgroup"), self.sizes.consumers
 
         @pl.when(warpgroup == consumers)
         def produce():
             if consumers > 1:
                 plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            self._produce(operands, scratch)
+            self.produce(operands, scratch)
 
         @pl.when(warpgroup < consumers)
         def consume():
             if consumers > 1:
                 plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-            self._consume(operands, out, scratch, warpgroup)
+            self.consume(operands, out, scratch, warpgroup)
 
-    def _for_each_tile(self, operands: ProductOperands, visit: Callable[[_WorkTile, Any], Any]) -> Any:
+    def for_each_tile(self, operands: Any, visit: Callable[[WorkTile, Any], Any]) -> Any:
         """Calls `visit(work tile, steps before it) -> steps after it` for each of the block's; the steps in all.
 
         The blocks of columns of the same rows are neighbours' tiles. A tile is read from memory one ahead.
@@ -159,7 +161,7 @@ class _Product:
         def read(number):
             rows_of = jnp.minimum(lax.div(number, blocks), operands.work.shape[0] - 1)
             expert, slot, rows = (operands.work[rows_of, field] for field in range(3))
-            return _WorkTile(expert, slot, rows, lax.rem(number, blocks))
+            return WorkTile(expert, slot, rows, lax.rem(number, blocks))
 
         def step(i, carry):
             tile, done = carry
@@ -170,17 +172,17 @@ class _Product:
         tiles_here = lax.div(total - first + stride - 1, stride)
         return lax.fori_loop(0, tiles_here, step, (read(first), jnp.int32(0)))[1]
 
-    def _produce(self, operands: ProductOperands, scratch: _Scratch) -> None:
+    def produce(self, operands: Any, scratch: Any) -> None:
         stages, lag = self.sizes.stages, self.sizes.lag
         layer = operands.layer[0]
 
-        def copy_tile(tile: _WorkTile, done):
+        def copy_tile(tile: WorkTile, done):
             def copy_step(k, step):
                 stage = lax.rem(step, stages)
                 pl.when(step >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
                 inputs = pl.ds(k * self.block_depth, self.block_depth)
-                for part in range(_PAIR):
-                    columns = pl.ds(self._weight_column(tile, part), self.side)
+                for part in range(PAIR):
+                    columns = pl.ds(self.weight_column(tile, part), self.side)
                     weights: Any = operands.kernel
                     weights = weights.at[layer, tile.expert, inputs, columns]
                     plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage, part], scratch.full.at[stage])
@@ -197,7 +199,7 @@ class _Product:
 
             return lax.fori_loop(0, self.steps, copy_step, done)
 
-        steps = self._for_each_tile(operands, copy_tile)
+        steps = self.for_each_tile(operands, copy_tile)
         gathered(0)
 
         @pl.loop(jnp.maximum(steps - lag, 0), steps)
@@ -208,31 +210,31 @@ class _Product:
         def wait_for_the_last(step):
             plgpu.barrier_wait(scratch.empty.at[lax.rem(step, stages)])
 
-    def _weight_column(self, tile: _WorkTile, part: int) -> Any:
+    def weight_column(self, tile: WorkTile, part: int) -> Any:
         """Where one block of a tile's pair begins in the weights."""
         if self.activation is not None:
             return part * self.columns + tile.block * self.side
         return self.first_column + tile.block * self.block_columns + part * self.side
 
-    def _consume(self, operands: ProductOperands, out: Any, scratch: _Scratch, warpgroup: Any) -> None:
-        def multiply_tile(tile: _WorkTile, done):
+    def consume(self, operands: Any, out: Any, scratch: Any, warpgroup: Any) -> None:
+        def multiply_tile(tile: WorkTile, done):
             least = 0
             for count in self.sizes.row_counts:
                 enough = (tile.rows > least) & (tile.rows <= count)
-                pl.when(enough)(functools.partial(self._multiply, operands, out, scratch, warpgroup, tile, count, done))
+                pl.when(enough)(functools.partial(self.multiply, operands, out, scratch, warpgroup, tile, count, done))
                 least = count
             return done + self.steps
 
-        self._for_each_tile(operands, multiply_tile)
+        self.for_each_tile(operands, multiply_tile)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _multiply(
+    def multiply(
         self,
-        operands: ProductOperands,
+        operands: Any,
         out: Any,
-        scratch: _Scratch,
+        scratch: Any,
         warpgroup: Any,
-        tile: _WorkTile,
+        tile: WorkTile,
         count: int,
         done: Any,
     ) -> None:
@@ -247,7 +249,7 @@ class _Product:
                 x = scratch.x.at[stage, pl.ds(0, count)].transpose((1, 0))
                 for part, acc in enumerate(sums):
                     plgpu.wgmma(acc, scratch.kernel.at[stage, part, :, own].transpose((1, 0)), x)
-                plgpu.wgmma_wait(_PAIR)  # those of the last step are done
+                plgpu.wgmma_wait(PAIR)  # those of the last step are done
 
                 @pl.when(k > 0)
                 def free():
@@ -258,26 +260,32 @@ class _Product:
             lax.fori_loop(0, self.steps, multiply_step, ())
             return [acc[...] for acc in sums]
 
-        results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, count) for _ in range(_PAIR)))
+        results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, count) for _ in range(PAIR)))
         plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + self.steps - 1, stages)])
+        self.finish(operands, out, scratch.out.at[warpgroup], warpgroup, tile, count, results)
+
+    def finish(
+        self, operands: Any, out: Any, staging: Any, warpgroup: Any, tile: WorkTile, count: int, results: list[Any]
+    ) -> None:
+        """Biases, activation and the way out of a warpgroup's sums of its two blocks of columns."""
         if operands.bias is not None:
             results = [
-                result + self._bias(operands.bias, operands.layer[0], tile, part, warpgroup, count)
+                result + self.of_columns(operands.bias, operands.layer[0], tile, part, warpgroup, count)
                 for part, result in enumerate(results)
             ]
         if self.activation is not None:
             results = [self.activation(*results)]
         for part, result in enumerate(results):
-            self._store(result, out, scratch.out.at[warpgroup], tile, part * self.side + warpgroup * WGMMA_ROWS)
+            self._store(result, out, staging, tile, part * self.side + warpgroup * WGMMA_ROWS)
 
-    def _bias(self, bias: Any, layer: Any, tile: _WorkTile, part: int, warpgroup: Any, count: int) -> Any:
+    def of_columns(self, numbers: Any, layer: Any, tile: WorkTile, part: int, warpgroup: Any, count: int) -> Any:
         """Of a warpgroup's columns, for every row. The columns past the last are not stored: theirs is any."""
-        column = self._weight_column(tile, part) + warpgroup * WGMMA_ROWS
-        column = pl.ds(jnp.minimum(column, bias.shape[2] - WGMMA_ROWS), WGMMA_ROWS)
-        own = plgpu.load(bias.at[layer, tile.expert, column], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        column = self.weight_column(tile, part) + warpgroup * WGMMA_ROWS
+        column = pl.ds(jnp.minimum(column, numbers.shape[2] - WGMMA_ROWS), WGMMA_ROWS)
+        own = plgpu.load(numbers.at[layer, tile.expert, column], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         return lax.broadcast_in_dim(own.astype(jnp.float32), (WGMMA_ROWS, count), [0])
 
-    def _store(self, result: Any, out: Any, staging: Any, tile: _WorkTile, column: Any) -> None:
+    def _store(self, result: Any, out: Any, staging: Any, tile: WorkTile, column: Any) -> None:
         """Some columns of a tile's rows, in groups of 8 rows."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was staged before
         staging.at[pl.ds(0, result.shape[1])].transpose((1, 0))[...] = result.astype(self.dtype)

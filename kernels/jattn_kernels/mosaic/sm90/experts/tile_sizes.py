@@ -3,9 +3,13 @@
 import dataclasses
 
 from jattn_kernels.call import ExpertsCall
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 
 _ROW_COUNTS = (8, 16, 32, 64)
 _ROWS_OF_PROMPTS = 24  # an expert: from here on tensor cores are what is waited for, not memory
+_MOST_ROWS_IN_4_BITS = 64  # whose sums leave registers for the weights
+_MOST_STAGES = 10  # of weights of few bits: more do not make copies arrive earlier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,3 +39,20 @@ def product_tiles(call: ExpertsCall) -> ProductTiles:
     block_rows = next((count for count in _ROW_COUNTS if call.num_tokens <= count), _ROW_COUNTS[-1])
     row_counts = tuple(count for count in _ROW_COUNTS if count <= block_rows)
     return ProductTiles(block_rows=block_rows, row_counts=row_counts, consumers=1, stages=8, lag=3)
+
+
+def few_bits_tiles(call: ExpertsCall) -> ProductTiles:
+    """The sizes for weights of 8 or 4 bits; as many stages as fit."""
+    sizes, in_4_bits = product_tiles(call), call.scales == "group"
+    counts = sizes.row_counts
+    if in_4_bits:  # one consumer makes weights wider while the other multiplies
+        counts = tuple(sorted({min(count, _MOST_ROWS_IN_4_BITS) for count in counts}))
+        sizes = dataclasses.replace(sizes, consumers=2)
+    elif sizes.block_rows > _ROW_COUNTS[-1]:
+        counts = counts[:-1]
+    sizes = dataclasses.replace(sizes, block_rows=counts[-1], row_counts=counts)
+    depth, column_bytes = (160, 80 + 5) if in_4_bits else (128, 128)
+    stage = 2 * (sizes.consumers * WGMMA_ROWS * column_bytes + sizes.block_rows * depth)
+    out = sizes.consumers * sizes.block_rows * WGMMA_ROWS * 2
+    left = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - tiles.REDUCTION_BYTES - out
+    return dataclasses.replace(sizes, stages=min(_MOST_STAGES, left // stage), lag=0)

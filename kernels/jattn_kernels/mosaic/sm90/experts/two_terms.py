@@ -1,0 +1,122 @@
+"""Rows in two terms of fp8 (e4m3), whose sum has the eight bits of bfloat16: products in fp8 that round no row.
+
+A row is divided by a power of two that brings its largest number to 128 up to 256. The first term is the nearest number
+of four bits, the second what is left, which four bits hold. What is smaller than 1 / 512 of the row's largest number is
+off by at most 2^-17 of that; the others are exact. A block a row, all of it in the registers of one warpgroup.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm
+from jaxtyping import Array, Float, Float32, Int
+
+from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.experts.e2m1 import FACTOR, in_order
+from jattn_kernels.quantized import FP8
+
+TERMS = 2
+_THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
+_MANTISSA, _BIAS, _TOP = 23, 127, 7  # of float32; the exponent that a row's largest number gets
+_HALF, _KEPT = 1 << 19, -(1 << 20)  # of float32's bits: what rounds to four of them, and these with sign and exponent
+_LEAST = 2.0**-6  # of e4m3's normal numbers
+_FIRSTS, _SECONDS = 0x6420, 0x7531  # of eight bytes: those of even numbers, and of odd ones
+_GROUP = 32  # inputs that are turned among themselves
+
+
+def padded(columns: int) -> int:
+    """Columns that rows must have in memory, for so many."""
+    return -(-columns // (_THREADS * _VECTOR)) * _THREADS * _VECTOR
+
+
+def two_terms(
+    rows: Float[Array, "X P"], sources: Int[Array, " S"] | None, *, columns: int, num_rows: int, turned: bool
+) -> tuple[Float[Array, "2 R P"], Float32[Array, " R"]]:
+    """Both terms of each slot's row, and the rows' factors; whatever memory held, in rows behind the last slot.
+
+    Args:
+        rows: bfloat16, `padded`.
+        sources: Which row stands in a slot; None where row i stands in slot i.
+        columns: Of them how many count; the others become 0.
+        num_rows: Of the result.
+        turned: Whether inputs are in the order of weights of 4 bits (`in_order`), and factors have that of these.
+    """
+    width = rows.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=_VECTOR)
+
+    def kernel(x_ref, *refs):
+        *source_ref, terms_ref, scales_ref = refs
+        slot = lax.axis_index("slot")
+        # In slots that no row has is whatever memory held.
+        row = jnp.clip(source_ref[0][slot], 0, rows.shape[0] - 1) if source_ref else slot
+        numbers = plgpu.load(x_ref.at[row], layout=layout, optimized=False).astype(jnp.float32)
+        if columns != width:
+            numbers = jnp.where(plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) < columns, numbers, 0.0)
+        largest = lax.broadcast_in_dim(jnp.max(jnp.abs(numbers)), (width,), [])  # Mosaic has no bits of a scalar
+        exponent = jnp.maximum(_bits(largest) >> _MANTISSA, _TOP + 1)
+        numbers *= _float((2 * _BIAS + _TOP - exponent) << _MANTISSA)
+        first = _float((_bits(numbers) + _HALF) & _KEPT)
+        first = jnp.where(jnp.abs(numbers) < _LEAST, 0.0, first)
+        for term, values in enumerate((first, numbers - first)):
+            if turned:
+                _store_turned(terms_ref.at[term, slot], values.astype(FP8), layout)
+            else:
+                terms_ref[term, slot] = values.astype(FP8)
+        scales_ref[slot] = jnp.max(_float((exponent - _TOP) << _MANTISSA)) * (FACTOR if turned else 1.0)
+
+    run = launch.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((TERMS, num_rows, width), FP8),
+            jax.ShapeDtypeStruct((num_rows,), jnp.float32),
+        ),
+        grid=(rows.shape[0] if sources is None else sources.shape[0],),
+        grid_names=("slot",),
+        kernel_name="two_terms",
+    )
+    return run(rows) if sources is None else run(rows, sources)
+
+
+def _store_turned(target: Any, values: jax.Array, layout: Any) -> None:
+    """target[...] = in_order(values): a thread's eight numbers are two words of it."""
+    if tiles.interpret_params() is not None:
+        target[...] = in_order(values[None])[0]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def store(ctx: Any, target: Any, values: Any) -> None:
+        del ctx
+        i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        two_words = ir.VectorType.get((2,), i32)
+
+        def const(value: int) -> Any:
+            return arith.constant(i32, value)
+
+        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_THREADS))
+        of_group = _GROUP // _VECTOR
+        group, number = arith.divui(thread, const(of_group)), arith.remui(thread, const(of_group))
+        place = arith.addi(arith.muli(group, const(_GROUP)), arith.muli(number, const(_VECTOR // 2)))
+        pointer = utils.memref_ptr(target)
+        for i, register in enumerate(values.registers.flat):
+            words = utils.bitcast(register, two_words)
+            low, high = (llvm.extractelement(words, const(word)) for word in range(2))
+            for half, chosen in enumerate((_FIRSTS, _SECONDS)):
+                word = llvm.inline_asm(i32, [low, high], f"prmt.b32 $0, $1, $2, {chosen};", "=r,r,r")
+                offset = arith.addi(place, const(i * _THREADS * _VECTOR + half * _GROUP // 2))
+                llvm.store(word, utils.getelementptr(pointer, [offset], i8))
+
+    run: Any = store
+    run(target, values)
+
+
+def _bits(numbers: Any) -> Any:
+    return lax.bitcast_convert_type(numbers, jnp.int32)
+
+
+def _float(bits: Any) -> Any:
+    return lax.bitcast_convert_type(bits, jnp.float32)
