@@ -27,7 +27,7 @@ _ROTATED_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (8, 16, 32, 64, 128, 256),
     "paged_extend": (8, 16, 32, 64, 128, 256),
-    "mla_decode": (16, 32, 64, 128),
+    **dict.fromkeys(("mla_decode", "mla_extend"), (16, 32, 64, 128)),
     "rotate_and_write": (8, 16, 32, 64, 128),
 }
 _MOST_LATENT, _ROTATED_DIM = 512, 64
@@ -36,6 +36,7 @@ _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
     "paged_extend": (),
     "ragged_extend": (),
+    "mla_extend": ("custom_mask", "alibi_slopes"),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 
@@ -109,7 +110,7 @@ def _refuses_norm(call: NormCall) -> str | None:
 
 def _refuses_attention(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
-    if operation == "mla_decode":
+    if operation in ("mla_decode", "mla_extend"):
         return _refuses_latent(call)
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
@@ -144,19 +145,23 @@ def _refuses_attention(call: AttentionCall) -> str | None:
 
 
 def _refuses_latent(call: AttentionCall) -> str | None:
-    spec, page_sizes = call.spec, _PAGE_SIZES["mla_decode"]
+    spec, operation = call.spec, call.operation
+    page_sizes = _PAGE_SIZES[operation]
     if call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
-        return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in mla_decode."
+        return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in {operation}."
     if spec.value_dim % 128 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
         return (
             f"`mosaic` takes latents of a multiple of 128 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
             f"ones, not {spec.value_dim} and {spec.head_dim - spec.value_dim}."
         )
     if call.page_size not in page_sizes:
-        return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in mla_decode, not {call.page_size}."
+        return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
+    for name in _NOT_SERVED.get(operation, ()):
+        if name in call.features:
+            return f"`mosaic` does not do `{name}` in {operation}."
     if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
         return (
-            f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in mla_decode, "
+            f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
             f"not {call.num_tokens}."
         )
     return None
@@ -191,5 +196,5 @@ MOSAIC = Implementation(
     refuses=refuses,
     run=_run,
     make_schedule=_make_schedule,
-    per_sequence_work=frozenset({"paged_decode", "paged_extend", "mla_decode"}),
+    per_sequence_work=frozenset({"paged_decode", "paged_extend", "mla_decode", "mla_extend"}),
 )
