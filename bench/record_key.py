@@ -24,7 +24,7 @@ WITH_PRODUCTS = ("decode_step_moe", "decode_step_quantized")  # with weights by 
 # Cases. Of bfloat16 weights steps of mixtures alone have such products: their projections are small enough for them.
 _EXPERTS = ("mixture_of_experts/", "routed_experts/")
 _PRODUCTS = ("matmul/", "matmul_splits/")
-_LATENTS = ("mosaic/mla_decode_", "mosaic/mla_extend_")
+_LATENTS = ("mosaic/mla_decode_", "mosaic/mla_extend_", "mla_write/")
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
 _SECONDS = 1200
 

@@ -82,7 +82,7 @@ def test_clashes_names_a_clash_in_one_sentence(wrong, sentence):
 
 def test_served_names_an_implementation_and_a_reason_for_every_call():
     rows = served(CPU)
-    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 24
+    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 27
     assert {row.implementation for row in rows} == {"xla"}
     assert all("`xla`" in row.reason for row in rows)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall, Operation
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
+from jattn_kernels.spec import AttentionSpec
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
@@ -112,6 +113,8 @@ def _refuses_attention(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
     if operation in ("mla_decode", "mla_extend"):
         return _refuses_latent(call)
+    if operation == "mla_write":
+        return _refuses_latent_write(call)
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
@@ -149,11 +152,8 @@ def _refuses_latent(call: AttentionCall) -> str | None:
     page_sizes = _PAGE_SIZES[operation]
     if call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in {operation}."
-    if spec.value_dim % 128 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
-        return (
-            f"`mosaic` takes latents of a multiple of 128 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
-            f"ones, not {spec.value_dim} and {spec.head_dim - spec.value_dim}."
-        )
+    if sentence := _refuses_latent_widths(spec):
+        return sentence
     if call.page_size not in page_sizes:
         return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
     for name in _NOT_SERVED.get(operation, ()):
@@ -163,6 +163,21 @@ def _refuses_latent(call: AttentionCall) -> str | None:
         return (
             f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
             f"not {call.num_tokens}."
+        )
+    return None
+
+
+def _refuses_latent_write(call: AttentionCall) -> str | None:
+    if call.q_dtype not in _DTYPES or call.kv_dtype != call.q_dtype:
+        return f"`mosaic` does not take {call.q_dtype} rows and {call.kv_dtype} latents in mla_write."
+    return _refuses_latent_widths(call.spec)
+
+
+def _refuses_latent_widths(spec: AttentionSpec) -> str | None:
+    if spec.value_dim % 128 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
+        return (
+            f"`mosaic` takes latents of a multiple of 128 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
+            f"ones, not {spec.value_dim} and {spec.head_dim - spec.value_dim}."
         )
     return None
 
