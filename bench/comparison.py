@@ -62,6 +62,8 @@ def latent_pairs(record: Path = RECORD) -> list[tuple[Row, Row | None]]:
     theirs = [row for row in read_rows(FLASHINFER) if row["case"] == "mla_decode"]
     return [
         (row, fastest([peer for peer in theirs if all(peer[name] == row[name] for name in work)], "time_us"))
+        if "kv_dtype" not in row
+        else (row, None)
         for row in read_rows(record / "latent.jsonl")
     ]
 

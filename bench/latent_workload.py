@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from bench.workloads import MATMUL_TFLOPS, READ_GBPS, random_normal, random_page_table
+from bench.workloads import DTYPES, MATMUL_TFLOPS, READ_GBPS, random_normal, random_page_table
 from jattn_kernels import make_schedule, ragged_extend
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.spec import AttentionSpec
@@ -35,6 +35,7 @@ class LatentWorkload:
 
     Attributes:
         q_tokens: Query tokens a sequence of an extend, the last of its `ctx`; None is decode.
+        kv: Name of the rows' dtype; queries are of bf16.
     """
 
     batch: int
@@ -42,6 +43,7 @@ class LatentWorkload:
     hq: int
     page: int = 16
     q_tokens: int | None = None
+    kv: str = "bf16"
     chained: ClassVar[tuple[str, ...]] = ("page_table",)
 
     @property
@@ -51,7 +53,8 @@ class LatentWorkload:
     @property
     def name(self) -> str:
         q = "" if self.q_tokens is None else f"_q{self.q_tokens}"
-        return f"{self.case}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}_p{self.page}"
+        kv = "" if self.kv == "bf16" else f"_{self.kv}"
+        return f"{self.case}{kv}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}_p{self.page}"
 
     @property
     def spec(self) -> AttentionSpec:
@@ -66,7 +69,7 @@ class LatentWorkload:
     @property
     def kv_bytes(self) -> int:
         """Of the rows, which are read once for keys and values."""
-        return self.batch * self.ctx * (VALUE_DIM + ROTARY_DIM) * jnp.dtype(_DTYPE).itemsize
+        return self.batch * self.ctx * (VALUE_DIM + ROTARY_DIM) * jnp.dtype(DTYPES[self.kv]).itemsize
 
     @property
     def flops(self) -> int:
@@ -81,7 +84,8 @@ class LatentWorkload:
     def fields(self) -> dict[str, Any]:
         """What names this workload in a row of a record."""
         q = {} if self.q_tokens is None else {"q": self.q_tokens}
-        return {"case": self.case, "batch": self.batch, **q, "ctx": self.ctx, "hq": self.hq, "page": self.page}
+        kv = {} if self.kv == "bf16" else {"kv_dtype": self.kv}
+        return {"case": self.case, "batch": self.batch, **q, "ctx": self.ctx, "hq": self.hq, "page": self.page, **kv}
 
     def rate(self, time_us: float) -> dict[str, float]:
         """What a call of this duration reaches."""
@@ -101,7 +105,7 @@ class LatentWorkload:
         return LatentArrays(
             q=random_normal(q_keys, (*tokens, self.hq, VALUE_DIM), _DTYPE),
             q_pe=random_normal(pe_key, (*tokens, self.hq, ROTARY_DIM), _DTYPE),
-            latent_pages=random_normal(row_key, (pools, num_pages, self.page, width), _DTYPE),
+            latent_pages=random_normal(row_key, (pools, num_pages, self.page, width), DTYPES[self.kv]),
             page_table=jnp.asarray(page_table),
             seq_lens=seq_lens,
             schedule=self._schedule(seq_lens, ends, implementation),
@@ -115,6 +119,7 @@ class LatentWorkload:
             spec=self.spec,
             num_tokens=1 if self.q_tokens is None else self.batch * self.q_tokens,
             dtype=_DTYPE,
+            kv_dtype=DTYPES[self.kv],
             page_size=self.page,
             operation="mla_decode" if self.q_tokens is None else "mla_extend",
             max_seq_len=self.ctx,

@@ -77,12 +77,16 @@ EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, invariant=True),
 )
 
-# The rows of the peers' file; short extends behind a prefix; a prompt of heads made of latent rows.
+# The rows of the peers' file, some over fp8; short extends behind a prefix; a prompt of heads made of latent rows.
 LATENT: tuple[LatentWorkload | ExpandedWorkload, ...] = (
     *(
         LatentWorkload(batch=batch, ctx=ctx, hq=hq)
         for hq in (16, 128)
         for batch, ctx in ((1, 8192), (8, 8192), (32, 8192), (128, 2048))
+    ),
+    *(
+        LatentWorkload(batch=batch, ctx=ctx, hq=16, kv="fp8_e4m3")
+        for batch, ctx in ((1, 8192), (32, 8192), (128, 2048))
     ),
     *(
         LatentWorkload(batch=1, ctx=8192 + tokens, hq=hq, q_tokens=tokens, page=64)

@@ -169,7 +169,7 @@ def _feature_cells(row: Row) -> Cells:
 
 def _latent_cells(row: Row, peer: Row | None) -> Cells:
     return (
-        "expanded" if row["case"] == "expanded" else "absorbed",
+        "expanded" if row["case"] == "expanded" else "absorbed, fp8" if "kv_dtype" in row else "absorbed",
         str(row["batch"]),
         f"{row.get('q', 1):,}",
         f"{row['ctx']:,}",

@@ -45,12 +45,17 @@ def case(name, *, heads=16, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype
     )
 
 
+FP8_LAYERS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "page_size": 64}
 INTERPRETED = [
+    case("fp8_few_rows", heads=8, kv_lens=(70, 3), kv_dtype="float8_e4m3fn"),
     case("few_rows_layers", num_layers=2, layer_index=1, kv_lens=(70, 3), page_size=64),
     case("verify_window", heads=32, q_len=2, kv_lens=(270, 65), kv_start=(5, 0), spec={"window_left": 40}),
     case("blocks_of_rows_split", heads=128, kv_lens=(300, 0), dtype="float16", padding_rows=1),
 ]
 SLOW = [
+    case("fp8", kv_lens=(270, 1, 0, 70), kv_dtype="float8_e4m3fn", kv_scale="scalar", padding_rows=1),
+    case("fp8_window_layers", heads=8, q_len=2, kv_lens=(130, 9), spec={"window_left": 40}, **FP8_LAYERS),
+    case("fp8_whole_widths", kv_lens=(200,), kv_dtype="float8_e4m3fn", spec={"head_dim": 576, "v_head_dim": 512}),
     case("few_rows", kv_lens=(13, 1, 0, 70, 600)),
     case("few_rows_two_tokens", heads=8, q_len=2, kv_lens=(130, 9)),
     case("whole_widths", heads=64, kv_lens=(200,), spec={"head_dim": 576, "v_head_dim": 512}),
@@ -115,7 +120,11 @@ def test_a_given_schedule_is_that_of_the_kernel_that_serves_the_call(monkeypatch
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kv_dtype": "float8_e4m3fn"}, "`mosaic` does not take bfloat16 queries and float8_e4m3fn latents"),
+        ({"kv_dtype": "float8_e5m2"}, "`mosaic` does not take bfloat16 queries and float8_e5m2 latents"),
+        (
+            {"kv_dtype": "float8_e4m3fn", "heads": 32},
+            "takes at most 16 rows of queries .* fp8 latents, not 32",
+        ),
         ({"spec": {"head_dim": 176}}, "`mosaic` takes latents of a multiple of 128 numbers up to 512, and 64 rotated"),
         ({"heads": 32, "spec": {"head_dim": 256, "v_head_dim": 192}}, "takes latents of a multiple of 128 .*, not 192"),
         ({"page_size": 8}, "`mosaic` takes page_size 16, 32, 64, 128 in mla_decode, not 8"),

@@ -32,6 +32,7 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
     "rotate_and_write": (8, 16, 32, 64, 128),
 }
 _MOST_LATENT, _ROTATED_DIM = 512, 64
+_MOST_FP8_ROWS = 16
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
@@ -150,7 +151,10 @@ def _refuses_attention(call: AttentionCall) -> str | None:
 def _refuses_latent(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
     page_sizes = _PAGE_SIZES[operation]
-    if call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
+    if operation == "mla_decode" and (call.q_dtype, call.kv_dtype) == ("bfloat16", "float8_e4m3fn"):
+        if (rows := spec.num_q_heads * (call.num_tokens or 1)) > _MOST_FP8_ROWS:
+            return f"`mosaic` takes at most {_MOST_FP8_ROWS} rows of queries a sequence over fp8 latents, not {rows}."
+    elif call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in {operation}."
     if sentence := _refuses_latent_widths(spec):
         return sentence

@@ -9,6 +9,7 @@ from tests.kernels.harness.case_table import Case
 
 _LENS = (130, 1, 64, 0, 257, 1500)
 _VERIFY = {"q_lens": (3,) * 6, "kv_lens": (130, 3, 64, 0, 257, 1500)}
+_FP8 = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "page_size": 64}
 _EVERYTHING = {"sinks": True, "q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 
 
@@ -61,6 +62,9 @@ LATENT_CASES = [
     *itertools.chain.from_iterable(map(_cases_of, (16, 64))),
     latent_case("alibi_of_64", 64, alibi=True),
     latent_case("several_blocks_of_rows", 40, **_VERIFY),
+    *(latent_case(f"fp8_of_{heads}", heads, **_FP8) for heads in (8, 16)),
+    latent_case("fp8_everything", 4, **_FP8, **_VERIFY, sinks=True, q_scale="rows", spec={"window_left": 200}),
+    latent_case("fp8_invariant", 16, kv_dtype="float8_e4m3fn", spec={"batch_invariant": True}),
     *(_extend_case(f"heads_{heads}", heads) for heads in (5, 16, 32, 64, 128)),
     *itertools.chain.from_iterable(map(_extend_cases_of, (16, 128))),
 ]
