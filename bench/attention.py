@@ -37,9 +37,9 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
 
     A captured graph of one stream runs so. Without the dependence XLA could run neighbours side by side. A decode call
     takes the output before it for its queries; an extend call, whose softmax must stay that of random queries, a page
-    table made from it, which costs one small kernel. Of two passes each has such offsets too, and every output is
-    given: XLA would do the pass over rows once for all calls, and merge one number where nobody takes an output. That
-    pass makes its own work list each time, which the others are given.
+    table made from it, which costs one small kernel. Of two passes each has such offsets too, as a pass over rows alone
+    has, and every output is given: XLA would do the pass over rows once for all calls, and merge one number where
+    nobody takes an output. That pass makes its own work list each time, which the others are given.
 
     Returns:
         The jitted function of `Arrays`, which gives the last output, last in a list.
@@ -56,10 +56,11 @@ def unrolled(workload: AttentionWorkload, implementation: str, *, calls: int, po
                 arrays = arrays._replace(q=out.astype(arrays.q.dtype))
             else:
                 wrong = (~jnp.isfinite(out[0, 0, 0])).astype(jnp.int32)
-                arrays = arrays._replace(page_table=arrays.page_table + wrong[None, None])
-                if workload.two_passes:
-                    arrays = arrays._replace(cu_q_lens=arrays.cu_q_lens + wrong[None])
-        return outs if workload.two_passes else outs[-1:]
+                of_before = {name: getattr(arrays, name) for name in workload.chained}
+                arrays = arrays._replace(
+                    **{name: array + wrong.reshape((1,) * array.ndim) for name, array in of_before.items()}
+                )
+        return outs if "cu_q_lens" in workload.chained else outs[-1:]
 
     return jax.jit(run)
 

@@ -56,6 +56,18 @@ def triton_pairs(record: Path = RECORD) -> list[tuple[Row, dict[str, Row]]]:
     return found
 
 
+def latent_pairs(record: Path = RECORD) -> list[tuple[Row, Row | None]]:
+    """Each row of latent attention, with the peer's fastest of the same work, if there is one."""
+    work = ("case", "batch", "ctx", "hq")
+    theirs = [row for row in read_rows(FLASHINFER) if row["case"] == "mla_decode"]
+    return [
+        (row, fastest([peer for peer in theirs if all(peer[name] == row[name] for name in work)], "time_us"))
+        if "kv_dtype" not in row
+        else (row, None)
+        for row in read_rows(record / "latent.jsonl")
+    ]
+
+
 def mixture_pairs(record: Path = RECORD) -> list[tuple[Row, Row | None]]:
     """Each row of layers of experts with PyTorch's of the same work, if there is one."""
     work = ("model", "tokens", "draw")

@@ -29,6 +29,7 @@ PARTS = (
     "prefill",
     "prefill_features",
     "prefill_dense",
+    "latent",
     "decode_step",
     "decode_step_moe",
     "decode_step_quantized",
@@ -37,10 +38,8 @@ PARTS = (
     "accuracy",
     "triton",
 )
-OF_OTHERS = (
-    "prefill_dense",
-    "moe_layer_torch",
-)  # parts in which no kernel of ours runs: changes of the code leave them as they are
+# Parts in which no kernel of ours runs: changes of the code leave them as they are.
+OF_OTHERS = ("prefill_dense", "moe_layer_torch")
 _COMPILING_THREADS = 8
 _NOTHING_LEFT = 5  # pytest's exit code where no test was to be run
 
@@ -153,9 +152,10 @@ def record_attention(recorder: Recorder, part: str, *, quick: bool, implementati
         "decode_features": named_workloads.DECODE_FEATURES,
         "prefill": named_workloads.EXTEND,
         "prefill_features": named_workloads.EXTEND_FEATURES,
+        "latent": named_workloads.LATENT,
     }
-    table = tables[part]
-    of_peers = not part.endswith("features")
+    table: tuple[Any, ...] = tables[part]
+    of_peers = part in ("decode", "prefill")
     plain = [w for w in table if of_peers and (w.page, w.layout, w.hq, w.kv) == (16, "NHD", 32, "bf16")]
     first = implementations[0]
     short: dict[str, Any] = {"repeats": 3, "seconds": 0.03}

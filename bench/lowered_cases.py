@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import jattn_kernels
 from bench.lowered import lowered_hash
-from jattn_kernels import AttentionSpec, QuantizedKernel, Routing, Splits, Unnormed
+from jattn_kernels import AttentionSpec, QuantizedKernel, RawLatents, Routing, Splits, Unnormed
 from jattn_kernels.call import Device
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
@@ -80,6 +80,13 @@ def _others() -> Iterator[tuple[str, Hashed]]:
         "write_latent_pages",
         functools.partial(lowered_hash, jattn_kernels.write_latent_pages, latent, *parts, slots),
     )
+    angle = _array((8, 32), "float32")
+    for name, rows in (
+        ("rows", _array((8, 576), "bfloat16")),
+        ("splits", Splits(parts=_array((4, 8, 576), "float32"), num_rows=8, dtype=jnp.dtype("bfloat16"))),
+    ):
+        raw = RawLatents(rows=rows, scale=_array((512,), "bfloat16"), cos=angle, sin=angle, eps=1e-6)
+        yield f"mla_write/{name}", functools.partial(lowered_hash, jattn_kernels.mla_write, raw, latent, slots)
     yield "copy_pages", functools.partial(lowered_hash, jattn_kernels.copy_pages, pages, slots, slots)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+from bench.latent_workload import ExpandedWorkload, LatentWorkload
 from bench.mixture_workload import MixtureShapes, MixtureWorkload
 from bench.shared_prefix import SharedPrefixWorkload
 from bench.step_workload import StepWorkload
@@ -74,6 +75,25 @@ EXTEND_FEATURES: tuple[AttentionWorkload, ...] = (
     AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, rope=True),
     AttentionWorkload(batch=8, ctx=8192, q_tokens=1024, two_passes=True),
     AttentionWorkload(batch=1, ctx=8192, q_tokens=8192, invariant=True),
+)
+
+# The rows of the peers' file, some over fp8; short extends behind a prefix; a prompt of heads made of latent rows.
+LATENT: tuple[LatentWorkload | ExpandedWorkload, ...] = (
+    *(
+        LatentWorkload(batch=batch, ctx=ctx, hq=hq)
+        for hq in (16, 128)
+        for batch, ctx in ((1, 8192), (8, 8192), (32, 8192), (128, 2048))
+    ),
+    *(
+        LatentWorkload(batch=batch, ctx=ctx, hq=16, kv="fp8_e4m3")
+        for batch, ctx in ((1, 8192), (32, 8192), (128, 2048))
+    ),
+    *(
+        LatentWorkload(batch=1, ctx=8192 + tokens, hq=hq, q_tokens=tokens, page=64)
+        for hq in (16, 128)
+        for tokens in (32, 128, 512)
+    ),
+    ExpandedWorkload(tokens=8192, hq=128),
 )
 
 # Of these the record says how far the results are from exact ones.

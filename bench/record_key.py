@@ -19,11 +19,12 @@ from pathlib import Path
 FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
 WITH_EXPERTS = ("moe_layer",)  # parts of the record
+WITH_LATENTS = ("latent",)
 WITH_PRODUCTS = ("decode_step_moe", "decode_step_quantized")  # with weights by kernels; the first has experts too
 # Cases. Of bfloat16 weights steps of mixtures alone have such products: their projections are small enough for them.
 _EXPERTS = ("mixture_of_experts/", "routed_experts/")
 _PRODUCTS = ("matmul/", "matmul_splits/")
-_OF_NO_PART = ("mosaic/mla_decode_",)  # what no row of the record has run yet, whose code voids nothing
+_LATENTS = ("mosaic/mla_decode_", "mosaic/mla_extend_", "mla_write/")
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
 _SECONDS = 1200
 
@@ -38,6 +39,7 @@ class RecordKey:
         kernels_sha: In every row: of all cases' hashes, but for those that joined after the first row.
         experts_sha: The same in rows of parts with experts, whose cases do not count in the others; None if it is one.
         products_sha: And of parts with products and experts; None if it is one with the experts'.
+        latents_sha: And of parts with latent rows; None if it is `kernels_sha`.
         sources_sha: Of the files.
         jax: The version that lowered them.
         cases: By name of a case the hash of what it was lowered to.
@@ -49,9 +51,12 @@ class RecordKey:
     cases: Mapping[str, str]
     experts_sha: str | None = None
     products_sha: str | None = None
+    latents_sha: str | None = None
 
     def sha_of(self, part: str) -> str:
         """What a part's rows bear."""
+        if part in WITH_LATENTS:
+            return self.latents_sha or self.kernels_sha
         of_experts = self.experts_sha or self.kernels_sha
         if part in WITH_PRODUCTS:
             return self.products_sha or of_experts
@@ -69,8 +74,7 @@ class RecordKey:
 
     def changed(self, cases: Mapping[str, str]) -> list[str]:
         """The recorded cases that are lowered to something else, or not at all; new ones are nobody's loss."""
-        changed = [name for name, digest in self.cases.items() if cases.get(name) != digest]
-        return [name for name in changed if not name.startswith(_OF_NO_PART)]
+        return [name for name, digest in self.cases.items() if cases.get(name) != digest]
 
 
 def sources_sha(root: Path) -> str:
@@ -109,11 +113,15 @@ def current_key(record: Path, root: Path, lower: Lower = lower) -> RecordKey:
     kernels = hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
     if recorded is not None and recorded.jax == jax:
         changed = recorded.changed(cases)
-        if all(name.startswith((*_EXPERTS, *_PRODUCTS)) for name in changed):
-            has_experts = any(name.startswith(_EXPERTS) for name in changed)
+        if all(name.startswith((*_EXPERTS, *_PRODUCTS, *_LATENTS)) for name in changed):
+
+            def sha(recorded, *kinds):
+                return kernels if any(name.startswith(kinds) for name in changed) else recorded
+
             shas = {
-                "experts_sha": kernels if has_experts else recorded.experts_sha,
-                "products_sha": kernels if changed else recorded.products_sha,
+                "experts_sha": sha(recorded.experts_sha, *_EXPERTS),
+                "products_sha": sha(recorded.products_sha, *_EXPERTS, *_PRODUCTS),
+                "latents_sha": sha(recorded.latents_sha, *_LATENTS),
             }
             return dataclasses.replace(recorded, sources_sha=sources, cases=cases, **shas)
     return RecordKey(kernels_sha=kernels, sources_sha=sources, jax=jax, cases=cases)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench import plots
 from bench.accuracy import SAMPLED_TOKENS
-from bench.comparison import dense_equivalents, mixture_pairs, pairs, triton_pairs
+from bench.comparison import dense_equivalents, latent_pairs, mixture_pairs, pairs, triton_pairs
 from bench.gpu_record import PARTS
 from bench.record_files import RECORD, ROOT, Row, read_rows
 from jattn_kernels.features import feature_markdown
@@ -20,6 +20,8 @@ PICTURES = {  # by case: file, text, and what draws it
 }
 _DENSE = {"jax-attention_mgpu": "`attention_mgpu`", "jax-cudnn": "cuDNN"}  # columns, by implementation
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
+
+_LATENT_RATES = ("GB/s", "TFLOP/s")
 
 Cells = tuple[str, ...]
 
@@ -59,6 +61,12 @@ def section(record: Path = RECORD) -> str:
                 (*_prefill_feature_cells(row), *_dense_cells(row, record))
                 for row in read_rows(record / "prefill_features.jsonl")
             ),
+        ),
+        _table(
+            "Latent attention at DeepSeek's widths, bf16: absorbed over latent rows of 576 numbers, a decode or new "
+            "tokens behind what is there; and a prompt over keys of 192 and values of 128 that were made of rows.",
+            ("what", "batch", "new tokens", "context", "heads", "page", "jattn", "FlashInfer", "ratio", *_LATENT_RATES),
+            starmap(_latent_cells, latent_pairs(record)),
         ),
         _table(
             "How far results are from exact attention over the numbers that a call was given: the error of a head's "
@@ -156,6 +164,22 @@ def _feature_cells(row: Row) -> Cells:
         f"{row['time_us']:,.1f} µs",
         f"{row['GBps']:,.0f}",
         f"{row['roofline_share']:.0%}",
+    )
+
+
+def _latent_cells(row: Row, peer: Row | None) -> Cells:
+    return (
+        "expanded" if row["case"] == "expanded" else "absorbed, fp8" if "kv_dtype" in row else "absorbed",
+        str(row["batch"]),
+        f"{row.get('q', 1):,}",
+        f"{row['ctx']:,}",
+        str(row["hq"]),
+        str(row.get("page", "")),
+        f"{row['time_us']:,.1f} µs",
+        "" if peer is None else f"{peer['time_us']:,.1f} µs",
+        "" if peer is None else f"{row['time_us'] / peer['time_us']:.2f}",
+        f"{row['GBps']:,.0f}" if "GBps" in row else "",
+        f"{row['TFLOPs']:,.0f}",
     )
 
 

@@ -103,6 +103,11 @@ class AttentionWorkload:
         return f"{self.case}_{self.kv}_b{self.batch}_ctx{self.ctx}{q}_h{self.hq}-{self.hkv}x{self.d}_p{self.page}{more}"
 
     @property
+    def chained(self) -> tuple[str, ...]:
+        """Arrays that an extend is given of a call before it, where they are unrolled."""
+        return ("page_table", "cu_q_lens") if self.two_passes else ("page_table",)
+
+    @property
     def kv_lens(self) -> tuple[int, ...]:
         match self.batch:
             case "ragged64":

@@ -7,6 +7,7 @@ from jattn.attention.backend import (
     BackendOptions,
     EngineBackend,
     ExtendsLatent,
+    SavesLatents,
     SavesRotated,
     forward,
     forward_latent,
@@ -15,6 +16,7 @@ from jattn.attention.backend import (
 from jattn.attention.latent_form import HeadWidths
 from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
+from jattn_kernels import RawLatents
 
 __all__ = [
     "BACKENDS",
@@ -25,6 +27,8 @@ __all__ = [
     "ExtendsLatent",
     "HeadWidths",
     "LatentHeads",
+    "RawLatents",
+    "SavesLatents",
     "SavesRotated",
     "backend_class",
     "forward",

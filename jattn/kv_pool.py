@@ -13,7 +13,7 @@ from jattn.matmul import Splits
 from jattn.norm import HeadNorms
 from jattn.pytree import pytree, static
 from jattn.rotary import Angles
-from jattn_kernels import rotate_and_write, write_latent_pages, write_pages
+from jattn_kernels import RawLatents, mla_write, rotate_and_write, write_latent_pages, write_pages
 from jattn_kernels.shapes.arrays import check_layer_index
 from jattn_kernels.spec import PageLayout
 
@@ -261,6 +261,24 @@ class KVPool:
             implementation=implementation,
         )
         return q, self._with(group, k_pages, v_pages)
+
+    def latents_written(
+        self,
+        group: int,
+        layer_index: Int[Array, ""] | int,
+        slots: Int[Array, " T"],
+        latents: RawLatents,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[Float[Array, "T W"], "KVPool"]:
+        """Latent rows that are made, and the pool with them.
+
+        Args:
+            implementation: Of the kernel; None lets dispatch choose.
+        """
+        pages = self.groups[group].k
+        rows, pages = mla_write(latents, pages, slots, layer_index=layer_index, implementation=implementation)
+        return rows, self._with(group, pages, None)
 
     def _with(self, group: int, k_pages: Array, v_pages: Array | None) -> "KVPool":
         new = dataclasses.replace(self.groups[group], k=k_pages, v=v_pages)

@@ -15,6 +15,7 @@ from jattn.kv_pool import KVPool
 from jattn.matmul import Splits, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
+from jattn_kernels import RawLatents
 
 
 @typing.runtime_checkable
@@ -67,6 +68,17 @@ class SavesRotated(Protocol):
 
 
 @typing.runtime_checkable
+class SavesLatents(Protocol):
+    """A backend that can norm and turn latent rows and save them at once."""
+
+    def save_latents(
+        self, latents: RawLatents, layer: AttentionLayer, metadata: Any, pool: KVPool
+    ) -> tuple[Float[Array, "T 1 W"], KVPool] | None:
+        """The rows, and the pool that has them; None if it does not serve the layer."""
+        ...
+
+
+@typing.runtime_checkable
 class ExtendsLatent(Protocol):
     """A backend that can make keys and values of latent rows where that costs less than to attend to the rows."""
 
@@ -79,6 +91,7 @@ class ExtendsLatent(Protocol):
         layer: AttentionLayer,
         metadata: Any,
         pool: KVPool,
+        save_kv_cache: bool = True,
     ) -> tuple[Float[Array, "T N V"], KVPool] | None:
         """Output of heads, and the pool with this pass's rows; None where attention is to be absorbed."""
         ...
@@ -143,7 +156,7 @@ def forward_latent(
     backend: AttentionBackend,
     q_nope: Float[Array, "T N D"],
     q_pe: Float[Array, "T N R"],
-    rows: Float[Array, "T 1 W"],
+    rows: Float[Array, "T 1 W"] | RawLatents,
     heads: LatentHeads,
     layer: AttentionLayer,
     forward_batch: ForwardBatch,
@@ -155,7 +168,7 @@ def forward_latent(
     Args:
         q_nope: Of the queries the part that does not turn, not absorbed.
         q_pe: The part that does, turned.
-        rows: Of this pass's tokens.
+        rows: Of this pass's tokens; or what they are made of, for a backend to make them as it saves them.
 
     Returns:
         The output of heads, and the pool with this pass's rows.
@@ -166,12 +179,17 @@ def forward_latent(
     instance("layer", layer, AttentionLayer)
     if layer.kv != "latent":
         raise ValueError(f"`layer` must read latent rows. Got kv={layer.kv!r}.")
+    is_new = True
+    if isinstance(rows, RawLatents):
+        saved = backend.save_latents(rows, layer, metadata, pool) if isinstance(backend, SavesLatents) else None
+        rows, pool = (rows.made()[:, None], pool) if saved is None else saved
+        is_new = saved is None
     if isinstance(backend, ExtendsLatent):
-        extended = backend.extend_latent(q_nope, q_pe, rows, heads, layer, metadata, pool)
+        extended = backend.extend_latent(q_nope, q_pe, rows, heads, layer, metadata, pool, is_new)
         if extended is not None:
             return extended
     q, values = jnp.concatenate([heads.absorbed(q_nope), q_pe], axis=-1), rows[..., : layer.v_head_dim]
-    out, pool = forward(backend, q, rows, values, layer, forward_batch, metadata, pool)
+    out, pool = forward(backend, q, rows, values, layer, forward_batch, metadata, pool, is_new)
     return heads.values(out), pool
 
 

@@ -64,11 +64,12 @@ def extend_expanded(
     """
     q = jnp.concatenate([q_nope, q_pe], axis=-1)
     has_positions = spec.window_left is not None or spec.chunk_size is not None
+    expansion = heads.expansion(rows.shape[1])
     first = {"q_start": plan.prefix_lens} if has_positions else {}
 
     def attend(rows, starts, spec, kv_start):
         options: dict[str, Any] = {**first, "kv_start": kv_start} if has_positions else {}
-        k, v = heads.keys_and_values(rows)
+        k, v = expansion.keys_and_values(rows)
         facts = {"spec": spec, "implementation": implementation, "return_lse": True}
         return ragged_extend(q, k, v, plan.cu_q_lens, starts, **facts, **options)
 

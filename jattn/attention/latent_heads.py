@@ -1,6 +1,7 @@
 """LatentHeads: the up-projections of latent attention, and what both of its forms do with them."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jattn.matmul import precision
@@ -27,10 +28,28 @@ class LatentHeads:
         """The output of heads, from means of rows."""
         return jnp.einsum("tnc,nvc->tnv", out, self.v_up, precision=precision(out))
 
+    def expansion(self, width: int) -> "Expansion":
+        """What makes keys and values of rows of so many numbers."""
+        heads, _, latent = self.k_up.shape
+        turned = jnp.eye(width - latent, width, latent, dtype=self.k_up.dtype)
+        k_up, v_up = (jnp.pad(up, ((0, 0), (0, 0), (0, width - latent))) for up in (self.k_up, self.v_up))
+        turned = jnp.broadcast_to(turned[None], (heads, *turned.shape))
+        return Expansion(jnp.concatenate([k_up, turned], axis=1), v_up)
+
+
+@pytree()
+class Expansion:
+    """Products of whole rows: what turns is copied into each head's key by ones, and is nothing to values.
+
+    So keys are written once, as they are attended to: put together of two parts they would be read and written again.
+    """
+
+    k: Float[Array, "N H W"]
+    v: Float[Array, "N V W"]
+
     def keys_and_values(self, rows: Float[Array, "S W"]) -> tuple[Float[Array, "S N H"], Float[Array, "S N V"]]:
         """Of each row the keys of all heads, with what turns, which they share, behind the rest; and the values."""
-        c_kv, k_pe = jnp.split(rows, (self.k_up.shape[-1],), axis=-1)
-        k_nope = jnp.einsum("sc,ndc->snd", c_kv, self.k_up, precision=precision(rows))
-        k_pe = jnp.broadcast_to(k_pe[:, None], (*k_nope.shape[:2], k_pe.shape[-1]))
-        values = jnp.einsum("sc,nvc->snv", c_kv, self.v_up, precision=precision(rows))
-        return jnp.concatenate([k_nope, k_pe], axis=-1), values
+        keys = jnp.einsum("sw,nhw->snh", rows, self.k, precision=precision(rows))
+        # Products of the same rows, XLA would make one, and copies of its two parts.
+        values = jnp.einsum("sw,nvw->snv", lax.optimization_barrier(rows), self.v, precision=precision(rows))
+        return keys, values

@@ -23,6 +23,7 @@ from jattn.kv_pool import KVPool
 from jattn.matmul import Splits, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
+from jattn_kernels import RawLatents
 from jattn_kernels.dispatch import is_served, works_per_sequence
 
 
@@ -136,6 +137,7 @@ class PagedAttentionBackend:
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         pool: KVPool,
+        save_kv_cache: bool = True,
     ) -> tuple[Float[Array, "T N V"], KVPool] | None:
         """Output of heads, and the pool with this pass's rows; None where attention is to be absorbed."""
         kind, slots = kind_of(layer), metadata.slots[layer.group]
@@ -144,7 +146,8 @@ class PagedAttentionBackend:
             return None
         assert kind.head_widths is not None
         scale = layer.k_scale if self._is_fp8 else None
-        pool = pool.written(layer, slots, rows, None, scale)
+        if save_kv_cache:
+            pool = pool.written(layer, slots, rows, None, scale)
         pages, page_table = pool.groups[layer.group].k, metadata.page_tables[layer.group]
         latents = LatentPages(pages=pages, page_table=page_table, layer_index=layer.layer_id, scale=scale)
         own = rows[:, 0]
@@ -183,6 +186,17 @@ class PagedAttentionBackend:
             return rotate(q, *angles), pool
         options = {"norms": norms, "implementation": self.options.implementation}
         return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, **options)
+
+    def save_latents(
+        self, latents: RawLatents, layer: AttentionLayer, metadata: AttentionMetadata, pool: KVPool
+    ) -> tuple[Float[Array, "T 1 W"], KVPool] | None:
+        """The rows that are made, and the pool with them; None where nothing does both. The pool may be donated."""
+        options, slots = {"implementation": self.options.implementation}, metadata.slots[layer.group]
+        facts: dict[str, Any] = {"dtype": latents.dtype, "page_size": self.page_size, **options}
+        if latents.dtype != self._stored_dtype or not is_served("mla_write", spec=kind_of(layer).spec, **facts):
+            return None
+        rows, pool = pool.latents_written(layer.group, layer.layer_id, slots, latents, **options)
+        return rows[:, None], pool
 
     def _schedule(self, kind: LayerKind, metadata: AttentionMetadata, is_mixed: bool) -> Any:
         if kind.is_cross and metadata.encoder_lens is None:

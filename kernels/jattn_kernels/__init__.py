@@ -4,12 +4,14 @@ from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, r
 from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
+from jattn_kernels.latent_write import mla_write
 from jattn_kernels.matmul import matmul, matmul_splits
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import add_rms_norm, rms_norm, taken
 from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
 from jattn_kernels.quantized import QuantizedKernel, quantize_kernel, quantize_rows
+from jattn_kernels.raw_latents import RawLatents
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.rotation import rotate
 from jattn_kernels.routing import route
@@ -23,6 +25,7 @@ __all__ = [
     "AttentionSpec",
     "HeadNorms",
     "QuantizedKernel",
+    "RawLatents",
     "Routing",
     "Splits",
     "Unnormed",
@@ -41,6 +44,7 @@ __all__ = [
     "mixture_of_experts",
     "mla_decode",
     "mla_extend",
+    "mla_write",
     "normed_heads",
     "paged_decode",
     "paged_extend",

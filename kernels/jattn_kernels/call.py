@@ -14,7 +14,9 @@ from jattn_kernels.quantized import ScalesKind
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.spec import AttentionSpec
 
-Operation = Literal["paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "rotate_and_write"]
+Operation = Literal[
+    "paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "mla_write", "rotate_and_write"
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,7 @@ FEATURES: Mapping[str, tuple[AttentionCall, ...]] = {
     "sinks": _calls(options=("sinks",)),
     "rotary embedding in the kernel, decode": _calls("paged_decode", rope_theta=1e4),
     "rotary embedding in the kernel, extend": _calls("paged_extend", rope_theta=1e4),
+    "latent rows: norm, rotary embedding and page write in one": _calls("mla_write"),
     "rotary embedding with the page write": _calls("rotate_and_write"),
     "norms of heads before they turn": _calls("rotate_and_write", options=("head_norms",)),
     "batch-invariant results": _calls(batch_invariant=True),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from jattn_kernels.head_norms import HeadNorms
+from jattn_kernels.raw_latents import RawLatents
 from jattn_kernels.splits import Splits
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
@@ -158,6 +159,18 @@ class RotaryOperands:
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentRowOperands:
+    """All arrays of the write of latent rows into pages."""
+
+    latents: RawLatents
+    pages: Float[Array, "*L P page_size W"]
+    slots: Int[Array, " T"]
+    layer_index: Int[Array, ""] | int | None = None
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOperands:
     """All arrays of a norm; `layer_index` names the row of `scale`.
 
@@ -220,4 +233,4 @@ class MatmulOperands:
     norm: NormOperands | None = None
 
 
-Operands = AttentionOperands | RotaryOperands | NormOperands | ExpertsOperands | MatmulOperands
+Operands = AttentionOperands | RotaryOperands | LatentRowOperands | NormOperands | ExpertsOperands | MatmulOperands

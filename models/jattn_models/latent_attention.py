@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, forward_latent
+from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, RawLatents, forward_latent
 from jattn.kv_pool import KVGroupSpec
 from jattn.norm import Unnormed, taken
 from jattn.parallel import Parallel
@@ -106,8 +106,10 @@ class LatentAttention(nnx.Module):
         compressed = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
         heads = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)
         q_nope, q_pe = jnp.split(heads, (heads.shape[-1] - self.rope_dim,), axis=-1)
-        c_kv, k_pe = jnp.split(self.kv_a_proj(x), (self.kv_rank,), axis=-1)
-        rows = jnp.concatenate([self.kv_a_norm(c_kv)[:, None], rotate(k_pe[:, None], *angles)], axis=-1)
+        assert self.kv_a_norm.scale is not None
+        scale, number = self.kv_a_norm.scale.stack_and_layer
+        facts = {"scale": scale, "layer_index": number, "eps": _EPS}
+        rows = RawLatents(rows=self.kv_a_proj.splits(x), cos=angles[0], sin=angles[1], **facts)
         attended = (q_nope, rotate(q_pe, *angles), rows, LatentHeads(self.k_up[...], self.v_up[...]))
         rest = (self.layer(layer_index), this_pass.forward_batch, this_pass.metadata, pool)
         out, pool = forward_latent(this_pass.backend, *attended, *rest)

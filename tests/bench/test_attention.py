@@ -9,12 +9,15 @@ import pytest
 
 from bench import attention
 from bench.attention import measured, num_calls, num_pools, unrolled
+from bench.latent_workload import ExpandedWorkload, LatentWorkload
 from bench.named_workloads import DECODE, EXTEND
 from bench.workloads import AttentionWorkload
 
 DECODE_TINY = AttentionWorkload(batch=3, ctx=21, hq=4, hkv=2, d=16, page=8)
 EXTEND_TINY = dataclasses.replace(DECODE_TINY, q_tokens=5)
 TWO_PASSES_TINY = dataclasses.replace(EXTEND_TINY, two_passes=True)
+LATENT_TINY = LatentWorkload(batch=2, ctx=21, hq=2, page=8)
+LATENTS_TINY = (LATENT_TINY, dataclasses.replace(LATENT_TINY, q_tokens=5), ExpandedWorkload(tokens=9, hq=2))
 L2_BYTES = 60 * 2**20
 
 
@@ -48,7 +51,18 @@ def test_unrolled_extend_gives_the_last_pools_answer():
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
-@pytest.mark.parametrize("workload", [DECODE_TINY, EXTEND_TINY, TWO_PASSES_TINY], ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", LATENTS_TINY, ids=lambda workload: workload.name)
+def test_latent_calls_are_timed(workload):
+    row, _ = measured(workload, "xla", repeats=1, seconds=0.01)
+    assert workload.fields().items() <= row.items()
+    assert row["time_us"] > 0
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [DECODE_TINY, EXTEND_TINY, TWO_PASSES_TINY, *LATENTS_TINY],
+    ids=lambda workload: workload.name,
+)
 def test_unrolled_calls_all_remain(workload):
     """None is merged with another, nor left out: the work grows with their number."""
     arrays = jax.eval_shape(lambda: workload.arrays(1, "xla"))

@@ -100,13 +100,15 @@ def test_other_products_void_the_steps_that_run_them_and_no_others(root, tmp_pat
     assert again.products_sha == changed.products_sha
 
 
-def test_what_no_row_has_run_voids_none(root, tmp_path):
+def test_other_kernels_of_latents_void_their_part_and_no_other(root, tmp_path):
     recorded = key_of(root, decode="1", **{"mosaic/mla_decode_heads_16": "1"})
     recorded.write(tmp_path)
     edit(root, "attention.py")
-    lowered = {"decode": "1", "mosaic/mla_decode_heads_16": "2"}
+    lowered = {"decode": "1", "mosaic/mla_decode_heads_16": "2", "mosaic/mla_extend_heads_16": "1"}
     again = current_key(tmp_path, root, lambda _: lowered)
     assert (again.kernels_sha, again.cases, again.sha_of("moe_layer")) == ("abc", lowered, "abc")
+    assert again.sha_of("decode_step_moe") == recorded.sha_of("latent") == "abc"
+    assert again.sha_of("latent") != "abc"
 
 
 def test_another_jax_makes_another_key(root, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.comparison import FLASHINFER, TORCH_STEP
-from bench.named_workloads import ACCURACY, DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATURES, STEPS
+from bench.named_workloads import ACCURACY, DECODE, DECODE_FEATURES, EXTEND, EXTEND_FEATURES, LATENT, STEPS
 from bench.record_files import read_rows
 from bench.workloads import AttentionWorkload, random_normal, random_page_table
 
@@ -39,6 +39,12 @@ def test_prefill_counts_flops_as_the_peers_do(row):
     assert workload.rate(row["time_us"])["TFLOPs"] == pytest.approx(row["TFLOPs"], rel=1e-4)
 
 
+@pytest.mark.parametrize("row", [row for row in FLASHINFER_ROWS if row["case"] == "mla_decode"])
+def test_latent_decode_counts_bytes_and_flops_as_the_peers_do(row):
+    rates = workload_of(row, [w for w in LATENT if not {"q", "kv_dtype"} & {*w.fields()}]).rate(row["time_us"])
+    assert [rates[name] for name in ("GBps", "TFLOPs")] == pytest.approx([row["GBps"], row["TFLOPs"]], rel=1e-3)
+
+
 @pytest.mark.parametrize("row", read_rows(TORCH_STEP))
 def test_step_has_the_peers_roofline(row):
     (workload,) = (w for w in STEPS if (w.batch, w.ctx) == (row["batch"], row["ctx"]))
@@ -49,7 +55,7 @@ def test_step_has_the_peers_roofline(row):
 
 
 def test_names_are_unique():
-    for table in ((*DECODE, *DECODE_FEATURES, *EXTEND, *EXTEND_FEATURES, *STEPS), ACCURACY):
+    for table in ((*DECODE, *DECODE_FEATURES, *EXTEND, *EXTEND_FEATURES, *LATENT, *STEPS), ACCURACY):
         names = [workload.name for workload in table]
         assert len(set(names)) == len(names)
 

@@ -82,7 +82,7 @@ def test_clashes_names_a_clash_in_one_sentence(wrong, sentence):
 
 def test_served_names_an_implementation_and_a_reason_for_every_call():
     rows = served(CPU)
-    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 24
+    assert len({(row.operation, row.dtype) for row in rows}) == len(rows) == 27
     assert {row.implementation for row in rows} == {"xla"}
     assert all("`xla`" in row.reason for row in rows)
 
@@ -94,7 +94,7 @@ def test_served_names_an_implementation_and_a_reason_for_every_call():
         (HOPPER, "rms_norm", "bfloat16", "mosaic", "`mosaic` is the first choice"),
         (HOPPER, "mixture_of_experts", "float16", "mosaic", "`mosaic` is the first choice"),
         (HOPPER, "paged_decode", "float32", "triton", "`mosaic` does not take float32"),
-        (HOPPER, "mla_extend", "bfloat16", "triton", "`mosaic` does not do mla_extend"),
+        (HOPPER, "mla_extend", "bfloat16", "mosaic", "`mosaic` is the first choice"),
         (HOPPER, "mixture_of_experts", "float32", "triton", "`mosaic` does not take float32 tokens"),
         (Device("gpu", (8, 9)), "mixture_of_experts", "bfloat16", "triton", "this is compute capability 8.9"),
         (Device("gpu", (8, 0)), "rotate_and_write", "bfloat16", "triton", "this is compute capability 8.0"),

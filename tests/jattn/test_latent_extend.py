@@ -235,7 +235,7 @@ def test_on_hopper_all_but_short_extends_is_mosaics(monkeypatch):
         ("ragged_extend", True, "mosaic"),
         ("ragged_extend", False, "mosaic"),
         ("mla_decode", True, "mosaic"),
-        ("mla_extend", True, "triton"),
+        ("mla_extend", True, "mosaic"),
     ]
 
 

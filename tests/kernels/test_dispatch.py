@@ -130,7 +130,17 @@ def test_xla_refuses_by_name(change, sentence):
             ({"operation": "rotate_and_write", "features": frozenset({name})}, f"`mosaic` does not do `{name}`")
             for name in ("k_scale", "v_scale", "partial_rotary")
         ],
-        ({"operation": "mla_extend", "page_size": None}, "`mosaic` does not do mla_extend"),
+        *[
+            (
+                {
+                    "operation": "mla_extend",
+                    "spec": dataclasses.replace(HOPPER_CALL.spec, num_kv_heads=1, head_dim=576, v_head_dim=512),
+                    "features": frozenset({name}),
+                },
+                f"`mosaic` does not do `{name}` in mla_extend",
+            )
+            for name in ("custom_mask", "alibi_slopes")
+        ],
         (
             {"operation": "rotate_and_write", "kv_dtype": "float8_e4m3fn"},
             "`mosaic` does not take bfloat16 queries and float8_e4m3fn keys in rotate_and_write",

@@ -1,5 +1,6 @@
 """Hopper's kernels of absorbed MLA on the CPU: against the oracle under the interpreter, and what serves which call."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, make_schedule, mla_decode
+from jattn_kernels import AttentionSpec, make_schedule, mla_decode, mla_extend
 from jattn_kernels.call import Device
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
-from jattn_kernels.mosaic.sm90 import mla_decode as entry
+from jattn_kernels.mosaic.sm90 import mla_decode as decode_entry
+from jattn_kernels.mosaic.sm90 import mla_extend as extend_entry
 from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults, merge_splits
 from jattn_kernels.mosaic.sm90.decode import split_kv
 from tests.kernels.harness.case_table import Case, assert_close, build
@@ -24,7 +26,7 @@ FACTS = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 12
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU of three SMs; the interpreter is it."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
-    for module in (split_kv, entry):
+    for module in (split_kv, decode_entry, extend_entry):
         monkeypatch.setattr(module, "num_sms", lambda: 3)
     with interpreted():
         yield
@@ -43,12 +45,17 @@ def case(name, *, heads=16, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype
     )
 
 
+FP8_LAYERS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "page_size": 64}
 INTERPRETED = [
+    case("fp8_few_rows", heads=8, kv_lens=(70, 3), kv_dtype="float8_e4m3fn"),
     case("few_rows_layers", num_layers=2, layer_index=1, kv_lens=(70, 3), page_size=64),
     case("verify_window", heads=32, q_len=2, kv_lens=(270, 65), kv_start=(5, 0), spec={"window_left": 40}),
     case("blocks_of_rows_split", heads=128, kv_lens=(300, 0), dtype="float16", padding_rows=1),
 ]
 SLOW = [
+    case("fp8", kv_lens=(270, 1, 0, 70), kv_dtype="float8_e4m3fn", kv_scale="scalar", padding_rows=1),
+    case("fp8_window_layers", heads=8, q_len=2, kv_lens=(130, 9), spec={"window_left": 40}, **FP8_LAYERS),
+    case("fp8_whole_widths", kv_lens=(200,), kv_dtype="float8_e4m3fn", spec={"head_dim": 576, "v_head_dim": 512}),
     case("few_rows", kv_lens=(13, 1, 0, 70, 600)),
     case("few_rows_two_tokens", heads=8, q_len=2, kv_lens=(130, 9)),
     case("whole_widths", heads=64, kv_lens=(200,), spec={"head_dim": 576, "v_head_dim": 512}),
@@ -60,17 +67,41 @@ SLOW = [
 ]
 
 
+def extend_case(name, *, q_lens, **fields):
+    lens = {"q_len": 1, "kv_lens": (0,) * len(q_lens)}
+    return dataclasses.replace(case(name, **lens | fields), operation="mla_extend", q_lens=q_lens)
+
+
+# Sequences of no group, of one that is not full, of several; groups that are split, and as many that are not.
+EXTENDED = [
+    extend_case("extend", q_lens=(5, 0, 1), kv_lens=(300, 7, 70), padding_rows=1, padding_tokens=3),
+    extend_case("extend_window", q_lens=(6, 2), kv_lens=(70, 3), heads=32, spec={"window_left": 40}, kv_start=(5, 0)),
+]
+SLOW_EXTENDED = [
+    extend_case("extend_layers", q_lens=(3, 9), kv_lens=(150, 9), page_size=64, num_layers=2, layer_index=1),
+    extend_case("extend_blocks_of_rows", q_lens=(2, 1), kv_lens=(140, 70), heads=128, dtype="float16"),
+    extend_case("extend_scales", q_lens=(5, 3), kv_lens=(70, 9), heads=20, sinks=True, q_scale="rows", page_size=32),
+    extend_case("extend_positions", q_lens=(5, 3), kv_lens=(270, 9), q_positions=True),
+    extend_case("extend_invariant", q_lens=(5, 0, 3), kv_lens=(600, 9, 70), spec={"batch_invariant": True}),
+    extend_case("extend_more_queries_than_keys", q_lens=(6, 3), kv_lens=(2, 0)),
+    extend_case(
+        "extend_whole_widths", q_lens=(3,), kv_lens=(150,), heads=64, spec={"head_dim": 576, "v_head_dim": 512}
+    ),
+]
+
+
 def attend(case, inputs):
-    decode = functools.partial(mla_decode, spec=case.spec, return_lse=True, implementation="mosaic")
-    return jax.jit(decode)(*inputs.args, **inputs.options)
+    face = mla_decode if case.is_decode else mla_extend
+    given = functools.partial(face, spec=case.spec, return_lse=True, implementation="mosaic")
+    return jax.jit(given)(*inputs.args, **inputs.options)
 
 
 @pytest.mark.parametrize(
     "case",
-    [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    [*INTERPRETED, *EXTENDED, *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_EXTENDED))],
     ids=lambda case: case.name,
 )
-def test_mosaic_mla_decode_agrees_with_the_oracle_without_races(hopper, case):
+def test_mosaic_latent_attention_agrees_with_the_oracle_without_races(hopper, case):
     inputs = build(case)
     assert_close(case, inputs, *attend(case, inputs))
 
@@ -89,7 +120,11 @@ def test_a_given_schedule_is_that_of_the_kernel_that_serves_the_call(monkeypatch
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kv_dtype": "float8_e4m3fn"}, "`mosaic` does not take bfloat16 queries and float8_e4m3fn latents"),
+        ({"kv_dtype": "float8_e5m2"}, "`mosaic` does not take bfloat16 queries and float8_e5m2 latents"),
+        (
+            {"kv_dtype": "float8_e4m3fn", "heads": 32},
+            "takes at most 16 rows of queries .* fp8 latents, not 32",
+        ),
         ({"spec": {"head_dim": 176}}, "`mosaic` takes latents of a multiple of 128 numbers up to 512, and 64 rotated"),
         ({"heads": 32, "spec": {"head_dim": 256, "v_head_dim": 192}}, "takes latents of a multiple of 128 .*, not 192"),
         ({"page_size": 8}, "`mosaic` takes page_size 16, 32, 64, 128 in mla_decode, not 8"),

@@ -22,6 +22,7 @@ from jattn.surfaces.places import NOWHERE, replayed_batch
 from jattn.surfaces.sglang.building import Builder
 from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
+from jattn_kernels import RawLatents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,12 @@ class FlashAttentionBackend:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
         return self.config.paged_backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
 
+    def save_latents(
+        self, latents: RawLatents, layer: AttentionLayer, metadata: FlashAttentionMetadata, pool: KVPool
+    ) -> tuple[Float[Array, "T 1 W"], KVPool] | None:
+        """As the backend that attends."""
+        return self.config.paged_backend.save_latents(latents, self.config.paged_layer(layer), metadata, pool)
+
     def extend_latent(
         self,
         q_nope: Float[Array, "T N D"],
@@ -140,10 +147,11 @@ class FlashAttentionBackend:
         layer: AttentionLayer,
         metadata: FlashAttentionMetadata,
         pool: KVPool,
+        save_kv_cache: bool = True,
     ) -> tuple[Float[Array, "T N V"], KVPool] | None:
         """As the backend that attends."""
-        layer = self.config.paged_layer(layer)
-        return self.config.paged_backend.extend_latent(q_nope, q_pe, rows, heads, layer, metadata, pool)
+        layer, extend = self.config.paged_layer(layer), self.config.paged_backend.extend_latent
+        return extend(q_nope, q_pe, rows, heads, layer, metadata, pool, save_kv_cache)
 
     def mixes(self) -> bool:
         """As the backend that attends."""

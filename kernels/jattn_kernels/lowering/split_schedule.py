@@ -25,12 +25,27 @@ class DecodeSchedule:
             brings all that its first copies wait for. All fields of a worker without work tiles are 0.
         split: (sequence, first work tile, end work tile) of those of more than one split; -1 where there are fewer.
         block_kv: Keys a tile; static.
+        places: Of each work tile among those of sequences of more than one split, whose results are merged; `split`
+            then counts those alone. None where results have as many places as there are work tiles.
     """
 
     work_tiles: Int[Array, "W 5"]
     workers: Int[Array, "workers 7"]
     split: Int[Array, "most_split 3"]
     block_kv: int = dataclasses.field(metadata={"static": True})
+    places: Int[Array, " W"] | None = None
+
+    @property
+    def num_places(self) -> int:
+        """Of results that are merged."""
+        return self.work_tiles.shape[0] if self.places is None else 2 * self.workers.shape[0]
+
+    def with_places(self) -> "DecodeSchedule":
+        """The same, cut evenly, with places for no more than two parts a worker: a share cuts one sequence in two."""
+        before = _offsets((self.work_tiles[:, 3] > 1).astype(jnp.int32))
+        bounds = jnp.where(self.split[:, :1] < 0, -1, before[self.split[:, 1:]])
+        split = jnp.concatenate([self.split[:, :1], bounds], axis=1)
+        return dataclasses.replace(self, split=split, places=before[:-1])
 
 
 def split(
@@ -134,6 +149,14 @@ def split_at_multiples(
         split=_split_sequences(offsets, batch_size),
         block_kv=block_kv,
     )
+
+
+def whole(first_keys: Int[Array, " B"], end_keys: Int[Array, " B"], *, block_kv: int, workers: int) -> DecodeSchedule:
+    """Cuts no sequence; arguments as in `split_evenly`."""
+    keys = jnp.iinfo(jnp.int32).max // 2
+    cut = functools.partial(split_at_multiples, tiles_per_split=keys // block_kv, max_keys=1)
+    schedule = cut(first_keys, end_keys, block_kv=block_kv, workers=workers)
+    return dataclasses.replace(schedule, split=schedule.split[:0])
 
 
 def _share(begins: Int[Array, " B"], ends: Int[Array, " B"], workers: int) -> Int[Array, ""]:

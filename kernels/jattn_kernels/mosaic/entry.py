@@ -6,7 +6,15 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
-from jattn_kernels.mosaic.sm90 import mla_decode, paged_decode, rms_norm, rotate_and_write, skinny_matmul
+from jattn_kernels.mosaic.sm90 import (
+    mla_decode,
+    mla_extend,
+    mla_write,
+    paged_decode,
+    rms_norm,
+    rotate_and_write,
+    skinny_matmul,
+)
 from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
@@ -24,6 +32,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
     "mla_decode": mla_decode.mla_decode,
+    "mla_extend": mla_extend.mla_extend,
+    "mla_write": mla_write.mla_write,
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
@@ -33,6 +43,7 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.make_schedule,
     "paged_extend": extend.make_schedule,
     "mla_decode": mla_decode.make_schedule,
+    "mla_extend": mla_extend.make_schedule,
 }
 
 

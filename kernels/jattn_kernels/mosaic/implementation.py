@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall, Operation
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
+from jattn_kernels.spec import AttentionSpec
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
@@ -27,15 +28,17 @@ _ROTATED_HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
 _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
     "paged_decode": (8, 16, 32, 64, 128, 256),
     "paged_extend": (8, 16, 32, 64, 128, 256),
-    "mla_decode": (16, 32, 64, 128),
+    **dict.fromkeys(("mla_decode", "mla_extend"), (16, 32, 64, 128)),
     "rotate_and_write": (8, 16, 32, 64, 128),
 }
 _MOST_LATENT, _ROTATED_DIM = 512, 64
+_MOST_FP8_ROWS = 16
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
     "paged_extend": (),
     "ragged_extend": (),
+    "mla_extend": ("custom_mask", "alibi_slopes"),
     "rotate_and_write": ("k_scale", "v_scale", "partial_rotary", "combined_pool"),
 }
 
@@ -116,8 +119,10 @@ def _refuses_norm(call: NormCall) -> str | None:
 
 def _refuses_attention(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
-    if operation == "mla_decode":
+    if operation in ("mla_decode", "mla_extend"):
         return _refuses_latent(call)
+    if operation == "mla_write":
+        return _refuses_latent_write(call)
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
@@ -151,20 +156,39 @@ def _refuses_attention(call: AttentionCall) -> str | None:
 
 
 def _refuses_latent(call: AttentionCall) -> str | None:
-    spec, page_sizes = call.spec, _PAGE_SIZES["mla_decode"]
-    if call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
-        return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in mla_decode."
+    spec, operation = call.spec, call.operation
+    page_sizes = _PAGE_SIZES[operation]
+    if operation == "mla_decode" and (call.q_dtype, call.kv_dtype) == ("bfloat16", "float8_e4m3fn"):
+        if (rows := spec.num_q_heads * (call.num_tokens or 1)) > _MOST_FP8_ROWS:
+            return f"`mosaic` takes at most {_MOST_FP8_ROWS} rows of queries a sequence over fp8 latents, not {rows}."
+    elif call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
+        return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in {operation}."
+    if sentence := _refuses_latent_widths(spec):
+        return sentence
+    if call.page_size not in page_sizes:
+        return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in {operation}, not {call.page_size}."
+    for name in _NOT_SERVED.get(operation, ()):
+        if name in call.features:
+            return f"`mosaic` does not do `{name}` in {operation}."
+    if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
+        return (
+            f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
+            f"not {call.num_tokens}."
+        )
+    return None
+
+
+def _refuses_latent_write(call: AttentionCall) -> str | None:
+    if call.q_dtype not in _DTYPES or call.kv_dtype != call.q_dtype:
+        return f"`mosaic` does not take {call.q_dtype} rows and {call.kv_dtype} latents in mla_write."
+    return _refuses_latent_widths(call.spec)
+
+
+def _refuses_latent_widths(spec: AttentionSpec) -> str | None:
     if spec.value_dim % 128 or spec.value_dim > _MOST_LATENT or spec.head_dim - spec.value_dim != _ROTATED_DIM:
         return (
             f"`mosaic` takes latents of a multiple of 128 numbers up to {_MOST_LATENT}, and {_ROTATED_DIM} rotated "
             f"ones, not {spec.value_dim} and {spec.head_dim - spec.value_dim}."
-        )
-    if call.page_size not in page_sizes:
-        return f"`mosaic` takes page_size {', '.join(map(str, page_sizes))} in mla_decode, not {call.page_size}."
-    if "custom_mask" in call.features and (call.num_tokens or 1) > MOST_TOKENS:
-        return (
-            f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in mla_decode, "
-            f"not {call.num_tokens}."
         )
     return None
 
@@ -198,5 +222,5 @@ MOSAIC = Implementation(
     refuses=refuses,
     run=_run,
     make_schedule=_make_schedule,
-    per_sequence_work=frozenset({"paged_decode", "paged_extend", "mla_decode"}),
+    per_sequence_work=frozenset({"paged_decode", "paged_extend", "mla_decode", "mla_extend"}),
 )

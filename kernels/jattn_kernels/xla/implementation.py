@@ -11,6 +11,7 @@ from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
 from jattn_kernels.xla import attention, experts
 from jattn_kernels.xla.matmul import matmul
+from jattn_kernels.xla.mla_write import mla_write
 from jattn_kernels.xla.rotate_and_write import rotate_and_write
 
 _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
@@ -42,6 +43,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "ragged_extend": attention.ragged_extend,
     "mla_decode": attention.mla_decode,
     "mla_extend": attention.mla_extend,
+    "mla_write": mla_write,
     "rotate_and_write": rotate_and_write,
     "rms_norm": _rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,

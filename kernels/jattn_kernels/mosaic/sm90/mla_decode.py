@@ -10,18 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, AttentionOptions
-from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, seen_by_some
+from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, seen_by_some
 from jattn_kernels.lowering.mask_words import mask_words_by_key
-from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.lowering.split_schedule import DecodeSchedule, split
 from jattn_kernels.lowering.token_bounds import sequence_bounds
-from jattn_kernels.merge import sink_share
-from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
-from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.mosaic.sm90.common.tiles import num_sms
 from jattn_kernels.mosaic.sm90.decode import split_kv
-from jattn_kernels.mosaic.sm90.mla.config import BLOCK_KV, BLOCK_ROWS, PAIR, LatentConfig, Operands
-from jattn_kernels.mosaic.sm90.mla.kernel import attend
+from jattn_kernels.mosaic.sm90.mla.config import BLOCK_KV, BLOCK_ROWS, PAIR
+from jattn_kernels.mosaic.sm90.mla.rows import attend_rows
 from jattn_kernels.operands import AttentionOperands
 
 _FEW_ROWS = 16  # as many as decode's kernel has memory for
@@ -61,56 +57,18 @@ def _has_few_rows(call: AttentionCall, num_tokens: int) -> bool:
 def _many_rows(
     call: AttentionCall, operands: AttentionOperands
 ) -> tuple[Float[Array, "B Q N C"], Float[Array, "B Q N"]]:
-    spec, options, q = call.spec, operands.options, operands.q
+    spec, options, seq_lens = call.spec, operands.options, operands.seq_lens
     assert call.page_size is not None
-    batch_size, num_tokens, heads = q.shape[:3]
-    seq_lens, max_keys = operands.seq_lens, operands.page_table.shape[1] * call.page_size
-    config = LatentConfig(spec, call.page_size, num_tokens, q.dtype)
+    num_tokens, max_keys = operands.q.shape[1], operands.page_table.shape[1] * call.page_size
     bounds = sequence_bounds(seq_lens, options, spec, num_tokens)
     schedule = options.schedule
     if schedule is None or depends_on_places(spec, options):
         schedule = _schedule(call, bounds, num_tokens, max_keys)
-
-    def padded(x):
-        """Rows token by token, in whole blocks."""
-        x = x.reshape(batch_size, num_tokens * heads, *x.shape[3:])
-        return jnp.pad(x, [(0, 0), (0, -x.shape[1] % BLOCK_ROWS), *[(0, 0)] * (x.ndim - 2)])
-
-    def of_rows(of_tokens):
-        return padded(jnp.broadcast_to(of_tokens[..., None], (batch_size, num_tokens, heads)))
-
-    masked, narrow = options.custom_mask is not None, is_narrow(spec)
-    is_scaled = options.q_scale is not None or options.k_scale is not None
-    layer, pages, _ = stacked(operands.k, None, options.layer_index)
-    kernel_operands = Operands(
-        q_nope=padded(q),
-        q_pe=padded(operands.q_pe),
-        pages=pages,
-        page_table=operands.page_table,
-        layer=layer,
-        work_tiles=schedule.work_tiles,
-        workers=schedule.workers,
-        whole_end=jnp.zeros_like(seq_lens) if masked or narrow else bounds.end.min(axis=1),
-        first=of_rows(bounds.first) if narrow else None,
-        end=of_rows(bounds.end) if num_tokens > 1 else None,
-        logit_factor=logit_factors(options, spec) if is_scaled else None,
-        out_factor=None if options.v_scale is None else head_scales(options.v_scale, 1, options.layer_index),
-        mask=None
-        if options.custom_mask is None
-        else mask_words_by_key(
-            options.custom_mask,
-            seq_lens,
-            num_tokens=num_tokens,
-            num_keys=max(max_keys + -max_keys % BLOCK_KV, BLOCK_KV),
-        ),
-    )
-    results = attend(config, kernel_operands, schedule)
-    out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
-    rows = num_tokens * heads
-    out, lse = out[:, 0, :rows].reshape(q.shape), lse[:, 0, :rows].reshape(q.shape[:-1])
-    if options.sinks is not None:
-        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
-    return out, lse
+    mask = None
+    if options.custom_mask is not None:
+        num_keys = max(max_keys + -max_keys % BLOCK_KV, BLOCK_KV)
+        mask = mask_words_by_key(options.custom_mask, seq_lens, num_tokens=num_tokens, num_keys=num_keys)
+    return attend_rows(call, operands, bounds, schedule, mask=mask)
 
 
 def _schedule(call: AttentionCall, bounds: KeyBounds, num_tokens: int, max_keys: int | None) -> DecodeSchedule:

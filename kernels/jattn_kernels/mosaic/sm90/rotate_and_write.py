@@ -41,7 +41,7 @@ def heads_at_once(spec: AttentionSpec) -> int | None:
     return None if common % least else least
 
 
-def _layout(heads: int, half: int) -> Any:
+def halves_layout(heads: int, half: int) -> Any:
     """Halves of heads, row after row, spread over the threads: a warp takes a row, or a piece of one."""
     numbers = heads * half // _THREADS  # that a thread takes at once
     if heads == tiles.WARPS:
@@ -94,7 +94,7 @@ def rotate_and_write(
     divisors = (n for n in range(1, groups + 1) if groups % n == 0)
     most_blocks = _BLOCKS_PER_SM * tiles.num_sms()
     groups_per_block = next((n for n in divisors if num_tokens * groups <= n * most_blocks), groups)
-    layout = _layout(at_once, half)
+    layout = halves_layout(at_once, half)
     of_token = layout.reduce(0)
     norms, scales = operands.norms, _scales(operands.norms, half)
 

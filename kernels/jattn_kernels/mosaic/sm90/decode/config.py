@@ -62,7 +62,7 @@ class DecodeConfig:
 
         A copy has five axes at most.
         """
-        if self.sizes.latent:
+        if self.sizes.latent and not self.dequantises:
             return 2 * self.sizes.block_rows // tiles.TILED_ROWS
         return self.q_parts if self.spec.head_dim > _NARROW_TILE_COLUMNS else 1
 
@@ -80,7 +80,7 @@ class Operands(NamedTuple):
     Attributes:
         q: The rows of one kv head after another, each token by token, [B, parts, rows, H]; each is the sum of its
             parts. A head's rows fill whole blocks of rows, or several heads share one block.
-        q_pe: Of latents the last columns of the rows, which `q` then lacks.
+        q_pe: Of latents that are not in fp8 the last columns of the rows, which `q` then lacks.
         k_pages, v_pages: With a leading layer axis; the same array twice if it holds both, and the keys alone if a
             value is the beginning of its key.
         layer: Which layer of the pages.

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.convert import Rotation, dequantise, rotate_keys, rotate_queries_back
+from jattn_kernels.mosaic.sm90.common.convert import (
+    Rotation,
+    dequantise,
+    dequantise_tile,
+    rotate_keys,
+    rotate_queries_back,
+)
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
@@ -112,7 +118,7 @@ class Consumer:
             key = plgpu.broadcasted_iota(jnp.int32, self._shape, 0, layout=plgpu.Layout.WGMMA) + tile * block_kv
             following = self._load_of_tile(work_tile, tile_of(step + 1))
             values = self._converted.values if config.dequantises else v_smem.at[stage]
-            if latent:
+            if latent and not config.dequantises:
                 values = values.at[:, pl.ds(0, config.width)]
             if config.rotates:
                 rotate_queries_back(rows.queries, self._converted.queries, tile_rotation)
@@ -127,14 +133,16 @@ class Consumer:
                 else:
                     for part in range(config.q_parts):
                         plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[part].transpose((1, 0)))
-                if config.dequantises:
+                if config.dequantises and latent:
+                    dequantise_tile(v_smem.at[stage, :, pl.ds(0, config.width)], values)
+                elif config.dequantises:
                     plgpu.barrier_wait(v_full.at[stage])
                     dequantise(v_smem.at[stage], values)
                     plgpu.barrier_arrive(v_empty.at[stage])
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*self._shape))
-            if not config.rotates and not latent:
+            if not config.rotates and (config.dequantises or not latent):
                 plgpu.barrier_arrive(k_empty.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
             s = base2_logits(s, config.spec, factor=factor, slope=self._slopes, distance=distance)

@@ -45,6 +45,9 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
     spec, options, q, page_table = call.spec, operands.options, operands.q, operands.page_table
+    q_pe = operands.q_pe
+    if q_pe is not None and operands.k.dtype.itemsize == 1:  # both are divided by the same number
+        q, q_pe = jnp.concatenate([q, q_pe], axis=-1), None
     kv_dtype, seq_lens = operands.k.dtype, operands.seq_lens
     assert call.page_size is not None
     num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
@@ -88,7 +91,7 @@ def paged_decode(
     layer, k_pages, v_pages = stacked(operands.k, operands.v, options.layer_index)
     kernel_operands = Operands(
         q=q_rows,
-        q_pe=None if operands.q_pe is None else by_head(operands.q_pe, spec=spec, sizes=sizes, shared=shared),
+        q_pe=None if q_pe is None else by_head(q_pe, spec=spec, sizes=sizes, shared=shared),
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=page_table,

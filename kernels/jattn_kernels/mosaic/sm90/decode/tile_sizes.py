@@ -11,7 +11,7 @@ from jattn_kernels.spec import AttentionSpec
 _BLOCK_KV = 64
 _FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
-_MOST_Q_BYTES = 4  # of a query's number: float32, or four of 8 bits
+_MOST_Q_BYTES, _LATENT_Q_BYTES = 4, 2  # of a query's number: float32, or up to four of 8 bits; two for latents
 _MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many consumer warpgroups
 _TILES_PER_SPLIT = 16  # where results must not depend on the batch
 
@@ -43,7 +43,8 @@ class DecodeTiles:
         width, dim, rotates = value_columns(spec), spec.head_dim, spec.rope_theta is not None
         dequantises = kv_itemsize < _WGMMA_BYTES
         copied = kv_itemsize * self.stages * self.block_kv * (dim if self.latent else dim + width)
-        queries = 2 * self.block_rows * dim * (_MOST_Q_BYTES if rotates or dequantises else _WGMMA_BYTES)
+        most_q_bytes = _LATENT_Q_BYTES if self.latent else _MOST_Q_BYTES
+        queries = 2 * self.block_rows * dim * (most_q_bytes if rotates or dequantises else _WGMMA_BYTES)
         # Of each consumer warpgroup: probabilities, and what is converted.
         own = self.block_rows * self.block_kv + (self.block_rows * dim if rotates else 0)
         own += (self.block_kv * dim if rotates else 0) + (self.block_kv * width if dequantises else 0)

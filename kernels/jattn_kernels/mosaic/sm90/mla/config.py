@@ -57,12 +57,13 @@ class Operands(NamedTuple):
         q_nope, q_pe: Rows token by token, padded to whole blocks.
         pages: With a leading layer axis.
         layer: Which of them.
-        work_tiles, workers: Of the schedule.
+        work_tiles, workers, places: Of the schedule.
         whole_end: Of each sequence: keys below this number are seen by all of its rows.
         first, end: Bounds of the keys that rows see: `end` of one token is in the schedule.
         logit_factor: Of the products of a sequence, or of all.
         out_factor: Of the output.
         mask: For each key of a sequence a bit for each token that sees it.
+        sequence: Whose row of the page table is that of a sequence, where several share one.
     """
 
     q_nope: Any  # [B, rows, C]
@@ -78,6 +79,8 @@ class Operands(NamedTuple):
     logit_factor: Any = None  # [B or 1, 1]
     out_factor: Any = None  # [1]
     mask: Any = None  # [B, keys]
+    sequence: Any = None  # [B]
+    places: Any = None  # [W]
 
 
 class SharedMemory(NamedTuple):

@@ -204,9 +204,10 @@ class Consumer:
 
         @pl.when(work_tile.splits > 1)
         def store_split():
-            split_outs_ref[number, 0, rows, columns] = out
+            place = number if self._operands.places is None else self._operands.places[number]
+            split_outs_ref[place, 0, rows, columns] = out
             if own == 0:
-                split_lses_ref[number, 0, rows] = lse
+                split_lses_ref[place, 0, rows] = lse
 
         @pl.when(work_tile.splits == 1)
         def store_sequence():

@@ -34,7 +34,7 @@ def attend(config: LatentConfig, operands: Operands, schedule: DecodeSchedule) -
     """Attention of all work tiles of a schedule."""
     assert schedule.block_kv == PAIR
     rows, width = config.row_blocks * BLOCK_ROWS, config.spec.value_dim
-    batch_size, splits = operands.q_nope.shape[0], schedule.work_tiles.shape[0]
+    batch_size, splits = operands.q_nope.shape[0], schedule.num_places
     leaves, tree = jax.tree.flatten(operands)
     run = launch.kernel(
         functools.partial(_block, config, tree),

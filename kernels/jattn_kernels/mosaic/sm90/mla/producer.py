@@ -64,8 +64,11 @@ def _copy_share(
 def _pages(config: LatentConfig, operands: Operands, work_tile: WorkTile, pair, own: list[Any]):
     """The pages of a pair of tiles."""
     last = jnp.maximum(work_tile.end_key - 1, 0)
+    sequence = work_tile.sequence
+    if operands.sequence is not None:
+        sequence = operands.sequence[sequence]
     return [
-        config.copies.pages(operands.page_table, work_tile.sequence, pair * CONSUMERS + number, last, own)
+        config.copies.pages(operands.page_table, sequence, pair * CONSUMERS + number, last, own)
         for number in range(CONSUMERS)
     ]
 

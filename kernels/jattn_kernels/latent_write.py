@@ -1,0 +1,53 @@
+"""The face of what ends a latent row: norm of its compressed part, turn of the rest, write into its page."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jattn_kernels.call import AttentionCall, modes_of
+from jattn_kernels.dispatch import choose
+from jattn_kernels.operands import LatentRowOperands
+from jattn_kernels.raw_latents import RawLatents, check_raw_latents
+from jattn_kernels.shapes.arrays import check_int32
+from jattn_kernels.shapes.latent import latent_geometry
+from jattn_kernels.spec import AttentionSpec
+
+
+def mla_write(
+    latents: RawLatents,
+    latent_pages: Float[Array, "*L P page_size W"],
+    slots: Int[Array, " T"],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T W"], Float[Array, "*L P page_size W"]]:
+    """The rows that are made, and latent pages with them at their slots; in place where the pages are donated.
+
+    Args:
+        slots, layer_index: As `write_latent_pages` takes them.
+        implementation: Which one to use; None lets dispatch choose.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
+        NotImplementedError: The implementation that was asked for refuses.
+    """
+    check_raw_latents(latents)
+    facts = latent_geometry(latent_pages, layer_index=layer_index)
+    num_tokens, width = latents.rows.shape
+    if facts.head_dim != width:
+        raise ValueError(
+            f"`latent_pages` must be as wide as the rows, {width}. Got latent_pages.shape={latent_pages.shape}."
+        )
+    check_int32("slots", slots, (num_tokens,))
+    operands = LatentRowOperands(
+        latents=latents, pages=jnp.asarray(latent_pages), slots=jnp.asarray(slots), layer_index=layer_index
+    )
+    call = AttentionCall(
+        operation="mla_write",
+        spec=AttentionSpec(num_q_heads=1, num_kv_heads=1, head_dim=width, v_head_dim=latents.compressed, sm_scale=1.0),
+        q_dtype=latents.dtype.name,
+        kv_dtype=latent_pages.dtype.name,
+        page_size=facts.page_size,
+        num_tokens=num_tokens,
+        modes=modes_of(operands),
+    )
+    return choose(call, implementation).implementation.run(call, operands)
