@@ -22,9 +22,9 @@ def held(monkeypatch):
     """Compiling in the background waits for this event; it takes the plans that it is given from `seen`."""
     gate, compile_steps = threading.Event(), background.compile_steps
 
-    def when_let(plans):
+    def when_let(plans, **options):
         assert gate.wait(60)
-        return compile_steps(plans)
+        return compile_steps(plans, **options)
 
     monkeypatch.setattr(background, "compile_steps", when_let)
     yield gate
@@ -55,7 +55,7 @@ def test_larger_steps_serve_until_the_smaller_ones_are_there(held, monkeypatch):
 
 
 def test_step_that_cannot_be_compiled_is_told_and_done_without(monkeypatch, caplog):
-    def failing(plans):
+    def failing(plans, **options):
         raise RuntimeError("no room\nfor it")
 
     monkeypatch.setattr(background, "compile_steps", failing)
