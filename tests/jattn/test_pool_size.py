@@ -8,7 +8,7 @@ import pytest
 
 from jattn.serving.engine import Engine
 from jattn.serving.executor import pool_size
-from tests.jattn.harness.tiny import CONFIG, one_variant, plans_of, run, sampled, tiny_engine, tiny_model
+from tests.jattn.harness.tiny import CONFIG, VOCAB, one_variant, plans_of, run, sampled, tiny_engine, tiny_model
 
 OPEN = dataclasses.replace(CONFIG, num_pages=None)
 PAGE_BYTES = 2 * 2 * 4 * 2 * 8 * 4  # keys and values of 2 layers, 4 tokens, 2 heads of width 8 in float32
@@ -41,7 +41,7 @@ def compiled(monkeypatch):
 def test_pages_weights_and_steps_fit_the_memory_and_leave_little(memory, compiled):
     needed = tiny_engine().executor.memory_use()
     in_use = 100_000
-    limit = (in_use + needed.state + needed.temporaries + 40 * PAGE_BYTES) * 100 // 97
+    limit = (in_use + needed.state + needed.temporaries + 120 * PAGE_BYTES) * 100 // 97
     memory(limit, in_use)
     with one_variant("plain"):
         engine = Engine(tiny_model(), OPEN)
@@ -50,7 +50,8 @@ def test_pages_weights_and_steps_fit_the_memory_and_leave_little(memory, compile
     use = engine.executor.memory_use()
     rest = limit - in_use - use.state - use.temporaries - use.pool
     assert use.pool == engine.config.num_pages * PAGE_BYTES
-    assert 0.03 * limit <= rest < 0.03 * limit + PAGE_BYTES
+    largest = VOCAB * 32 * 4 * 5 // 4  # of its products, which XLA may try
+    assert 0.03 * limit <= rest - largest < 0.03 * limit + PAGE_BYTES
     assert 2 < engine.config.num_pages == engine.executor.config.num_pages <= 4 * 16
     run(engine, [engine.make_request([3, 1, 4], sampled(seed=1, max_tokens=5))])
 

@@ -69,10 +69,10 @@ class Executor:
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
         self._make_state = functools.partial(made_state, config, model.vocab_size)
         _check_loaded(self.weights, config)
-        self.pool, self.state = self._make_pool(), self._make_state()
-        held = self.weights, self.state, self.pool
-        plans = step_plans(steps, held, config, self._mixed_rows)
-        shapes = jax.tree.map(described, held)
+        self.state = self._make_state()
+        # While steps are compiled the pool's memory is free again: XLA tries their products there.
+        shapes = jax.tree.map(described, (self.weights, self.state, self._make_pool()))
+        plans = step_plans(steps, shapes, config, self._mixed_rows)
         arguments = (steps, shapes, config, self._mixed_rows, model.vocab_size)
         self._structured_plans = functools.partial(structured_plans, *arguments)
         self._vocab_size = model.vocab_size
@@ -81,6 +81,7 @@ class Executor:
         plans |= self._structured_plans() if config.structured_steps else {}
         self._merging = threading.Lock()
         self.compiled_steps, later = _compiled(plans, config)
+        self.pool = self._make_pool()
         self.background = BackgroundCompilation(len(later))
         if later:
             # Without a reference to the executor, which may go while steps are compiled for it.

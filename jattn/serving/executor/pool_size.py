@@ -1,7 +1,9 @@
 """How many pages an engine has that was told no number: as many as its weights and its steps leave memory for."""
 
 import dataclasses
+import math
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 
@@ -47,6 +49,17 @@ def beside_steps(model: CausalLM, config: ResolvedConfig, *, draft_model: Causal
     state_bytes = sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(state))
     del pool, state
     temporaries = compile_steps(needing, progress=config.progress).temporary_bytes
-    beside = state_bytes + temporaries + int(_REST * limit)
+    beside = state_bytes + temporaries + _largest_product(served.weights) + int(_REST * limit)
     num_pages = default_pages(groups, config.page_size, config.pool_dtype, most_pages, beside=beside)
     return dataclasses.replace(config, num_pages=num_pages)
+
+
+def _largest_product(weights: Any) -> int:
+    """Bytes of the largest matrix among the weights, and a quarter for what it is multiplied with, and the result.
+
+    XLA makes a copy of each product's operands to try how it is computed fastest, for steps that are compiled in the
+    background too.
+    """
+    matrices = (leaf for leaf in jax.tree.leaves(weights) if leaf.ndim >= 2)
+    # All leading axes are those of layers and experts.
+    return max((bytes_on_one(leaf) // math.prod(leaf.shape[:-2]) for leaf in matrices), default=0) * 5 // 4
