@@ -1,7 +1,6 @@
 """What of jattn is lowered to tell whether a GPU record is of the code as it is: every case of the kernels' tests."""
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import jattn_kernels
 from bench.lowered import lowered_hash
 from jattn_kernels import AttentionSpec, QuantizedKernel, RawLatents, Routing, Splits, Unnormed
-from jattn_kernels.call import Device
+from jattn_kernels.call import Device, assume_device
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
 from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
@@ -33,10 +32,11 @@ def lowered_cases() -> dict[str, Hashed]:
 
 def _on_hopper(call: Hashed) -> str:
     """A hash as dispatch would have it there."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("jattn_kernels")]:
-        if "default_device" in vars(module):
-            vars(module)["default_device"] = lambda: _HOPPER
-    return call()
+    assume_device(_HOPPER)
+    try:
+        return call()
+    finally:
+        assume_device(None)
 
 
 def _attention(case: Case, implementation: str) -> str:

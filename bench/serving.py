@@ -30,6 +30,8 @@ from jattn.serving.frontend.text import Tokenizer
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 
+_ROWS = 256  # of a server's, at most: further requests wait
+
 SHAPES: dict[str, tuple[dict[str, Any], Any]] = {
     "llama-3-8b": (LLAMA_3_8B, LlamaForCausalLM),
     "qwen3-30b-a3b": (QWEN3_30B_A3B, Qwen3MoeForCausalLM),
@@ -84,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     llm = random_llm(
         model,
         dtype="bfloat16",
-        max_num_seqs=max(concurrencies),
+        max_num_seqs=min(max(concurrencies), _ROWS),
         max_context_len=workload.longest,
         prefill_tokens=options.prefill_tokens,
         full_sampling=False,

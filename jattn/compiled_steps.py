@@ -13,11 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jattn.lowering import LoweringProcesses, lowering_processes
 from jattn.progress import logger, shown
 from jattn.step_cache import step_cache, without_jax_cache
 from jattn.step_keys import StepNames
 
-_COMPILING_AT_ONCE = min(8, os.cpu_count() or 1)  # XLA compiles outside Python's lock
+_COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,11 @@ class CompiledSteps:
 
 
 def compile_steps(
-    plans: Mapping[Hashable, StepPlan], *, progress: bool = False, only: Collection[Hashable] | None = None
+    plans: Mapping[Hashable, StepPlan],
+    *,
+    progress: bool = False,
+    only: Collection[Hashable] | None = None,
+    processes: LoweringProcesses | None = None,
 ) -> CompiledSteps:
     """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`.
 
@@ -125,14 +130,14 @@ def compile_steps(
 
     Args:
         only: The others are loaded if they are on disk, and left out if not; None is all.
+        processes: That lower them; if None, as many as gain time are begun for it.
     """
-    cache, names = step_cache(), {}
+    cache, names = step_cache(), _names(plans)
+    records: dict[Hashable, StepRecord] = {}
+    executables: dict[Hashable, jax.stages.Compiled] = {}
     # Threads that compile are called after whoever asked for it.
     with ThreadPoolExecutor(_COMPILING_AT_ONCE, threading.current_thread().name) as pool:
-        records: dict[Hashable, StepRecord] = {}
-        executables: dict[Hashable, jax.stages.Compiled] = {}
         if cache is not None:
-            names = _names(plans)
             devices = [plans[key].devices for key in names]
             loaded = pool.map(_timed(cache.load), names.values(), devices)
             for key, (step, seconds) in zip(names, loaded, strict=True):
@@ -149,15 +154,22 @@ def compile_steps(
 
         if missing:
             bar = shown("Compiling steps", len(missing), wanted=progress)
-            with bar as advance, without_jax_cache() if names else contextlib.nullcontext():
+            # A step without a name is of code that no other process can be known to have.
+            if processes is None or not missing.keys() <= names.keys():
+                lowering = lowering_processes(len(missing) if missing.keys() <= names.keys() else 0)
+            else:
+                lowering = contextlib.nullcontext(processes)
+            steps = {key: (plan.function, plan.arguments) for key, plan in missing.items()}
+            keeping = without_jax_cache() if cache is not None and names else contextlib.nullcontext()
+            with bar as advance, keeping, lowering as processes:
                 compiling = {}
-                for key, plan in missing.items():
-                    lowered, lowering = _timed(_lowered)(plan)
-                    compiling[pool.submit(_timed(compiled), key, lowered)] = key, lowering
+                for key, function, elsewhere in processes.as_done(steps):
+                    lowered, here = _timed(_lowered)(dataclasses.replace(missing[key], function=function))
+                    compiling[pool.submit(_timed(compiled), key, lowered)] = key, elsewhere + here
                 for done in as_completed(compiling):
-                    key, lowering = compiling[done]
+                    key, before = compiling[done]
                     executables[key], seconds = done.result()
-                    records[key] = StepRecord(lowering + seconds, loaded=False)
+                    records[key] = StepRecord(before + seconds, loaded=False)
                     advance()
     there = [key for key in plans if key in executables]
     return CompiledSteps({key: executables[key] for key in there}, {key: records[key] for key in there})

@@ -1,5 +1,6 @@
 """The command line: `jattn generate`, `jattn serve`, `jattn compile`, `jattn bench` and `jattn doctor`."""
 
+import os
 from importlib.metadata import version
 from typing import Annotated
 
@@ -12,6 +13,8 @@ from jattn.cli.help_page import Command, Group
 from jattn.cli.output import check_output, writing
 from jattn.cli.sentences import sentences_for_errors
 from jattn.cli.serve_command import serve
+
+_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory, that JAX takes when it is first used
 
 # jax takes seconds to import, so the commands import the library when they run, and --help does not.
 
@@ -42,7 +45,7 @@ def main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    pass
+    os.environ.setdefault(_MEMORY_SHARE, "0.9")  # JAX's own is 0.75, and nobody else's process is to be served here
 
 
 @app.command(cls=Command)

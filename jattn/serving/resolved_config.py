@@ -19,7 +19,7 @@ from jattn.serving.steps.drafting import Drafter, check_drafter_fits
 _STOP_IDS = 8  # that a request may add to the model's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
 _ALIKE = 64  # pages to which a pool is rounded that is so large that it loses a hundredth at most
-_POOL_SHARE = 0.85  # of the device memory that the weights leave; the rest is for the steps' temporaries
+_FIRST_SHARE = 0.85  # of the device memory that the weights leave, until it is known what the steps need of it
 
 
 class ResolvedConfig(EngineConfig):
@@ -131,8 +131,13 @@ def resolved(
     return found
 
 
-def default_pages(groups: Sequence[KVGroupSpec], page_size: int, dtype: Any, most_pages: int) -> int:
+def default_pages(
+    groups: Sequence[KVGroupSpec], page_size: int, dtype: Any, most_pages: int, *, beside: int | None = None
+) -> int:
     """`most_pages` beside the reserved one, or as many as the device holds beside the weights.
+
+    Args:
+        beside: Bytes that others need of what the weights leave; a part of it if None.
 
     Raises:
         ValueError: It holds no two.
@@ -140,7 +145,8 @@ def default_pages(groups: Sequence[KVGroupSpec], page_size: int, dtype: Any, mos
     stats = jax.local_devices()[0].memory_stats() or {}
     budget = _POOL_BYTES_WITHOUT_STATS
     if "bytes_limit" in stats:
-        budget = _POOL_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
+        free = stats["bytes_limit"] - stats["bytes_in_use"]
+        budget = _FIRST_SHARE * free if beside is None else free - beside
     fitting = int(budget) // sum(group.page_bytes(page_size, dtype) for group in groups)
     if fitting < 2:
         raise ValueError(

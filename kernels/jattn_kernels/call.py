@@ -42,7 +42,9 @@ class Device:
 
 
 def default_device() -> Device:
-    """The kind of JAX's default device, now."""
+    """The kind of device that calls are traced for: JAX's default one now, or what `assume_device` says."""
+    if _assumed is not None:
+        return _assumed
     device = jax.config.jax_default_device
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
@@ -51,6 +53,15 @@ def default_device() -> Device:
         return Device(device.platform)
     major, minor = str(capability).split(".")
     return Device(device.platform, (int(major), int(minor)), getattr(device, "core_count", None))
+
+
+def assume_device(device: Device | None) -> None:
+    """From here on calls are traced in this process as for such a device, which need not be there; None ends it."""
+    global _assumed
+    _assumed = device
+
+
+_assumed: Device | None = None
 
 
 def modes_of(operands: Any = None) -> frozenset[str]:

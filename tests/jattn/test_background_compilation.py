@@ -22,9 +22,9 @@ def held(monkeypatch):
     """Compiling in the background waits for this event; it takes the plans that it is given from `seen`."""
     gate, compile_steps = threading.Event(), background.compile_steps
 
-    def when_let(plans):
+    def when_let(plans, **options):
         assert gate.wait(60)
-        return compile_steps(plans)
+        return compile_steps(plans, **options)
 
     monkeypatch.setattr(background, "compile_steps", when_let)
     yield gate
@@ -55,7 +55,7 @@ def test_larger_steps_serve_until_the_smaller_ones_are_there(held, monkeypatch):
 
 
 def test_step_that_cannot_be_compiled_is_told_and_done_without(monkeypatch, caplog):
-    def failing(plans):
+    def failing(plans, **options):
         raise RuntimeError("no room\nfor it")
 
     monkeypatch.setattr(background, "compile_steps", failing)
@@ -82,6 +82,6 @@ def test_largest_steps_are_one_of_each_kind_and_variant():
     keys = plans_of(dataclasses.replace(CONFIG, prefill_tokens=2048, max_num_seqs=32)).executor.compiled_steps
     assert largest_steps(keys) == {
         *(StepKey("decode", 32, variant) for variant in ("greedy", "plain", "full")),
-        *(StepKey("prefill", 2048, variant) for variant in ("plain", "full")),
+        *(StepKey("prefill", 2048, variant) for variant in ("greedy", "full")),
         StepKey("note", 2048, "full"),
     }

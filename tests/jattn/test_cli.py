@@ -27,6 +27,13 @@ def test_version_is_the_packages():
     assert result.stdout == f"jattn {version('jattn')}\n"
 
 
+@pytest.mark.parametrize("given", [None, "0.5"])
+def test_command_takes_most_of_a_gpu_unless_it_is_told(monkeypatch, given):
+    monkeypatch.setattr(os, "environ", {} if given is None else {"XLA_PYTHON_CLIENT_MEM_FRACTION": given})
+    cli.main()
+    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == (given or "0.9")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["serve", "--help"]])
 def test_help_imports_no_jax(arguments):
     program = (

@@ -74,7 +74,7 @@ def test_missing_says_what_to_install(install, versions, sentence):
 
 def test_a_gpu_without_triton_is_told_what_to_install(install, monkeypatch):
     install({})
-    monkeypatch.setattr(implementation.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(implementation, "default_device", lambda: Device("gpu", (9, 0)))
     with pytest.raises(NotImplementedError, match=r"^`triton` needs triton, which is not installed"):
         choose(CALL, "triton")
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
+from jattn.lowering import lowering_processes
 from jattn.progress import logger
 
 THREAD = "jattn-compile"  # how the names of the threads that compile here begin
@@ -46,17 +47,20 @@ class BackgroundCompilation:
 
     def _run(self, plans: dict[Hashable, StepPlan], add: Callable[[CompiledSteps], None]) -> None:
         start, num_plans = time.perf_counter(), len(plans)
-        for key, plan in plans.items():
-            if self._stopping.is_set() or not threading.main_thread().is_alive():
-                return
-            try:
-                add(compile_steps({key: plan}))
-            except Exception as error:  # a smaller step is not needed to serve
-                if not threading.main_thread().is_alive():
-                    return  # the interpreter ends, and lets nothing begin
-                self.failed[key] = " ".join(str(error).split()) or type(error).__name__
-                logger.error("The step %s cannot be compiled; a larger one serves in its place", key, exc_info=error)
-            self.left -= 1
+        with lowering_processes(num_plans, most=1) as processes:  # launches wait for Python's lock too
+            for key, plan in plans.items():
+                if self._stopping.is_set() or not threading.main_thread().is_alive():
+                    return
+                try:
+                    add(compile_steps({key: plan}, processes=processes))
+                except Exception as error:  # a smaller step is not needed to serve
+                    if not threading.main_thread().is_alive():
+                        return  # the interpreter ends, and lets nothing begin
+                    self.failed[key] = " ".join(str(error).split()) or type(error).__name__
+                    logger.error(
+                        "The step %s cannot be compiled; a larger one serves in its place", key, exc_info=error
+                    )
+                self.left -= 1
         logger.info(
             "Compiled in the background: %d of %d steps in %.1f s",
             num_plans - len(self.failed),

@@ -10,11 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
-from flax import nnx
 
-from jattn.backend import backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps, described, smallest_bucket
-from jattn.device_mesh import held_by_all, made
+from jattn.device_mesh import held_by_all
 from jattn.matmul import FP8, INT4
 from jattn.model import CausalLM
 from jattn.serving.executor.background import BackgroundCompilation
@@ -24,19 +22,17 @@ from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for
 from jattn.serving.executor.masks import masks_of
 from jattn.serving.executor.memory import MemoryUse, memory_use
-from jattn.serving.executor.mixing import LONGEST_MIXED, mixed_rows
+from jattn.serving.executor.mixing import LONGEST_MIXED
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
-from jattn.serving.executor.state import empty_state
+from jattn.serving.executor.served_model import served_model
+from jattn.serving.executor.state import made_state
 from jattn.serving.executor.step_plans import StepKey, largest_steps, note_key, step_key, step_plans
 from jattn.serving.executor.structured_plans import forward_key, sample_key, structured_plans
 from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
-from jattn.serving.steps.draft_model import TargetAndDraft
 from jattn.serving.steps.packing import packed
-from jattn.serving.steps.plain import Steps
-from jattn.serving.steps.verification import SpeculativeSteps
 
 
 class Executor:
@@ -68,24 +64,15 @@ class Executor:
         draft_model: CausalLM | None = None,
     ):
         self.config = config
-        served = model
-        if draft_model is not None:
-            served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
-        options = config.backend_options
-        backend = backend_class(config.backend).for_model(served.attention_layers, options)
-        self._mixed_rows = mixed_rows(config, backend)
+        served = served_model(model, config, draft_model=draft_model)
+        self.weights, steps, self._mixed_rows = served.weights, served.steps, served.mixed_rows
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
-        self._make_state = functools.partial(
-            made, jax.jit(functools.partial(empty_state, config, model.vocab_size)), config.parallel, shares=False
-        )
-        graph, self.weights = nnx.split(served)
+        self._make_state = functools.partial(made_state, config, model.vocab_size)
         _check_loaded(self.weights, config)
-        self.pool, self.state = self._make_pool(), self._make_state()
-        parts = (graph, backend, min(config.max_logprobs, model.vocab_size), config.parallel)
-        steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
-        held = self.weights, self.state, self.pool
-        plans = step_plans(steps, held, config, self._mixed_rows)
-        shapes = jax.tree.map(described, held)
+        self.state = self._make_state()
+        # While steps are compiled the pool's memory is free again: XLA tries their products there.
+        shapes = jax.tree.map(described, (self.weights, self.state, self._make_pool()))
+        plans = step_plans(steps, shapes, config, self._mixed_rows)
         arguments = (steps, shapes, config, self._mixed_rows, model.vocab_size)
         self._structured_plans = functools.partial(structured_plans, *arguments)
         self._vocab_size = model.vocab_size
@@ -94,6 +81,7 @@ class Executor:
         plans |= self._structured_plans() if config.structured_steps else {}
         self._merging = threading.Lock()
         self.compiled_steps, later = _compiled(plans, config)
+        self.pool = self._make_pool()
         self.background = BackgroundCompilation(len(later))
         if later:
             # Without a reference to the executor, which may go while steps are compiled for it.

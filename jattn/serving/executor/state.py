@@ -1,9 +1,12 @@
 """The loop state of an engine that has served nobody yet."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 
+from jattn.device_mesh import made
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.logit_rules import empty_history
 from jattn.serving.steps.loop_state import NOT_KNOWN, LoopState, TokenRecord, empty_rows
@@ -25,3 +28,8 @@ def empty_state(config: ResolvedConfig, vocab_size: int) -> LoopState:
         return state
     history = empty_history(config.max_num_seqs, vocab_size, config.max_context_len)
     return dataclasses.replace(state, history=history)
+
+
+def made_state(config: ResolvedConfig, vocab_size: int) -> LoopState:
+    """The same on the device, or on each of those that share the model."""
+    return made(jax.jit(functools.partial(empty_state, config, vocab_size)), config.parallel, shares=False)

@@ -90,6 +90,13 @@ def _asked(requests: Iterable[Request]) -> Variant:
 
 
 def _served(kind: Literal["decode", "prefill"], size: int, variant: Variant, config: ResolvedConfig) -> Variant:
-    """The variant that serves another: beside a large prefill a draw takes no time, and is a step less to compile."""
-    without_greedy = not config.greedy_steps or (kind == "prefill" and size > FINER_FROM)
-    return "plain" if variant == "greedy" and without_greedy else variant
+    """The variant that serves another, so that it need not be compiled.
+
+    Beside a large prefill a draw takes no time, whatever it is of. But a step that draws holds the host up, which waits
+    to know whether anything is filtered (`lax.cond`); one where nobody draws is launched ahead.
+    """
+    if variant == "greedy" and not config.greedy_steps:
+        variant = "plain"
+    if variant == "plain" and kind == "prefill" and size > FINER_FROM and config.full_sampling:
+        return "full"
+    return variant

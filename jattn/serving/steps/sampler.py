@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jattn.pytree import pytree
+from jattn_kernels.call import default_device
 
 
 @pytree(kw_only=True)
@@ -128,7 +129,7 @@ def _digit_bits(num_keys: int) -> int:
     A GPU launches a few kernels a turn, which read the keys once from its cache if that holds them: fewer turns are
     less to launch, and trying more values is only reading the cache. A CPU has to work for each value.
     """
-    if jax.default_backend() != "gpu":
+    if default_device().platform != "gpu":
         return 1
     return 4 if num_keys <= 2**22 else 2
 

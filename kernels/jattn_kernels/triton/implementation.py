@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall, default_device
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
@@ -58,7 +56,7 @@ def _refuses_device(call: Call) -> str | None:
         served = ", ".join(f"{major}.{minor}" for major, minor in SHARED_MEMORY)
         return f"`triton` has kernels for compute capability {served}; this is {device.words}."
     # What another machine would do is not asked of this one's packages.
-    return missing() if jax.default_backend() == "gpu" else None
+    return missing() if default_device().platform == "gpu" else None
 
 
 @functools.cache

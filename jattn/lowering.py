@@ -1,0 +1,193 @@
+"""Steps traced and lowered in processes of their own: both hold Python's lock, and are most of an engine's first start.
+
+A process has no device. It is told which kind it traces for, and gives back what `jax.export` makes of a step: a
+function that is lowered already. What it cannot do, such as a step of a script's own functions, is done here.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import jax
+from jax import export
+
+from jattn.progress import logger
+from jattn_kernels.call import Device, assume_device, default_device
+from jattn_kernels.dispatch import implementations
+
+_FEWEST_STEPS = 4  # for which processes are begun: each imports JAX first
+_NOT_TOLD = (
+    "jax_platform",
+    "jax_default_device",
+    "jax_cuda_visible_devices",
+    "jax_compilation_cache",
+    "jax_persistent_cache",
+    "jax_enable_compilation_cache",
+    "jax_dump",
+    "jax_export",
+)  # settings
+
+Step = tuple[Callable[..., Any], Any]
+
+
+class Question(NamedTuple):
+    """A step to be lowered, and where it is to run.
+
+    Attributes:
+        arguments: Shapes.
+        settings: Of JAX.
+    """
+
+    function: Callable[..., Any]
+    arguments: Any
+    device: Device
+    settings: dict[str, Any]
+    implementations: Any
+
+    def answer(self) -> export.Exported:
+        """The step, lowered in this process."""
+        if self.implementations != implementations():
+            raise ValueError("it has implementations of its own")
+        assume_device(self.device)
+        for name, value in self.settings.items():
+            if getattr(jax.config, name, value) != value:
+                jax.config.update(name, value)
+        return _lowered(self.function, self.arguments, "cuda" if self.device.platform == "gpu" else "cpu")
+
+
+class LoweringProcesses:
+    """Processes that lower steps as the thread that makes this would: for its device, under its settings.
+
+    Args:
+        count: How many; none is begun before it is needed. With 0 every function is given back as it is.
+    """
+
+    def __init__(self, count: int):
+        values = jax.config.values
+        settings = {name: getattr(jax.config, name, value) for name, value in values.items()}
+        settings = {name: value for name, value in settings.items() if not name.startswith(_NOT_TOLD)}
+        self._facts = default_device(), settings, implementations()
+        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
+        self._begun: list[subprocess.Popen[bytes]] = []
+        self.count = count
+        for _ in range(count):
+            self._idle.put(None)
+
+    def lowered(self, function: Callable[..., Any], arguments: Any) -> Callable[..., Any]:
+        """A function of the same arguments that is traced and lowered already, or the function itself; in any thread.
+
+        It waits for a process that has nothing to do.
+        """
+        process = self._idle.get()
+        try:
+            question = pickle.dumps(Question(function, jax.tree.map(_shape, arguments), *self._facts))
+            process = process or self._begin()
+            pipes: Any = process
+            pickle.dump(question, pipes.stdin)
+            pipes.stdin.flush()
+            answer = pickle.load(pipes.stdout)
+            if isinstance(answer, str):
+                raise ValueError(answer)
+            return answer.call
+        except Exception as reason:  # not only those of the step: the process may have died
+            logger.info("A step is lowered here: %s", " ".join(str(reason).split()) or type(reason).__name__)
+            if process is not None and process.poll() is not None:
+                process = None
+            return function
+        finally:
+            self._idle.put(process)
+
+    def as_done[Key](self, steps: Mapping[Key, Step]) -> Iterator[tuple[Key, Callable[..., Any], float]]:
+        """Functions of the same arguments by key, in the order in which they are lowered, with the seconds of each."""
+        if not self.count:
+            yield from ((key, function, 0.0) for key, (function, _) in steps.items())
+            return
+
+        def lowered(step: Step) -> tuple[Callable[..., Any], float]:
+            start = time.perf_counter()
+            return self.lowered(*step), time.perf_counter() - start
+
+        threads = ThreadPoolExecutor(self.count)
+        try:
+            waiting = {threads.submit(lowered, step): key for key, step in steps.items()}
+            for done in as_completed(waiting):
+                yield waiting[done], *done.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> "subprocess.Popen[bytes]":
+        unset = ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
+        environment = {name: value for name, value in os.environ.items() if name not in unset}
+        environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command, pipe = [sys.executable, "-m", "jattn.lowering"], subprocess.PIPE
+        # Ctrl-C is for the process that waits for it.
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+        self._begun.append(process)
+        return process
+
+    def close(self) -> None:
+        """Ends them; who waits for one is given the function itself."""
+        for process in self._begun:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):  # what is left in it has nobody to go to
+                    cast(BinaryIO, pipe).close()
+
+
+@contextlib.contextmanager
+def lowering_processes(num_steps: int, *, most: int = 8) -> Iterator[LoweringProcesses]:
+    """As many as gain time for so many steps, while the context lasts: none but for a GPU, and for several steps."""
+    count = min(num_steps // 2, (os.cpu_count() or 1) // 2, most)
+    if num_steps < _FEWEST_STEPS or default_device().platform != "gpu":
+        count = 0
+    with contextlib.closing(LoweringProcesses(count)) as processes:
+        yield processes
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An argument's, wherever it lies."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is not None and sharding.num_devices > 1:
+        raise ValueError("its arguments are shared by several devices")
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+
+
+def _lowered(function: Callable[..., Any], arguments: Any, platform: str) -> export.Exported:
+    kernels = ("mosaic_gpu_v2", "triton_kernel_call")
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in kernels]
+    exported = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(*arguments)
+    return dataclasses.replace(exported, _get_vjp=None)  # nobody asks for it, and it cannot be sent
+
+
+def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
+    """Answers until nobody asks: a step, or why there is none."""
+    while True:
+        try:
+            question = pickle.load(questions)
+        except EOFError:
+            return
+        try:
+            answer = pickle.loads(question).answer()  # it may name what cannot be imported here
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what is printed must not stand between answers
+        # Not of `__main__`: what is unpickled asks for this module by its name.
+        from jattn import lowering
+
+        jax.config.update("jax_export_ignore_forward_compatibility", True)
+        lowering._serve(sys.stdin.buffer, answers)
