@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,13 +19,21 @@ from pathlib import Path
 
 FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
-WITH_EXPERTS = ("moe_layer",)  # parts of the record
-WITH_LATENTS = ("latent",)
-WITH_PRODUCTS = ("decode_step_moe", "decode_step_quantized")  # with weights by kernels; the first has experts too
-# Cases. Of bfloat16 weights steps of mixtures alone have such products: their projections are small enough for them.
-_EXPERTS = ("mixture_of_experts/", "routed_experts/")
-_PRODUCTS = ("matmul/", "matmul_splits/")
-_LATENTS = ("mosaic/mla_decode_", "mosaic/mla_extend_", "mla_write/")
+# Cases by what they are of, the first that fits; what none fits is in every part of the record.
+_KINDS = {
+    "few bits": r"(matmul|make_ready|mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
+    "experts": r"(mixture_of_experts|routed_experts)/",
+    "products": r"matmul(_splits)?/",
+    "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",
+}
+# What runs in a part beside that. Of bfloat16 weights steps of mixtures alone have products by kernels of ours: their
+# projections are small enough for them.
+_IN_PARTS = {
+    "moe_layer": {"experts"},
+    "decode_step_moe": {"experts", "products"},
+    "decode_step_quantized": {"few bits", "products"},
+    "latent": {"latents"},
+}
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
 _SECONDS = 1200
 
@@ -37,30 +46,21 @@ class RecordKey:
 
     Attributes:
         kernels_sha: In every row: of all cases' hashes, but for those that joined after the first row.
-        experts_sha: The same in rows of parts with experts, whose cases do not count in the others; None if it is one.
-        products_sha: And of parts with products and experts; None if it is one with the experts'.
-        latents_sha: And of parts with latent rows; None if it is `kernels_sha`.
         sources_sha: Of the files.
         jax: The version that lowered them.
         cases: By name of a case the hash of what it was lowered to.
+        parts: The same as `kernels_sha` in the rows of parts that were recorded anew, as cases of theirs alone changed.
     """
 
     kernels_sha: str
     sources_sha: str
     jax: str
     cases: Mapping[str, str]
-    experts_sha: str | None = None
-    products_sha: str | None = None
-    latents_sha: str | None = None
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def sha_of(self, part: str) -> str:
         """What a part's rows bear."""
-        if part in WITH_LATENTS:
-            return self.latents_sha or self.kernels_sha
-        of_experts = self.experts_sha or self.kernels_sha
-        if part in WITH_PRODUCTS:
-            return self.products_sha or of_experts
-        return of_experts if part in WITH_EXPERTS else self.kernels_sha
+        return self.parts.get(part, self.kernels_sha)
 
     @classmethod
     def read(cls, record: Path) -> "RecordKey | None":
@@ -75,6 +75,10 @@ class RecordKey:
     def changed(self, cases: Mapping[str, str]) -> list[str]:
         """The recorded cases that are lowered to something else, or not at all; new ones are nobody's loss."""
         return [name for name, digest in self.cases.items() if cases.get(name) != digest]
+
+
+def _kind(case: str) -> str | None:
+    return next((kind for kind, names in _KINDS.items() if re.match(names, case)), None)
 
 
 def sources_sha(root: Path) -> str:
@@ -112,18 +116,10 @@ def current_key(record: Path, root: Path, lower: Lower = lower) -> RecordKey:
     cases = lower(root)
     kernels = hashlib.sha256(json.dumps(cases, sort_keys=True).encode()).hexdigest()
     if recorded is not None and recorded.jax == jax:
-        changed = recorded.changed(cases)
-        if all(name.startswith((*_EXPERTS, *_PRODUCTS, *_LATENTS)) for name in changed):
-
-            def sha(recorded, *kinds):
-                return kernels if any(name.startswith(kinds) for name in changed) else recorded
-
-            shas = {
-                "experts_sha": sha(recorded.experts_sha, *_EXPERTS),
-                "products_sha": sha(recorded.products_sha, *_EXPERTS, *_PRODUCTS),
-                "latents_sha": sha(recorded.latents_sha, *_LATENTS),
-            }
-            return dataclasses.replace(recorded, sources_sha=sources, cases=cases, **shas)
+        kinds = set(map(_kind, recorded.changed(cases)))
+        if None not in kinds:
+            parts = {part: kernels for part, runs in _IN_PARTS.items() if runs & kinds}
+            return dataclasses.replace(recorded, sources_sha=sources, cases=cases, parts={**recorded.parts, **parts})
     return RecordKey(kernels_sha=kernels, sources_sha=sources, jax=jax, cases=cases)
 
 

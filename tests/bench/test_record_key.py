@@ -76,39 +76,33 @@ def test_new_cases_join_a_record_whose_own_ones_lower_alike(root, tmp_path):
     assert current_key(tmp_path, root, lambda _: {"decode": "2", "mixture": "1"}).kernels_sha != "abc"
 
 
-def test_other_experts_void_the_parts_that_run_them_and_no_others(root, tmp_path):
-    recorded = key_of(root, decode="1", **{"routed_experts/few": "1"})
-    recorded.write(tmp_path)
-    edit(root, "attention.py")
-    changed = current_key(tmp_path, root, lambda _: {"decode": "1", "routed_experts/few": "2"})
-    assert changed.sha_of("decode") == recorded.sha_of("decode") == recorded.sha_of("moe_layer")
-    assert changed.sha_of("moe_layer") == changed.sha_of("decode_step_moe") != recorded.sha_of("moe_layer")
-    both = current_key(tmp_path, root, lambda _: {"decode": "2", "routed_experts/few": "2"})
-    assert both.sha_of("decode") == both.sha_of("moe_layer") != "abc"
+PARTS = {"decode", "moe_layer", "decode_step_moe", "decode_step_quantized", "latent"}
 
 
-def test_other_products_void_the_steps_that_run_them_and_no_others(root, tmp_path):
-    recorded = key_of(root, decode="1", **{"matmul/few": "1"})
-    recorded.write(tmp_path)
+@pytest.mark.parametrize(
+    ("case", "voided"),
+    [
+        ("routed_experts/few", {"moe_layer", "decode_step_moe"}),
+        ("mixture_of_experts/mxfp4_1", {"decode_step_quantized"}),
+        ("matmul/few", {"decode_step_moe", "decode_step_quantized"}),
+        ("matmul_splits/few", {"decode_step_moe", "decode_step_quantized"}),
+        ("matmul/int4_1", {"decode_step_quantized"}),
+        ("mosaic/mla_decode_heads_16", {"latent"}),
+        ("mla_write/bfloat16", {"latent"}),
+        ("decode", PARTS),
+    ],
+)
+def test_other_code_voids_the_parts_that_run_it_and_no_others(root, tmp_path, case, voided):
+    key_of(root, **{"extend": "1", case: "1"}).write(tmp_path)
     edit(root, "attention.py")
-    changed = current_key(tmp_path, root, lambda _: {"decode": "1", "matmul/few": "2"})
-    assert changed.sha_of("decode") == changed.sha_of("moe_layer") == "abc"
-    assert changed.sha_of("decode_step_moe") == changed.sha_of("decode_step_quantized") != "abc"
+    lowered = {"extend": "1", case: "2", "joined": "1"}
+    changed = current_key(tmp_path, root, lambda _: lowered)
+    assert {part for part in PARTS if changed.sha_of(part) != "abc"} == voided
+    assert changed.cases == lowered
     changed.write(tmp_path)
     edit(root, "norm.py")
-    again = current_key(tmp_path, root, lambda _: {"decode": "1", "matmul/few": "2"})
-    assert again.products_sha == changed.products_sha
-
-
-def test_other_kernels_of_latents_void_their_part_and_no_other(root, tmp_path):
-    recorded = key_of(root, decode="1", **{"mosaic/mla_decode_heads_16": "1"})
-    recorded.write(tmp_path)
-    edit(root, "attention.py")
-    lowered = {"decode": "1", "mosaic/mla_decode_heads_16": "2", "mosaic/mla_extend_heads_16": "1"}
     again = current_key(tmp_path, root, lambda _: lowered)
-    assert (again.kernels_sha, again.cases, again.sha_of("moe_layer")) == ("abc", lowered, "abc")
-    assert again.sha_of("decode_step_moe") == recorded.sha_of("latent") == "abc"
-    assert again.sha_of("latent") != "abc"
+    assert again == dataclasses.replace(changed, sources_sha=sources_sha(root))
 
 
 def test_another_jax_makes_another_key(root, tmp_path):
