@@ -110,8 +110,13 @@ MIXTURE_STEPS: tuple[StepWorkload, ...] = tuple(
     StepWorkload(batch=batch, ctx=1024, model="Qwen3-30B-A3B shapes, random bf16") for batch in (1, 8, 64, 256)
 )
 
+# Also over keys and values in fp8, where these are much of what is read.
+_OVER_FP8 = tuple(dataclasses.replace(step, kv="float8_e4m3fn") for step in STEPS if step.batch >= 64)
 QUANTIZED_STEPS: tuple[tuple[str, tuple[StepWorkload, ...]], ...] = tuple(
-    (weights, tuple(dataclasses.replace(step, model=f"Llama-3-8B shapes, random {weights}") for step in STEPS))
+    (
+        weights,
+        tuple(dataclasses.replace(step, model=f"Llama-3-8B shapes, random {weights}") for step in (*STEPS, *_OVER_FP8)),
+    )
     for weights in ("fp8", "int4")
 )
 

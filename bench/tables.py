@@ -90,9 +90,9 @@ def section(record: Path = RECORD) -> str:
         ),
         _table(
             "The step of Llama-3-8B shapes with its projections in fewer bits: fp8 with a scale for each output, rows "
-            "rounded by token, and int4 in groups of 128; keys and values in bf16.",
-            ("weights", "batch", "context", "jattn", "of the roofline", "compile"),
-            ((row["weights"], *_mixture_step_cells(row)) for row in read_rows(record / "decode_step_quantized.jsonl")),
+            "rounded by token, and int4 in groups of 128; keys and values in bf16, or e4m3 without scales.",
+            ("weights", "keys", "batch", "context", "jattn", "of the roofline", "compile"),
+            map(_quantized_step_cells, read_rows(record / "decode_step_quantized.jsonl")),
         ),
         _table(
             "A layer's mixture of experts in bf16, routing and sum included. PyTorch: `torch._grouped_mm`, the fastest "
@@ -252,6 +252,11 @@ def _mixture_step_cells(row: Row) -> Cells:
         f"{row['roofline_share']:.0%}",
         f"{row['compile_s']:.1f} s",
     )
+
+
+def _quantized_step_cells(row: Row) -> Cells:
+    keys = "bf16" if row.get("kv", "bfloat16") == "bfloat16" else "fp8"
+    return row["weights"], keys, *_mixture_step_cells(row)
 
 
 def _triton_cells(row: Row, peers: dict[str, Row]) -> Cells:

@@ -96,7 +96,15 @@ ROWS = {
     ],
     "decode_step_moe": [{"batch": 8, "ctx": 1024, "time_ms": 6.5, "roofline_share": 0.6, "compile_s": 9.87}],
     "decode_step_quantized": [
-        {"weights": "int4", "batch": 4, "ctx": 1024, "time_ms": 2.3, "roofline_share": 0.5, "compile_s": 3.4},
+        {
+            "weights": "int4",
+            "kv": "float8_e4m3fn",
+            "batch": 4,
+            "ctx": 1024,
+            "time_ms": 2.3,
+            "roofline_share": 0.5,
+            "compile_s": 3.4,
+        },
     ],
     "moe_layer": [
         {**MIXTURE, "tokens": 8, "draw": "uniform", "impl": "jattn-mosaic", "time_us": 150.0, "roofline_share": 0.74},
@@ -144,7 +152,7 @@ def test_section_shows_times_and_ratios(record):
     assert "| 128 | fp8 e4m3 keys, fp8 e4m3 queries, rotated in the kernel | 3.0 µs | 1 |" in text
     assert "| 1 | 1,024 | 4.48 ms | 4.98 ms | 0.90 | 77% | 1.2 s |" in text
     assert "| 8 | 1,024 | 6.50 ms | 60% | 9.9 s |" in text
-    assert "| int4 | 4 | 1,024 | 2.30 ms | 50% | 3.4 s |" in text
+    assert "| int4 | fp8 | 4 | 1,024 | 2.30 ms | 50% | 3.4 s |" in text
     assert "| Qwen3-30B-A3B | 8 | uniform | 52 | 150.0 µs | 300.0 µs | 0.50 | 3,260 | 4 | 74% |" in text
     assert "| Qwen3-30B-A3B | 8 | same | 52 | 30.0 µs |  |  | 3,260 | 4 | 57% |" in text
     assert "NVIDIA H200, JAX 0.11.2" in text
