@@ -177,7 +177,7 @@ class PagedAttentionBackend:
     ) -> tuple[Float[Array, "T N H"], KVPool]:
         """Turned queries, and the pool with this pass's turned keys and values. The pool may be donated."""
         slots = metadata.slots[layer.group]
-        if self._is_fp8:
+        if self._is_fp8 and not (layer.k_scale is None and layer.v_scale is None):
             qkv = added(qkv)
             if norms is not None:
                 qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)

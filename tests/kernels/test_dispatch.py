@@ -142,8 +142,8 @@ def test_xla_refuses_by_name(change, sentence):
             for name in ("custom_mask", "alibi_slopes")
         ],
         (
-            {"operation": "rotate_and_write", "kv_dtype": "float8_e4m3fn"},
-            "`mosaic` does not take bfloat16 queries and float8_e4m3fn keys in rotate_and_write",
+            {"operation": "rotate_and_write", "q_dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"},
+            "`mosaic` does not take float8_e4m3fn queries and float8_e4m3fn keys in rotate_and_write",
         ),
         (
             {"operation": "paged_extend", "q_dtype": "float8_e4m3fn"},

@@ -17,6 +17,7 @@ from tests.kernels.harness.rotary_cases import (
     NORM_KINDS,
     SHAPES,
     arguments,
+    as_float32,
     assert_agrees,
     expected,
     head_norms,
@@ -56,6 +57,35 @@ def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, 
             *given, num_kv_heads=num_kv_heads, layout=layout, layer_index=1, implementation="mosaic"
         )
         assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
+
+
+def assert_writes_fp8(num_q_heads, num_kv_heads, head_dim, layout, *, kv_dtype):
+    """Turned keys and values in fp8, of which one is larger than it holds."""
+    qkv, *rest = arguments(num_q_heads, num_kv_heads, head_dim, layout, kv_dtype=kv_dtype)
+    qkv = qkv.at[0, -1, 5].set(-1e6)
+    options = {"num_kv_heads": num_kv_heads, "layout": layout, "layer_index": 1}
+    results = rotate_and_write(qkv, *rest, **options, implementation="mosaic")
+    q, k_pages, v_pages = rotate_and_write(qkv, *rest, **options, implementation="xla")
+    assert results[1].dtype == results[2].dtype == kv_dtype
+    assert_agrees(results, as_float32(q, k_pages, v_pages))
+    assert float(jnp.min(results[2].astype(jnp.float32))) == -float(jnp.finfo(kv_dtype).max)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+def test_mosaic_rotate_and_write_into_fp8_without_races(
+    monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, kv_dtype
+):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    with interpreted():
+        assert_writes_fp8(num_q_heads, num_kv_heads, head_dim, layout, kv_dtype=kv_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+def test_gpu_rotate_and_write_into_fp8(num_q_heads, num_kv_heads, head_dim, layout, kv_dtype):
+    assert_writes_fp8(num_q_heads, num_kv_heads, head_dim, layout, kv_dtype=kv_dtype)
 
 
 def assert_adds_then_turns(num_q_heads, num_kv_heads, head_dim, layout, *, norms=None, **options):

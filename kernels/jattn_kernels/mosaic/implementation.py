@@ -16,7 +16,7 @@ from jattn_kernels.spec import AttentionSpec
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-_FP8_OPERATIONS: tuple[Operation, ...] = ("paged_decode", "paged_extend", "ragged_extend")
+_FP8_OPERATIONS: tuple[Operation, ...] = ("paged_decode", "paged_extend", "ragged_extend", "rotate_and_write")
 _HEAD_DIMS: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(("paged_decode", "paged_extend", "ragged_extend"), (64, 80, 96, 128, 192, 256)),
     "rotate_and_write": (64, 128, 256),
@@ -126,13 +126,13 @@ def _refuses_attention(call: AttentionCall) -> str | None:
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
-    q_dtypes = (*_DTYPES, *_FP8_DTYPES) if fp8 else (call.kv_dtype,)
+    alike = operation == "rotate_and_write"
+    q_dtypes = (*_DTYPES, *(() if alike else _FP8_DTYPES)) if fp8 else (call.kv_dtype,)
     if call.q_dtype not in q_dtypes or not (fp8 or call.kv_dtype in _DTYPES):
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} keys in {operation}."
-    if fp8 and (spec.head_dim % 64 or spec.value_dim % 64):
+    if fp8 and not alike and (spec.head_dim % 64 or spec.value_dim % 64):
         return f"`mosaic` takes fp8 keys of head_dim 64, 128, 192 or 256, not {spec.head_dim} and {spec.value_dim}."
     head_dims = _HEAD_DIMS[operation]
-    alike = operation == "rotate_and_write"
     if {spec.head_dim, spec.value_dim} - set(head_dims) or (alike and spec.value_dim != spec.head_dim):
         return (
             f"`mosaic` takes head_dim {', '.join(map(str, head_dims))} in {operation}, keys and values "

@@ -69,6 +69,14 @@ def _normed(halves: list[Any], norms: HeadNorms, scales: list[Any] | None) -> li
     return [(part * inverse * factor).astype(dtype) for part, factor in zip(wide, factors, strict=True)]
 
 
+def _stored(numbers: Any, dtype: Any) -> Any:
+    """Numbers as pages hold them; of fp8 none is larger than the largest one."""
+    if numbers.dtype == dtype:
+        return numbers
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(numbers.astype(jnp.float32), -largest, largest).astype(dtype)
+
+
 def _when(condition: Any, act: Callable[[], None]) -> None:
     """`pl.when`, but what is known while tracing leaves nothing for the device to ask."""
     if not isinstance(condition, bool):
@@ -133,7 +141,7 @@ def rotate_and_write(
             return [half.astype(qkv.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
 
         def write(pages_ref, first, halves):
-            for part, numbers in enumerate(halves):
+            for part, numbers in enumerate(_stored(half, k_pages.dtype) for half in halves):
                 heads = pl.ds(first, at_once)
                 if by_token:
                     pages_ref[layer_ref[0] * (num_pages * page_size) + slot, heads, part] = numbers
