@@ -207,7 +207,7 @@ class _Product:
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + tile.steps - 1, stages)])
             begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
             if self.in_splits:
-                store_turned(out, tile.split, tile.row_block * self.sizes.block_rows, begin, result)
+                self._store_sums(result, out, tile, begin)
             else:
                 result = self._scaled(result, x_scales, scales, layer, tile, begin)
                 self._store(result, out, scratch.out.at[number], tile, begin)
@@ -224,6 +224,15 @@ class _Product:
         of_columns = plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
         return result * lax.broadcast_in_dim(of_columns, result.shape, [0])
+
+    def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
+        def store():
+            store_turned(out, tile.split, tile.row_block * self.sizes.block_rows, begin, result)
+
+        if self.columns % (self.sizes.block_columns * self.sizes.cluster):
+            pl.when(begin < self.columns)(store)  # the last blocks of a cluster may have no columns
+        else:
+            store()
 
     def _store(self, result: Any, out: Any, staging: Any, tile: ProductTile, begin: Any) -> None:
         """A warpgroup's columns of a tile's rows, some of them at a time."""
