@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jattn.lowering import LoweringProcesses, lowering_processes
+from jattn.lowering import LoweringProcesses, processes_for
 from jattn.progress import logger, shown
 from jattn.step_cache import step_cache, without_jax_cache
 from jattn.step_keys import StepNames
@@ -132,7 +132,8 @@ def compile_steps(
         only: The others are loaded if they are on disk, and left out if not; None is all.
         processes: That lower them; if None, as many as gain time are begun for it.
     """
-    cache, names = step_cache(), _names(plans)
+    cache, count = step_cache(), processes_for(len(plans)) if processes is None else processes.count
+    names = _names(plans) if cache is not None or count else {}
     records: dict[Hashable, StepRecord] = {}
     executables: dict[Hashable, jax.stages.Compiled] = {}
     # Threads that compile are called after whoever asked for it.
@@ -155,8 +156,9 @@ def compile_steps(
         if missing:
             bar = shown("Compiling steps", len(missing), wanted=progress)
             # A step without a name is of code that no other process can be known to have.
-            if processes is None or not missing.keys() <= names.keys():
-                lowering = lowering_processes(len(missing) if missing.keys() <= names.keys() else 0)
+            named = missing.keys() <= names.keys()
+            if processes is None or not named:
+                lowering = contextlib.closing(LoweringProcesses(processes_for(len(missing)) if named else 0))
             else:
                 lowering = contextlib.nullcontext(processes)
             steps = {key: (plan.function, plan.arguments) for key, plan in missing.items()}

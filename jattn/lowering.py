@@ -94,16 +94,17 @@ class LoweringProcesses:
             pickle.dump(question, pipes.stdin)
             pipes.stdin.flush()
             answer = pickle.load(pipes.stdout)
-            if isinstance(answer, str):
-                raise ValueError(answer)
-            return answer.call
-        except Exception as reason:  # not only those of the step: the process may have died
-            logger.info("A step is lowered here: %s", " ".join(str(reason).split()) or type(reason).__name__)
-            if process is not None and process.poll() is not None:
+        except Exception as reason:
+            answer = str(reason) or type(reason).__name__
+            if process is not None:
+                process.kill()  # if it has not died: it may be amid an answer
                 process = None
-            return function
         finally:
             self._idle.put(process)
+        if isinstance(answer, str):
+            logger.info("A step is lowered here: %s", " ".join(answer.split()))
+            return function
+        return answer.call
 
     def as_done[Key](self, steps: Mapping[Key, Step]) -> Iterator[tuple[Key, Callable[..., Any], float]]:
         """Functions of the same arguments by key, in the order in which they are lowered, with the seconds of each."""
@@ -143,14 +144,11 @@ class LoweringProcesses:
                     cast(BinaryIO, pipe).close()
 
 
-@contextlib.contextmanager
-def lowering_processes(num_steps: int, *, most: int = 8) -> Iterator[LoweringProcesses]:
-    """As many as gain time for so many steps, while the context lasts: none but for a GPU, and for several steps."""
-    count = min(num_steps // 2, (os.cpu_count() or 1) // 2, most)
+def processes_for(num_steps: int, *, most: int = 8) -> int:
+    """How many processes gain time for so many steps: none but for a GPU, and for several steps."""
     if num_steps < _FEWEST_STEPS or default_device().platform != "gpu":
-        count = 0
-    with contextlib.closing(LoweringProcesses(count)) as processes:
-        yield processes
+        return 0
+    return min(num_steps // 2, (os.cpu_count() or 1) // 2, most)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -217,8 +217,8 @@ def traced(lens, num_tokens):
     return one_pass, (batch, pool, *arrays)
 
 
-def test_on_hopper_all_but_short_extends_is_mosaics(monkeypatch):
-    """Ragged rows with their lse, for own tokens and for prefixes, and absorbed decode."""
+def test_on_hopper_all_is_mosaics(monkeypatch):
+    """Ragged rows with their lse, for own tokens and for prefixes, and absorbed decodes and short extends."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     choose, served = serve.choose, []
 
@@ -228,7 +228,7 @@ def test_on_hopper_all_but_short_extends_is_mosaics(monkeypatch):
         return choice
 
     monkeypatch.setattr(serve, "choose", noted)
-    one_pass, arguments = traced(CASES["mixed"], 128)
+    one_pass, arguments = traced(CASES["mixed"], 512)
     with interpreted():
         jax.eval_shape(one_pass, *arguments)
     assert served == [
@@ -242,7 +242,7 @@ def test_on_hopper_all_but_short_extends_is_mosaics(monkeypatch):
 @pytest.mark.slow
 def test_prompt_and_its_prefix_are_lowered_for_cuda(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
-    one_pass, arguments = traced(CASES["prefix_of_several_parts"], 128)
+    one_pass, arguments = traced(CASES["prefix_of_several_parts"], 512)
     text = jax.jit(one_pass).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 2
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.compiled_steps import StepPlan, compile_steps
-from jattn.lowering import LoweringProcesses, lowering_processes
+from jattn.lowering import LoweringProcesses, processes_for
 from jattn_kernels.call import Device, assume_device
 from jattn_kernels.dispatch import implementations, register
 from tests.jattn.harness import steps_elsewhere
@@ -19,8 +19,6 @@ X = jax.ShapeDtypeStruct((2, 2), jnp.float32)
 
 @pytest.fixture(scope="module")
 def one():
-    with lowering_processes(0) as none:
-        assert none.count == 0
     processes = LoweringProcesses(1)
     yield processes
     processes.close()
@@ -39,6 +37,19 @@ def test_compiled_steps_are_those_of_this_process(one):
     np.testing.assert_array_equal(given, 2)
     assert held["held"].is_deleted()
     assert steps.records["step"].seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_steps", "most", "count"),
+    [("cpu", 34, 8, 0), ("gpu", 3, 8, 0), ("gpu", 4, 8, 2), ("gpu", 34, 8, 8), ("gpu", 34, 1, 1)],
+)
+def test_processes_are_begun_where_they_gain_time(monkeypatch, platform, num_steps, most, count):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assume_device(Device(platform, (9, 0) if platform == "gpu" else None))
+    try:
+        assert processes_for(num_steps, most=most) == count
+    finally:
+        assume_device(None)
 
 
 def test_it_is_another_process_that_traces(one):

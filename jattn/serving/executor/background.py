@@ -1,12 +1,13 @@
 """Steps that are compiled while others serve: a thread takes them one by one, and tells of those that fail."""
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 
 from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
-from jattn.lowering import lowering_processes
+from jattn.lowering import LoweringProcesses, processes_for
 from jattn.progress import logger
 
 THREAD = "jattn-compile"  # how the names of the threads that compile here begin
@@ -47,7 +48,8 @@ class BackgroundCompilation:
 
     def _run(self, plans: dict[Hashable, StepPlan], add: Callable[[CompiledSteps], None]) -> None:
         start, num_plans = time.perf_counter(), len(plans)
-        with lowering_processes(num_plans, most=1) as processes:  # launches wait for Python's lock too
+        # Launches wait for Python's lock too.
+        with contextlib.closing(LoweringProcesses(processes_for(num_plans, most=1))) as processes:
             for key, plan in plans.items():
                 if self._stopping.is_set() or not threading.main_thread().is_alive():
                     return
