@@ -51,6 +51,7 @@ def test_unrolled_extend_gives_the_last_pools_answer():
     np.testing.assert_allclose(out.astype(jnp.float32), expected.astype(jnp.float32), atol=0.02)
 
 
+@pytest.mark.slow  # XLA compiles a hundred calls in a row
 @pytest.mark.parametrize("workload", LATENTS_TINY, ids=lambda workload: workload.name)
 def test_latent_calls_are_timed(workload):
     row, _ = measured(workload, "xla", repeats=1, seconds=0.01)
