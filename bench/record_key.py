@@ -21,7 +21,7 @@ FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
 # Cases by what they are of, the first that fits; what none fits is in every part of the record.
 _KINDS = {
-    "few bits": r"(matmul|make_ready|mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
+    "few bits": r"(matmul|mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
     "experts": r"(mixture_of_experts|routed_experts)/",
     "products": r"matmul(_splits)?/",
     "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",

@@ -89,3 +89,8 @@ def bytes_on_one(leaf: jax.Array) -> int:
     """What an array takes on each device that holds some of it."""
     bits = int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * jax.dtypes.itemsize_bits(leaf.dtype)
     return -(-bits // 8)
+
+
+def memory_stats() -> dict[str, int]:
+    """What JAX counts of a device's memory; nothing where it does not, as on a CPU."""
+    return jax.local_devices()[0].memory_stats() or {}

@@ -24,6 +24,7 @@ from jattn_kernels.call import Device, assume_device, default_device
 from jattn_kernels.dispatch import implementations
 
 _FEWEST_STEPS = 4  # for which processes are begun: each imports JAX first
+# Settings of JAX that are of this process alone, by how their names begin.
 _NOT_TOLD = (
     "jax_platform",
     "jax_default_device",
@@ -33,9 +34,11 @@ _NOT_TOLD = (
     "jax_enable_compilation_cache",
     "jax_dump",
     "jax_export",
-)  # settings
+)
 
-Step = tuple[Callable[..., Any], Any]
+_KERNELS = ("mosaic_gpu_v2", "triton_kernel_call")  # custom calls that `jax.export` knows nothing of
+
+Step = tuple[Callable[..., Any], Any]  # a function and its arguments, or their shapes
 
 
 class Question(NamedTuple):
@@ -60,7 +63,12 @@ class Question(NamedTuple):
         for name, value in self.settings.items():
             if getattr(jax.config, name, value) != value:
                 jax.config.update(name, value)
-        return _lowered(self.function, self.arguments, "cuda" if self.device.platform == "gpu" else "cpu")
+        exported = export.export(
+            jax.jit(self.function),
+            platforms=["cuda" if self.device.platform == "gpu" else "cpu"],
+            disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in _KERNELS],
+        )(*self.arguments)
+        return dataclasses.replace(exported, _get_vjp=None)  # nobody asks for it, and it cannot be sent
 
 
 class LoweringProcesses:
@@ -157,13 +165,6 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     if sharding is not None and sharding.num_devices > 1:
         raise ValueError("its arguments are shared by several devices")
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
-
-
-def _lowered(function: Callable[..., Any], arguments: Any, platform: str) -> export.Exported:
-    kernels = ("mosaic_gpu_v2", "triton_kernel_call")
-    checks = [export.DisabledSafetyCheck.custom_call(name) for name in kernels]
-    exported = export.export(jax.jit(function), platforms=[platform], disabled_checks=checks)(*arguments)
-    return dataclasses.replace(exported, _get_vjp=None)  # nobody asks for it, and it cannot be sent
 
 
 def _serve(questions: BinaryIO, answers: BinaryIO) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jattn.backend import BackendOptions
 from jattn.compiled_steps import power_of_two_buckets, token_buckets
+from jattn.device_mesh import memory_stats
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import CausalLM
@@ -142,7 +143,7 @@ def default_pages(
     Raises:
         ValueError: It holds no two.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
+    stats = memory_stats()
     budget = _POOL_BYTES_WITHOUT_STATS
     if "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,7 +1,5 @@
 """Hopper's product with weights in fp8: under the interpreter against the oracle, lowered for CUDA, and on a GPU."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from jattn_kernels import QuantizedKernel, Unnormed, matmul, matmul_splits, reference, taken
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.products import of_last_layer
 
 SUMS_IN_F32 = 1e-6  # of a product's size
 CUT_OFF = 2.0**-13  # of the largest of what Hopper's tensor cores add at once: DeepSeek-V3, arXiv:2412.19437, 3.3.2
@@ -75,12 +74,6 @@ def assert_product(out, x, kernel, sums, *, ties=False):
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= tolerance)
 
 
-def of_last_layer(product, **options):
-    """`product` of Mosaic with the number of the last layer traced."""
-    run = functools.partial(product, implementation="mosaic", **options)
-    return jax.jit(lambda x, kernel, layer: run(x, kernel, layer_index=layer))
-
-
 @pytest.fixture
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU, of few SMs so that each has several work tiles."""
@@ -101,7 +94,7 @@ def hopper(monkeypatch):
 def test_kernel_without_races(hopper, rows, depth, columns, dtype, out_dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     with interpreted():
-        out = of_last_layer(matmul, out_dtype=out_dtype)(x, kernel, jnp.int32(1))
+        out = of_last_layer(matmul, implementation="mosaic", out_dtype=out_dtype)(x, kernel, jnp.int32(1))
     assert out.dtype == (out_dtype or dtype)
     assert_product(out, x, kernel, SUMS_IN_F32)
 
@@ -109,7 +102,7 @@ def test_kernel_without_races(hopper, rows, depth, columns, dtype, out_dtype):
 def test_row_of_zeros_and_row_with_nan(hopper):
     x, kernel = operands(3, 1024, 64)
     with interpreted():
-        out = of_last_layer(matmul)(x.at[0].set(0).at[1, 5].set(jnp.nan), kernel, jnp.int32(1))
+        out = of_last_layer(matmul, implementation="mosaic")(x.at[0].set(0).at[1, 5].set(jnp.nan), kernel, jnp.int32(1))
     np.testing.assert_array_equal(out[0], 0)
     assert np.all(np.isnan(out[1]))
     assert_product(out[2:], x[2:], kernel, SUMS_IN_F32)
@@ -118,7 +111,9 @@ def test_row_of_zeros_and_row_with_nan(hopper):
 def test_kernel_norms_rows_without_races(hopper):
     x, kernel = operands(2, 1024, 64)
     with interpreted():
-        out = of_last_layer(matmul_splits, out_dtype="float32")(unnormed(x), kernel, jnp.int32(1))
+        out = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")(
+            unnormed(x), kernel, jnp.int32(1)
+        )
     assert_product(out, taken(unnormed(x), implementation="xla"), kernel, 2.0**-9, ties=True)
 
 
@@ -129,7 +124,7 @@ def test_kernel_is_lowered_for_cuda(monkeypatch, rows, depth, columns):
     x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
     values = jax.ShapeDtypeStruct((2, columns, depth), jnp.float8_e4m3fn)
     kernel = QuantizedKernel(values=values, scales=jax.ShapeDtypeStruct((2, columns, 1), jnp.float32))
-    traced = of_last_layer(matmul).trace(x, kernel, jax.ShapeDtypeStruct((), jnp.int32))
+    traced = of_last_layer(matmul, implementation="mosaic").trace(x, kernel, jax.ShapeDtypeStruct((), jnp.int32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1 + (depth % 1024 == 0)
 
@@ -160,12 +155,13 @@ def test_kernel_on_a_gpu(rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     lost = lost_on_hopper(x, kernel)
     for out_dtype in (None, "float32"):
-        assert_product(of_last_layer(matmul, out_dtype=out_dtype)(x, kernel, jnp.int32(1)), x, kernel, lost, ties=True)
+        out = of_last_layer(matmul, implementation="mosaic", out_dtype=out_dtype)(x, kernel, jnp.int32(1))
+        assert_product(out, x, kernel, lost, ties=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 64])
 def test_kernel_norms_rows_on_a_gpu(rows):
     x, kernel = operands(rows, 4096, 1024)
-    out = of_last_layer(matmul_splits)(unnormed(x), kernel, jnp.int32(1))
+    out = of_last_layer(matmul_splits, implementation="mosaic")(unnormed(x), kernel, jnp.int32(1))
     assert_product(out, taken(unnormed(x), implementation="xla"), kernel, 2.0**-9, ties=True)

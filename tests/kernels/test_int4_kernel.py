@@ -1,7 +1,5 @@
 """Hopper's product with weights in int4: under the interpreter against the oracle, lowered for CUDA, and on a GPU."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from jattn_kernels import QuantizedKernel, added, matmul, matmul_splits, reference
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.products import of_last_layer
 
 
 def operands(rows, depth, columns, group_size, *, zero_points=False, layers=2, dtype="bfloat16", scales="bfloat16"):
@@ -38,12 +37,6 @@ def assert_product(out, x, kernel):
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= tolerance)
 
 
-def of_last_layer(product, **options):
-    """`product` of Mosaic with the number of the last layer traced."""
-    run = functools.partial(product, implementation="mosaic", **options)
-    return jax.jit(lambda x, kernel, layer: run(x, kernel, layer_index=layer))
-
-
 @pytest.fixture
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU, of few SMs so that each has several work tiles."""
@@ -63,7 +56,7 @@ def hopper(monkeypatch):
 def test_kernel_without_races(hopper, rows, depth, columns, group_size, options):
     x, kernel = operands(rows, depth, columns, group_size, **options)
     with interpreted():
-        out = of_last_layer(matmul)(x, kernel, jnp.int32(1))
+        out = of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1))
     assert out.dtype == x.dtype
     assert_product(out, x, kernel)
 
@@ -71,7 +64,7 @@ def test_kernel_without_races(hopper, rows, depth, columns, group_size, options)
 def test_splits_add_up_to_the_product(hopper):
     x, kernel = operands(3, 512, 64, 128)
     with interpreted():
-        splits = of_last_layer(matmul_splits, out_dtype="float32")(x, kernel, jnp.int32(1))
+        splits = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
     assert_product(added(splits), x, kernel)
     np.testing.assert_array_equal(splits.parts[:, 3:], 0)
 
@@ -84,7 +77,7 @@ def test_kernel_is_lowered_for_cuda(monkeypatch, rows, depth, columns, group_siz
     scales = jax.ShapeDtypeStruct((2, depth // group_size, columns), jnp.bfloat16)
     kernel = QuantizedKernel(values=values, scales=scales)
     x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
-    traced = of_last_layer(matmul).trace(x, kernel, jax.ShapeDtypeStruct((), jnp.int32))
+    traced = of_last_layer(matmul, implementation="mosaic").trace(x, kernel, jax.ShapeDtypeStruct((), jnp.int32))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
@@ -116,4 +109,4 @@ def test_what_is_not_served_gets_a_sentence(hopper, rows, depth, columns, group_
 )
 def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
     x, kernel = operands(rows, depth, columns, group_size, **options)
-    assert_product(of_last_layer(matmul)(x, kernel, jnp.int32(1)), x, kernel)
+    assert_product(of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1)), x, kernel)

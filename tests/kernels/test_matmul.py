@@ -11,6 +11,7 @@ import pytest
 from jattn_kernels import Routing, Unnormed, added, matmul, matmul_splits, routed_experts, taken
 from jattn_kernels.call import Device
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.products import of_last_layer
 from tests.kernels.harness.splits import splits_of
 
 
@@ -28,11 +29,6 @@ def assert_product(out, x, kernel):
     unit = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(kernel, np.float64))
     tolerance = float(jnp.finfo(out.dtype).eps) * np.abs(expected) + 1e-6 * unit
     assert np.all(np.abs(np.asarray(out, np.float64) - expected) <= tolerance)
-
-
-def of_last_layer(product, **options):
-    """`product` with the number of the last layer traced."""
-    return jax.jit(lambda x, kernel, layer: product(x, kernel, layer_index=layer, **options))
 
 
 @pytest.mark.parametrize(

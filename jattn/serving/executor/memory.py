@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jattn.compiled_steps import CompiledSteps
-from jattn.device_mesh import bytes_on_one
+from jattn.device_mesh import bytes_on_one, memory_stats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,10 @@ class MemoryUse:
 def memory_use(weights: Any, pool: Any, state: Any, steps: CompiledSteps) -> MemoryUse:
     """The sum for an engine's arrays and steps."""
     sizes = (sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(tree)) for tree in (weights, pool, state))
-    stats = jax.local_devices()[0].memory_stats() or {}
     return MemoryUse(
         **dict(zip(("weights", "pool", "state"), sizes, strict=True)),
         temporaries=steps.temporary_bytes,
-        limit=stats.get("bytes_limit"),
+        limit=memory_stats().get("bytes_limit"),
     )
 
 

@@ -5,7 +5,7 @@ import os
 
 import jax
 
-from jattn.device_mesh import made
+from jattn.device_mesh import made, memory_stats
 from jattn.kv_pool import KVGroupSpec, KVPool, make_pool
 from jattn.serving.resolved_config import ResolvedConfig
 
@@ -45,5 +45,4 @@ def check_pool_fits(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> 
 
 def _memory_bytes(num_devices: int) -> int:
     """The memory of a device, or its part of the host's where that is the devices."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices
+    return memory_stats().get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_devices

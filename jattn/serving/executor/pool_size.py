@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jattn.compiled_steps import StepPlan, compile_steps
-from jattn.device_mesh import bytes_on_one
+from jattn.device_mesh import bytes_on_one, memory_stats
 from jattn.model import CausalLM
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.served_model import served_model
@@ -29,17 +29,16 @@ def beside_steps(model: CausalLM, config: ResolvedConfig, *, draft_model: Causal
     Raises:
         ValueError: No two pages fit.
     """
-    stats = jax.local_devices()[0].memory_stats() or {}
+    stats = memory_stats()
     if "bytes_limit" not in stats:
         return config
     limit, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
     most_pages = config.max_num_seqs * config.max_pages
-    groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
-    page_bytes = sum(group.page_bytes(config.page_size, config.pool_dtype) for group in groups)
+    served = served_model(model, config, draft_model=draft_model)
+    page_bytes = sum(group.page_bytes(config.page_size, config.pool_dtype) for group in served.kv_groups)
     if config.num_pages > most_pages and config.num_pages * page_bytes <= free // 8:
         return config
     tried = dataclasses.replace(config, num_pages=min(config.num_pages, _TRIED_PAGES))
-    served = served_model(model, tried, draft_model=draft_model)
     pool, state = fitting_pool(served.kv_groups, tried), made_state(tried, model.vocab_size)
     plans = step_plans(served.steps, (served.weights, state, pool), tried, served.mixed_rows)
     needing_most: dict[str, StepKey] = {}
@@ -50,7 +49,7 @@ def beside_steps(model: CausalLM, config: ResolvedConfig, *, draft_model: Causal
     del pool, state
     temporaries = compile_steps(needing, progress=config.progress).temporary_bytes
     beside = state_bytes + temporaries + _largest_product(served.weights) + int(_REST * limit)
-    num_pages = default_pages(groups, config.page_size, config.pool_dtype, most_pages, beside=beside)
+    num_pages = default_pages(served.kv_groups, config.page_size, config.pool_dtype, most_pages, beside=beside)
     return dataclasses.replace(config, num_pages=num_pages)
 
 
@@ -62,4 +61,5 @@ def _largest_product(weights: Any) -> int:
     """
     matrices = (leaf for leaf in jax.tree.leaves(weights) if leaf.ndim >= 2)
     # All leading axes are those of layers and experts.
-    return max((bytes_on_one(leaf) // math.prod(leaf.shape[:-2]) for leaf in matrices), default=0) * 5 // 4
+    sizes = (bytes_on_one(leaf) // math.prod(leaf.sharding.shard_shape(leaf.shape)[:-2]) for leaf in matrices)
+    return max(sizes, default=0) * 5 // 4
