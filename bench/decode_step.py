@@ -19,7 +19,7 @@ from bench.timing import profiled
 from bench.workloads import random_normal, random_page_table
 from jattn.attention.specs import kind_of
 from jattn.backend import BackendOptions, backend_class
-from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
+from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
 from jattn.matmul import FP8, INT4, MXFP4
@@ -30,6 +30,7 @@ from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import Steps
+from jattn.step_compilation import compile_steps
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
 from jattn_models.decoder import Decoder

@@ -10,7 +10,7 @@ from bench.attention import Measured
 from bench.mixture_workload import HeldWeights, MixtureWorkload
 from bench.timing import Timing, measure, profiled
 from bench.workloads import READ_GBPS
-from jattn.compiled_steps import compiler_options
+from jattn.step_compilation import compiler_options
 
 _PROFILED_RUNS = 2
 

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from bench.decode_step import Model, random_model
 from bench.step_workload import LLAMA_3_8B, QWEN3_30B_A3B
-from jattn.compiled_steps import use_persistent_cache
 from jattn.load.figures import show
 from jattn.load.served import measured_served
 from jattn.load.workload import Level, Workload
@@ -27,6 +26,7 @@ from jattn.serving.engine import Engine
 from jattn.serving.frontend.chat import ChatTemplate
 from jattn.serving.frontend.llm import LLM
 from jattn.serving.frontend.text import Tokenizer
+from jattn.step_cache import use_persistent_cache
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 

@@ -120,14 +120,14 @@ def engine(options: argparse.Namespace) -> None:
     from flax import nnx
 
     from bench.decode_step import random_model
-    from jattn import compiled_steps
+    from jattn import step_cache, step_compilation
     from jattn.serving.config import EngineConfig
     from jattn.serving.engine import Engine
     from jattn.serving.request import SamplingParams
 
     if options.compile_threads:
-        compiled_steps._COMPILING_AT_ONCE = options.compile_threads
-    compiled_steps.use_persistent_cache()
+        step_compilation._COMPILING_AT_ONCE = options.compile_threads
+    step_cache.use_persistent_cache()
     with figures.span("weights"):
         model = random_model()
         jax.block_until_ready(model.weights)

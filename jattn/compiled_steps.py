@@ -1,24 +1,11 @@
 """Compiled steps: one executable a bucket, made ahead of time and replayed; what CUDA graphs are elsewhere."""
 
-import contextlib
 import dataclasses
-import os
-import threading
-import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-
-from jattn.lowering import LoweringProcesses, processes_for
-from jattn.progress import logger, shown
-from jattn.step_cache import step_cache, without_jax_cache
-from jattn.step_keys import StepNames
-
-_COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,116 +100,16 @@ class CompiledSteps:
         """These and others, which replace those of the same keys."""
         return CompiledSteps(self._executables | other._executables, self.records | other.records)
 
+    def in_order_of(self, keys: Iterable[Hashable]) -> "CompiledSteps":
+        """Those of these keys that there are."""
+        there = [key for key in keys if key in self]
+        return CompiledSteps(
+            {key: self._executables[key] for key in there},
+            {key: self.records[key] for key in there if key in self.records},
+        )
+
     def __call__(self, key: Hashable, *arguments: Any) -> Any:
         return self[key](*arguments)
-
-
-def compile_steps(
-    plans: Mapping[Hashable, StepPlan],
-    *,
-    progress: bool = False,
-    only: Collection[Hashable] | None = None,
-    processes: LoweringProcesses | None = None,
-) -> CompiledSteps:
-    """Lowers and compiles every plan, with a bar on standard error and the time left if `progress`.
-
-    Where JAX has a cache folder, steps are kept there, and those that are there are loaded instead.
-
-    Args:
-        only: The others are loaded if they are on disk, and left out if not; None is all.
-        processes: That lower them; if None, as many as gain time are begun for it.
-    """
-    cache, count = step_cache(), processes_for(len(plans)) if processes is None else processes.count
-    names = _names(plans) if cache is not None or count else {}
-    records: dict[Hashable, StepRecord] = {}
-    executables: dict[Hashable, jax.stages.Compiled] = {}
-    # Threads that compile are called after whoever asked for it.
-    with ThreadPoolExecutor(_COMPILING_AT_ONCE, threading.current_thread().name) as pool:
-        if cache is not None:
-            devices = [plans[key].devices for key in names]
-            loaded = pool.map(_timed(cache.load), names.values(), devices)
-            for key, (step, seconds) in zip(names, loaded, strict=True):
-                if step is not None:
-                    executables[key], records[key] = step, StepRecord(seconds, loaded=True)
-        wanted = plans if only is None else only
-        missing = {key: plan for key, plan in plans.items() if key in wanted and key not in executables}
-
-        def compiled(key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-            step = lowered.compile()
-            if cache is not None and key in names:
-                cache.store(names[key], step)
-            return step
-
-        if missing:
-            bar = shown("Compiling steps", len(missing), wanted=progress)
-            # A step without a name is of code that no other process can be known to have.
-            named = missing.keys() <= names.keys()
-            if processes is None or not named:
-                lowering = contextlib.closing(LoweringProcesses(processes_for(len(missing)) if named else 0))
-            else:
-                lowering = contextlib.nullcontext(processes)
-            steps = {key: (plan.function, plan.arguments) for key, plan in missing.items()}
-            keeping = without_jax_cache() if cache is not None and names else contextlib.nullcontext()
-            with bar as advance, keeping, lowering as processes:
-                compiling = {}
-                for key, function, elsewhere in processes.as_done(steps):
-                    lowered, here = _timed(_lowered)(dataclasses.replace(missing[key], function=function))
-                    compiling[pool.submit(_timed(compiled), key, lowered)] = key, elsewhere + here
-                for done in as_completed(compiling):
-                    key, before = compiling[done]
-                    executables[key], seconds = done.result()
-                    records[key] = StepRecord(before + seconds, loaded=False)
-                    advance()
-    there = [key for key in plans if key in executables]
-    return CompiledSteps({key: executables[key] for key in there}, {key: records[key] for key in there})
-
-
-def _timed[**Arguments, Result](function: Callable[Arguments, Result]) -> Callable[Arguments, tuple[Result, float]]:
-    """The same function, with the seconds that it took."""
-
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> tuple[Result, float]:
-        start = time.perf_counter()
-        result = function(*args, **kwargs)
-        return result, time.perf_counter() - start
-
-    return call
-
-
-def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
-    """The names that steps have on disk; none of those that are made of what no other process can be known to have."""
-    found = {}
-    try:
-        names = StepNames()
-        for key, plan in plans.items():
-            options = compiler_options(unrolled=plan.unrolled)
-            found[key] = names.name(plan.function, plan.arguments, plan.donate, options)
-    except Exception as reason:  # not only NoName: a file may not be read, a value not be written
-        logger.info("Steps are compiled at each start: %s", reason)
-    return found
-
-
-def _lowered(plan: StepPlan) -> jax.stages.Lowered:
-    options = compiler_options(unrolled=plan.unrolled)
-    step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=options)
-    return step.lower(*plan.arguments)
-
-
-def compiler_options(*, unrolled: bool) -> dict[str, Any] | None:
-    """What XLA is told for a step on the device in use.
-
-    A scan over stacked weights copies each layer's slice before a Triton GEMM, and hands cuBLASLt a view of it: 11.4 ms
-    against 4.7 ms for a step of Llama-3-8B shapes on an H200. Unrolled late, once a layer is optimised and its products
-    are chosen, the same loop is launched by the host in 1.1 ms instead of 2.4, and one of 8 requests takes 60 us less.
-
-    XLA's estimate of an unrolled step's memory counts a donated pool three times, as each kernel that writes it gives a
-    new one (229 GiB for a pool of 76): it tries in vain to compute things twice in place of keeping them, and warns of
-    it for each step. It need not try: what a step keeps is little, and what it takes is the same.
-    """
-    if jax.default_backend() != "gpu":
-        return None
-    unrolling = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL"}
-    told = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "rematerialization"}
-    return {**told, **(unrolling if unrolled else {})}
 
 
 def smallest_bucket(buckets: Iterable[int], size: int) -> int:
@@ -258,22 +145,3 @@ def token_buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
         quarter = 2 ** (buckets[-1].bit_length() - 3)
         buckets += (min(buckets[-1] + quarter, largest),)
     return buckets
-
-
-def use_persistent_cache(folder: Path | None = None) -> None:
-    """Keeps compiled steps between runs in a private folder; does nothing where JAX already has a cache folder.
-
-    Args:
-        folder: Where; `$XDG_CACHE_HOME/jattn/xla` or `~/.cache/jattn/xla` if None.
-    """
-    if jax.config.jax_compilation_cache_dir:
-        return
-    try:
-        if folder is None:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "xla"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except (OSError, RuntimeError):
-        return  # a read-only home or none: compile each time
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # dozens of small ones take a second together

@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,43 @@ def _checked(content: bytes) -> bytes:
     return payload
 
 
+def use_persistent_cache(folder: Path | None = None) -> None:
+    """Keeps compiled steps between runs in a private folder; does nothing where JAX already has a cache folder.
+
+    Args:
+        folder: Where; `$XDG_CACHE_HOME/jattn/xla` or `~/.cache/jattn/xla` if None.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return
+    try:
+        if folder is None:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jattn" / "xla"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except (OSError, RuntimeError):
+        return  # a read-only home or none: compile each time
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # dozens of small ones take a second together
+
+
 def step_cache() -> StepCache | None:
     """The cache in JAX's own folder, ready to load kernels; None where JAX keeps nothing, or keeps it elsewhere."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+    if not folder or "://" in folder or not (jax.config.jax_enable_compilation_cache or _without.count):
         return None
     name_runtime()
     return StepCache(Path(folder) / _FOLDER)
+
+
+class _Without:
+    """How many compile without JAX's cache now, in whatever threads."""
+
+    def __init__(self):
+        self.count = 0
+        self.lock = threading.Lock()
+
+
+_without = _Without()
 
 
 @contextlib.contextmanager
@@ -119,11 +150,18 @@ def without_jax_cache() -> Iterator[None]:
 
     (XLA of JAX 0.11.2: a function is "not found" when the second copy runs.)
     """
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
+    if not jax.config.jax_enable_compilation_cache and not _without.count:
+        yield
+        return
+    _count_without(1)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
+        _count_without(-1)
+
+
+def _count_without(change: int) -> None:
+    with _without.lock:
+        _without.count += change
+        jax.config.update("jax_enable_compilation_cache", not _without.count)
         compilation_cache.reset_cache()

@@ -11,7 +11,6 @@ from jattn.serving.admission import Admission
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.executor import Executor
 from jattn.serving.executor.launch import Given
-from jattn.serving.executor.pool_size import beside_steps
 from jattn.serving.kv_cache import KVCacheManager
 from jattn.serving.plan import Plan
 from jattn.serving.request import FinishReason, Request, SamplingParams
@@ -68,10 +67,8 @@ class Engine:
                 f"Got draft_model={type(draft_model).__name__}, speculative={config.speculative!r}."
             )
         sizes = resolved(config, model, draft_model=draft_model, num_eos_ids=len(eos_token_ids))
-        if config.num_pages is None:
-            sizes = beside_steps(model, sizes, draft_model=draft_model)
-        self.config = config = sizes
-        self.executor = Executor(model, config, draft_model=draft_model)
+        self.executor = Executor(model, sizes, draft_model=draft_model, fit_pool=config.num_pages is None)
+        self.config = config = self.executor.config
         self.kv_cache = KVCacheManager(
             config.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
         )

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from jattn import step_compilation
 from jattn.serving.engine import Engine
 from jattn.serving.executor import background
 from jattn.serving.executor.step_plans import StepKey, largest_steps
@@ -20,13 +21,13 @@ SIZES = dataclasses.replace(
 @pytest.fixture
 def held(monkeypatch):
     """Compiling in the background waits for this event; it takes the plans that it is given from `seen`."""
-    gate, compile_steps = threading.Event(), background.compile_steps
+    gate, steps_in_turn = threading.Event(), background.steps_in_turn
 
     def when_let(plans, **options):
         assert gate.wait(60)
-        return compile_steps(plans, **options)
+        yield from steps_in_turn(plans, **options)
 
-    monkeypatch.setattr(background, "compile_steps", when_let)
+    monkeypatch.setattr(background, "steps_in_turn", when_let)
     yield gate
     gate.set()
 
@@ -54,11 +55,20 @@ def test_larger_steps_serve_until_the_smaller_ones_are_there(held, monkeypatch):
         assert not executor.background.failed
 
 
-def test_step_that_cannot_be_compiled_is_told_and_done_without(monkeypatch, caplog):
-    def failing(plans, **options):
-        raise RuntimeError("no room\nfor it")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(step_compilation, "_lowered"), (step_compilation._Kept, "store")],
+    ids=["lowering", "compiling"],
+)
+def test_step_that_cannot_be_compiled_is_told_and_done_without(monkeypatch, caplog, owner, name):
+    function = getattr(owner, name)
 
-    monkeypatch.setattr(background, "compile_steps", failing)
+    def failing(*arguments):
+        if threading.current_thread().name.startswith(background.THREAD):
+            raise RuntimeError("no room\nfor it")
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
     with one_variant("plain"):
         engine = Engine(tiny_model(), SIZES)
         assert engine.executor.background.wait(60.0)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import compiled_steps
-from jattn.compiled_steps import StepPlan, compile_steps, power_of_two_buckets, smallest_bucket, token_buckets
+from jattn import step_cache, step_compilation
+from jattn.compiled_steps import StepPlan, power_of_two_buckets, smallest_bucket, token_buckets
 from jattn.norm import rms_norm
+from jattn.step_compilation import compile_steps
 
 
 def doubled(x):
@@ -79,16 +80,16 @@ def test_layers_in_a_loop_read_their_own_weights_on_a_gpu():
 
 def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    told = [compiled_steps.compiler_options(unrolled=unrolled) for unrolled in (False, True)]
+    told = [step_compilation.compiler_options(unrolled=unrolled) for unrolled in (False, True)]
     assert [any("unrolling" in name for name in options) for options in told] == [False, True]
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert compiled_steps.compiler_options(unrolled=True) is None
+    assert step_compilation.compiler_options(unrolled=True) is None
 
 
 def test_no_step_is_rematerialised_for_a_pool_that_xla_counts_thrice(monkeypatch):
     """The option is one that this version of XLA knows: others fail on a CPU too."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    told = compiled_steps.compiler_options(unrolled=True)
+    told = step_compilation.compiler_options(unrolled=True)
     monkeypatch.undo()
     assert told["xla_disable_hlo_passes"] == "rematerialization"
     assert jax.jit(doubled, compiler_options=told)(1.0) == 2
@@ -132,7 +133,7 @@ def test_persistent_cache_is_private_and_yields_to_the_users_own(no_cache, tmp_p
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled_steps.use_persistent_cache()
+    step_cache.use_persistent_cache()
     folder = tmp_path / "jattn" / "xla"
     assert updates["jax_compilation_cache_dir"] == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -146,6 +147,6 @@ def test_persistent_cache_is_left_out_without_a_usable_home(no_cache, monkeypatc
     updates = {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(compiled_steps.Path, "home", home)
-    compiled_steps.use_persistent_cache()
+    monkeypatch.setattr(step_cache.Path, "home", home)
+    step_cache.use_persistent_cache()
     assert updates == {}

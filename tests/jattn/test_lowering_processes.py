@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.compiled_steps import StepPlan, compile_steps
+from jattn.compiled_steps import StepPlan
 from jattn.lowering import LoweringProcesses, processes_for
+from jattn.step_compilation import compile_steps
 from jattn_kernels.call import Device, assume_device
 from jattn_kernels.dispatch import implementations, register
 from tests.jattn.harness import steps_elsewhere

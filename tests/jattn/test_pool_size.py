@@ -6,6 +6,7 @@ import types
 import jax
 import pytest
 
+from jattn import step_compilation
 from jattn.serving.engine import Engine
 from jattn.serving.executor import pool_size
 from tests.jattn.harness.tiny import CONFIG, VOCAB, one_variant, plans_of, run, sampled, tiny_engine, tiny_model
@@ -54,6 +55,31 @@ def test_pages_weights_and_steps_fit_the_memory_and_leave_little(memory, compile
     assert 0.03 * limit <= rest - largest < 0.03 * limit + PAGE_BYTES
     assert 2 < engine.config.num_pages == engine.executor.config.num_pages <= 4 * 16
     run(engine, [engine.make_request([3, 1, 4], sampled(seed=1, max_tokens=5))])
+
+
+def test_steps_tried_for_the_pool_that_stands_are_not_compiled_again(memory, monkeypatch):
+    needed = tiny_engine().executor.memory_use()
+    memory((needed.state + needed.temporaries + 120 * PAGE_BYTES) * 100 // 97, 0)
+    plans, lower = [], step_compilation._lowered
+    monkeypatch.setattr(step_compilation, "_lowered", lambda plan: plans.append(plan) or lower(plan))
+    with one_variant("plain"):
+        use = Engine(tiny_model(), OPEN).executor.memory_use()
+        monkeypatch.setattr(pool_size, "_estimate", lambda *_: use.temporaries)
+        plans.clear()
+        engine = Engine(tiny_model(), OPEN)
+    assert len(plans) == len(engine.executor.compiled_steps.records)
+    run(engine, [engine.make_request([3, 1, 4], sampled(seed=1, max_tokens=5))])
+
+
+@pytest.mark.parametrize("times", [0, 100])
+def test_pool_is_the_same_whatever_was_estimated(memory, monkeypatch, times):
+    needed = tiny_engine().executor.memory_use()
+    memory((needed.state + needed.temporaries + 120 * PAGE_BYTES) * 100 // 97, 0)
+    with one_variant("plain"):
+        monkeypatch.setattr(pool_size, "_estimate", lambda *_: needed.temporaries)
+        num_pages = plans_of(OPEN).config.num_pages
+        monkeypatch.setattr(pool_size, "_estimate", lambda *_: times * needed.temporaries)
+        assert plans_of(OPEN).config.num_pages == num_pages
 
 
 def test_pool_that_no_request_can_fill_is_not_asked_for(memory, compiled):

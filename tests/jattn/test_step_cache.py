@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jattn import compiled_steps, step_cache, step_keys
-from jattn.compiled_steps import StepPlan, compile_steps
+from jattn import compiled_steps, step_cache, step_compilation, step_keys
+from jattn.compiled_steps import StepPlan
 from jattn.device_mesh import OnAll, side_by_side
 from jattn.parallel import Parallel
 from jattn.step_cache import StepCache
+from jattn.step_compilation import compile_steps
 from jattn.step_keys import NoName, StepNames
 
 SIZES = (2, 4)
@@ -33,15 +34,15 @@ def grown(x):
 def folder(tmp_path, monkeypatch):
     """Where this test's steps are kept."""
     folder = tmp_path / "steps"
-    monkeypatch.setattr(compiled_steps, "step_cache", lambda: StepCache(folder))
+    monkeypatch.setattr(step_compilation, "step_cache", lambda: StepCache(folder))
     return folder
 
 
 @pytest.fixture
 def lowered(monkeypatch):
     """The plans that are lowered, in their order."""
-    plans, lower = [], compiled_steps._lowered
-    monkeypatch.setattr(compiled_steps, "_lowered", lambda plan: plans.append(plan) or lower(plan))
+    plans, lower = [], step_compilation._lowered
+    monkeypatch.setattr(step_compilation, "_lowered", lambda plan: plans.append(plan) or lower(plan))
     return plans
 
 
@@ -268,7 +269,7 @@ def test_patched_functions_give_another_name_or_none(monkeypatch):
 
 def test_an_engines_steps_have_the_same_names_in_every_process():
     program = (
-        "from jattn.compiled_steps import _names\n"
+        "from jattn.step_compilation import _names\n"
         "from tests.jattn.harness.tiny import CONFIG, plans_of\n"
         "print(*_names(plans_of(CONFIG).executor.compiled_steps).values())\n"
     )

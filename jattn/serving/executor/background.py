@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 
-from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps
-from jattn.lowering import LoweringProcesses, processes_for
+from jattn.compiled_steps import CompiledSteps, StepPlan
+from jattn.lowering import LoweringProcesses
 from jattn.progress import logger
+from jattn.step_compilation import steps_in_turn
 
 THREAD = "jattn-compile"  # how the names of the threads that compile here begin
 
@@ -27,13 +28,19 @@ class BackgroundCompilation:
     _stopping: threading.Event = dataclasses.field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def start(self, plans: Mapping[Hashable, StepPlan], add: Callable[[CompiledSteps], None]) -> None:
+    def start(
+        self,
+        plans: Mapping[Hashable, StepPlan],
+        add: Callable[[CompiledSteps], None],
+        processes: LoweringProcesses,
+    ) -> None:
         """Begins.
 
         Args:
             add: Takes each step once it is compiled, in the thread.
+            processes: That lower them; closed in the end.
         """
-        self._thread = threading.Thread(target=self._run, args=(dict(plans), add), name=THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(dict(plans), add, processes), name=THREAD, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -46,23 +53,30 @@ class BackgroundCompilation:
             self._thread.join(timeout)
         return self.left == 0
 
-    def _run(self, plans: dict[Hashable, StepPlan], add: Callable[[CompiledSteps], None]) -> None:
+    def _run(
+        self,
+        plans: dict[Hashable, StepPlan],
+        add: Callable[[CompiledSteps], None],
+        processes: LoweringProcesses,
+    ) -> None:
         start, num_plans = time.perf_counter(), len(plans)
-        # Launches wait for Python's lock too.
-        with contextlib.closing(LoweringProcesses(processes_for(num_plans, most=1))) as processes:
-            for key, plan in plans.items():
-                if self._stopping.is_set() or not threading.main_thread().is_alive():
-                    return
+        # XLA tries each product in memory that is spared for one at a time.
+        in_turn = steps_in_turn(plans, processes=processes, at_once=1)
+        with contextlib.closing(processes), contextlib.closing(in_turn):
+            for key, compilation in in_turn:
+                if not threading.main_thread().is_alive():
+                    return  # the interpreter ends, and lets nothing begin
                 try:
-                    add(compile_steps({key: plan}, processes=processes))
+                    step, record = compilation.result()
+                    add(CompiledSteps({key: step}, {key: record}))
                 except Exception as error:  # a smaller step is not needed to serve
-                    if not threading.main_thread().is_alive():
-                        return  # the interpreter ends, and lets nothing begin
                     self.failed[key] = " ".join(str(error).split()) or type(error).__name__
                     logger.error(
                         "The step %s cannot be compiled; a larger one serves in its place", key, exc_info=error
                     )
                 self.left -= 1
+                if self._stopping.is_set():
+                    return
         logger.info(
             "Compiled in the background: %d of %d steps in %.1f s",
             num_plans - len(self.failed),

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import jax
 
-from jattn.compiled_steps import CompiledSteps, StepPlan, compile_steps, described, smallest_bucket
+from jattn.compiled_steps import CompiledSteps, StepPlan, described, smallest_bucket
 from jattn.device_mesh import held_by_all
+from jattn.lowering import LoweringProcesses, processes_for
 from jattn.matmul import FP8, INT4
 from jattn.model import CausalLM
 from jattn.serving.executor.background import BackgroundCompilation
@@ -25,6 +26,7 @@ from jattn.serving.executor.memory import MemoryUse, memory_use
 from jattn.serving.executor.mixing import LONGEST_MIXED
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
+from jattn.serving.executor.pool_size import beside_steps
 from jattn.serving.executor.served_model import served_model
 from jattn.serving.executor.state import made_state
 from jattn.serving.executor.step_plans import StepKey, largest_steps, note_key, step_key, step_plans
@@ -33,6 +35,7 @@ from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import packed
+from jattn.step_compilation import compile_steps
 
 
 class Executor:
@@ -47,11 +50,13 @@ class Executor:
         model: The model; its weights stay on the device.
         config: Sizes.
         draft_model: The one that a `DraftModel` drafts with; else None.
+        fit_pool: Whether the pool has as many pages as fit beside the steps, in place of the configured number.
 
     Raises:
         ValueError: The pool does not fit the memory, or the model is not shared by as many devices.
 
     Attributes:
+        config: Sizes, with the pool's.
         stats: Counts of launches.
         background: What is compiled while others serve; until it is, a launch takes the next larger step.
     """
@@ -62,13 +67,17 @@ class Executor:
         config: ResolvedConfig,
         *,
         draft_model: CausalLM | None = None,
+        fit_pool: bool = False,
     ):
-        self.config = config
         served = served_model(model, config, draft_model=draft_model)
         self.weights, steps, self._mixed_rows = served.weights, served.steps, served.mixed_rows
+        _check_loaded(self.weights, config)
+        have, processes = CompiledSteps({}), LoweringProcesses(_num_processes(config))
+        if fit_pool:
+            config, have = beside_steps(served, config, model.vocab_size, processes)
+        self.config = config
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
         self._make_state = functools.partial(made_state, config, model.vocab_size)
-        _check_loaded(self.weights, config)
         self.state = self._make_state()
         # While steps are compiled the pool's memory is free again: XLA tries their products there.
         shapes = jax.tree.map(described, (self.weights, self.state, self._make_pool()))
@@ -80,13 +89,15 @@ class Executor:
         self._is_prepared = config.structured_steps
         plans |= self._structured_plans() if config.structured_steps else {}
         self._merging = threading.Lock()
-        self.compiled_steps, later = _compiled(plans, config)
+        self.compiled_steps, later = _compiled(plans, config, have, processes)
         self.pool = self._make_pool()
         self.background = BackgroundCompilation(len(later))
         if later:
             # Without a reference to the executor, which may go while steps are compiled for it.
-            self.background.start(later, functools.partial(_add_steps, weakref.ref(self)))
+            self.background.start(later, functools.partial(_add_steps, weakref.ref(self)), processes)
             weakref.finalize(self, self.background.stop)
+        else:
+            processes.close()
         self.in_flight: deque[Launch] = deque()
         self._forwards: deque[Forward] = deque()
         self.stats = LaunchStats()
@@ -223,11 +234,18 @@ class Executor:
         self.in_flight.append(launch)
 
 
-def _compiled(plans: dict[Any, StepPlan], config: ResolvedConfig) -> tuple[Any, dict[Any, StepPlan]]:
+def _num_processes(config: ResolvedConfig) -> int:
+    """How many lower the steps of an engine; half as many beside others that are served."""
+    num_steps = len(config.decode_buckets) + len(config.prefill_buckets)
+    return processes_for(num_steps, most=4 if config.compile_in_background else 8)
+
+
+def _compiled(
+    plans: dict[Any, StepPlan], config: ResolvedConfig, have: CompiledSteps, processes: LoweringProcesses
+) -> tuple[Any, dict[Any, StepPlan]]:
     """The steps without which nobody is served, and those that are on disk; and the plans of the others."""
-    if not config.compile_in_background:
-        return compile_steps(plans, progress=config.progress), {}
-    steps = compile_steps(plans, progress=config.progress, only=largest_steps(plans))
+    only = largest_steps(plans) if config.compile_in_background else None
+    steps = compile_steps(plans, progress=config.progress, only=only, have=have, processes=processes)
     return steps, {key: plan.without_arrays() for key, plan in plans.items() if key not in steps}
 
 

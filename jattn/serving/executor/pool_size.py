@@ -6,51 +6,78 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jattn.compiled_steps import StepPlan, compile_steps
+from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.device_mesh import bytes_on_one, memory_stats
-from jattn.model import CausalLM
+from jattn.lowering import LoweringProcesses
 from jattn.serving.executor.pool_memory import fitting_pool
-from jattn.serving.executor.served_model import served_model
+from jattn.serving.executor.served_model import ServedModel
 from jattn.serving.executor.state import made_state
-from jattn.serving.executor.step_plans import StepKey, largest_steps, step_plans
+from jattn.serving.executor.step_plans import largest_steps, step_plans
 from jattn.serving.resolved_config import ResolvedConfig, default_pages
-from jattn.serving.steps.plain import VARIANTS
+from jattn.step_compilation import compile_steps
 
-_TRIED_PAGES = 64  # of the pool that steps are compiled for to see what they need; more changes nothing of that
 _REST = 0.03  # of the memory: for fragments, for results that are under way, and for what libraries take
+_TOO_FEW, _TOO_MANY = 0.02, 0.01  # of the memory, by which the pool may be smaller or larger than fits exactly
+_FEWEST_PAGES = 2
+_LOGITS_ALIVE = 8  # copies of a launch's logits, in float32, that a step may hold at once
+_WIDEST_ALIVE = 2  # results of a layer's widest product
 
 
-def beside_steps(model: CausalLM, config: ResolvedConfig, *, draft_model: CausalLM | None = None) -> ResolvedConfig:
+def beside_steps(
+    served: ServedModel, config: ResolvedConfig, vocab_size: int, processes: LoweringProcesses
+) -> tuple[ResolvedConfig, CompiledSteps]:
     """The same configuration with the pages that fit beside the weights, which are on the device, and all steps.
 
+    The largest steps are compiled for a pool beside an estimate of what they need, and what they do need says whether
+    it stands. Compiled for another pool they need the same.
+
     If all that the requests can use is an eighth of the free memory or less, they have it, and nothing is compiled.
+
+    Returns:
+        With the steps that were compiled for this pool, if any.
 
     Raises:
         ValueError: No two pages fit.
     """
-    stats = memory_stats()
+    stats, none = memory_stats(), CompiledSteps({})
     if "bytes_limit" not in stats:
-        return config
+        return config, none
     limit, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
     most_pages = config.max_num_seqs * config.max_pages
-    served = served_model(model, config, draft_model=draft_model)
     page_bytes = sum(group.page_bytes(config.page_size, config.pool_dtype) for group in served.kv_groups)
     if config.num_pages > most_pages and config.num_pages * page_bytes <= free // 8:
-        return config
-    tried = dataclasses.replace(config, num_pages=min(config.num_pages, _TRIED_PAGES))
-    pool, state = fitting_pool(served.kv_groups, tried), made_state(tried, model.vocab_size)
-    plans = step_plans(served.steps, (served.weights, state, pool), tried, served.mixed_rows)
-    needing_most: dict[str, StepKey] = {}
-    for key in sorted(largest_steps(plans), key=lambda key: VARIANTS.index(key.variant)):
-        needing_most[key.kind] = key
-    needing: dict[Hashable, StepPlan] = {key: plans[key].without_arrays() for key in needing_most.values()}
-    state_bytes = sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(state))
-    del pool, state
-    temporaries = compile_steps(needing, progress=config.progress).temporary_bytes
-    beside = state_bytes + temporaries + _largest_product(served.weights) + int(_REST * limit)
-    num_pages = default_pages(served.kv_groups, config.page_size, config.pool_dtype, most_pages, beside=beside)
-    return dataclasses.replace(config, num_pages=num_pages)
+        return config, none
+    state = made_state(config, vocab_size)
+    held = sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(state)) + _largest_product(served.weights)
+    held += int(_REST * limit)
+
+    def fitting(temporaries: int) -> ResolvedConfig:
+        beside = held + temporaries
+        num_pages = default_pages(served.kv_groups, config.page_size, config.pool_dtype, most_pages, beside=beside)
+        return dataclasses.replace(config, num_pages=num_pages)
+
+    most_temporaries = free - held - _FEWEST_PAGES * page_bytes
+    tried = fitting(min(_estimate(served, config, vocab_size), most_temporaries))
+    arrays = served.weights, state, fitting_pool(served.kv_groups, tried)
+    plans = step_plans(served.steps, arrays, tried, served.mixed_rows)
+    largest: dict[Hashable, StepPlan] = {key: plans[key].without_arrays() for key in largest_steps(plans)}
+    del state, arrays, plans  # XLA tries products in their memory
+    steps = compile_steps(largest, progress=config.progress, processes=processes)
+    exact = fitting(steps.temporary_bytes)
+    if -_TOO_MANY * limit <= (exact.num_pages - tried.num_pages) * page_bytes <= _TOO_FEW * limit:
+        return tried, steps
+    return exact, none
+
+
+def _estimate(served: ServedModel, config: ResolvedConfig, vocab_size: int) -> int:
+    """Bytes that the steps that need most may need beside their arguments."""
+    widths = [leaf.shape[-1] for leaf in jax.tree.leaves(served.weights) if leaf.ndim >= 2]
+    widest = max((width for width in widths if width != vocab_size), default=0)
+    of_layer = _WIDEST_ALIVE * config.prefill_tokens * widest * jnp.dtype(config.dtype).itemsize
+    logits = config.max_num_seqs * (1 + config.num_draft_tokens) * vocab_size * jnp.dtype(jnp.float32).itemsize
+    return of_layer + _LOGITS_ALIVE * logits
 
 
 def _largest_product(weights: Any) -> int:

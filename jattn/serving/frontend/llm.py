@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jattn.checkpoint import Checkpoint
-from jattn.compiled_steps import use_persistent_cache
 from jattn.devices import started_devices
 from jattn.model import load_model
 from jattn.progress import logger, shown
@@ -25,6 +24,7 @@ from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import DraftCounts, Request, SamplingParams, token_ids
 from jattn.serving.resolved_config import computing_dtype, parallel_of
 from jattn.serving.steps.draft_model import DraftModel
+from jattn.step_cache import use_persistent_cache
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -37,7 +37,7 @@ class SimulatedDevice:
         self._ends = [0]
         self.now = 0
         self.prefills = []  # tokens of each, without and with padding
-        monkeypatch.setattr(executor_module, "compile_steps", lambda plans, *, progress: self)
+        monkeypatch.setattr(executor_module, "compile_steps", lambda plans, **options: self)
         monkeypatch.setattr(executor_module, "packed", lambda arrays: arrays)
         self.engine = Engine(Sizes(), config)
 

@@ -81,7 +81,7 @@ def with_steps_of(other):
 
 def plans_of(config, model=None, **arguments):
     """An engine whose steps are the plans for them, none compiled."""
-    with mock.patch.object(executor, "compile_steps", lambda plans, *, progress: plans):
+    with mock.patch.object(executor, "compile_steps", lambda plans, **options: plans):
         return Engine(model or tiny_model(), config, **arguments)
 
 
