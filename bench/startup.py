@@ -1,6 +1,7 @@
 """Where the seconds of a start go, the first time and the second: the command line, and an engine at full size.
 
 python -m bench.startup [--only generate|engine] [--full-sampling] [--no-greedy-steps] [--compile-threads N]
+    [--in-background]
 
 Each start is a process of its own over one new cache folder; `plain` ones, that nobody looks into, keep steps of their
 own there. Seconds of tracing, lowering and loading are added up over threads, so they may exceed the span `steps` that
@@ -137,10 +138,12 @@ def engine(options: argparse.Namespace) -> None:
         prefill_tokens=_PREFILL_TOKENS,
         full_sampling=options.full_sampling,
         greedy_steps=not options.no_greedy_steps,
+        compile_in_background=options.in_background,
     )
     with figures.span("engine"):
         served = Engine(nnx.merge(model.graph, model.weights), config)
     figures.values["pages"] = served.config.num_pages
+    figures.values["steps left"] = served.executor.background.left
     params = SamplingParams(max_tokens=_DECODES, temperature=0.0, ignore_eos=True)
     requests = [
         served.make_request(np.random.default_rng(row).integers(model.config.vocab_size, size=_PROMPT), params)
@@ -150,6 +153,8 @@ def engine(options: argparse.Namespace) -> None:
         served.add(requests[0])
         while not requests[0].generated:
             served.step()
+    with figures.span("background"):
+        served.executor.background.wait()
     for request in requests[1:]:
         served.add(request)
     while not all(request.generated for request in requests):
@@ -232,6 +237,7 @@ def main() -> None:
     parser.add_argument("--full-sampling", action="store_true", help="steps for penalties and log-probabilities too")
     parser.add_argument("--no-greedy-steps", action="store_true", help="no steps for launches in which nobody draws")
     parser.add_argument("--compile-threads", type=int, metavar="N", help="steps that XLA compiles at once")
+    parser.add_argument("--in-background", action="store_true", help="but the largest steps, compiled while it serves")
     parser.add_argument("--child", choices=("generate", "engine"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import threading
+import types
 
 import pytest
 
@@ -86,6 +87,18 @@ def test_engine_that_goes_stops_compiling(held):
         held.set()
         assert not compiling.wait(60.0)
         assert compiling.left == 1  # the one under way was finished
+
+
+def test_interpreter_that_ends_waits_for_the_step_under_way(held, monkeypatch):
+    at_exit = []
+    monkeypatch.setattr(background, "atexit", types.SimpleNamespace(register=at_exit.append, unregister=at_exit.remove))
+    with one_variant("plain"):
+        compiling = Engine(tiny_model(), SIZES).executor.background
+        (end,) = at_exit
+        held.set()
+        end()
+    assert compiling.left == 1
+    assert not at_exit
 
 
 def test_largest_steps_are_one_of_each_kind_and_variant():

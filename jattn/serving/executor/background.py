@@ -1,5 +1,6 @@
 """Steps that are compiled while others serve: a thread takes them one by one, and tells of those that fail."""
 
+import atexit
 import contextlib
 import dataclasses
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.lowering import LoweringProcesses
 from jattn.progress import logger
-from jattn.step_compilation import steps_in_turn
+from jattn.step_compilation import Compilation, steps_in_turn
 
 THREAD = "jattn-compile"  # how the names of the threads that compile here begin
 
@@ -41,11 +42,17 @@ class BackgroundCompilation:
             processes: That lower them; closed in the end.
         """
         self._thread = threading.Thread(target=self._run, args=(dict(plans), add, processes), name=THREAD, daemon=True)
+        atexit.register(self._end)
         self._thread.start()
 
     def stop(self) -> None:
         """Compiles no step after the one under way; does not wait for that."""
         self._stopping.set()
+
+    def _end(self) -> None:
+        """Stops, and waits for the step under way: an interpreter that goes meanwhile dies of it."""
+        self.stop()
+        self.wait()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether all is done within so many seconds, or as long as it takes."""
@@ -62,24 +69,32 @@ class BackgroundCompilation:
         start, num_plans = time.perf_counter(), len(plans)
         # XLA tries each product in memory that is spared for one at a time.
         in_turn = steps_in_turn(plans, processes=processes, at_once=1)
-        with contextlib.closing(processes), contextlib.closing(in_turn):
-            for key, compilation in in_turn:
-                if not threading.main_thread().is_alive():
-                    return  # the interpreter ends, and lets nothing begin
-                try:
-                    step, record = compilation.result()
-                    add(CompiledSteps({key: step}, {key: record}))
-                except Exception as error:  # a smaller step is not needed to serve
-                    self.failed[key] = " ".join(str(error).split()) or type(error).__name__
-                    logger.error(
-                        "The step %s cannot be compiled; a larger one serves in its place", key, exc_info=error
-                    )
-                self.left -= 1
-                if self._stopping.is_set():
-                    return
+        with contextlib.closing(processes), contextlib.closing(in_turn), contextlib.ExitStack() as stack:
+            stack.callback(atexit.unregister, self._end)
+            try:
+                for key, compilation in in_turn:
+                    self._take(key, compilation, add)
+                    if self._stopping.is_set():
+                        return
+            except RuntimeError:
+                if threading.main_thread().is_alive():
+                    raise
+                return  # the interpreter ends, and lets nothing begin
         logger.info(
             "Compiled in the background: %d of %d steps in %.1f s",
             num_plans - len(self.failed),
             num_plans,
             time.perf_counter() - start,
         )
+
+    def _take(self, key: Hashable, compilation: Compilation, add: Callable[[CompiledSteps], None]) -> None:
+        """Hands a step on, or notes why there is none."""
+        try:
+            step, record = compilation.result()
+            add(CompiledSteps({key: step}, {key: record}))
+        except Exception as error:  # a smaller step is not needed to serve
+            if not threading.main_thread().is_alive():
+                return
+            self.failed[key] = " ".join(str(error).split()) or type(error).__name__
+            logger.error("The step %s cannot be compiled; a larger one serves in its place", key, exc_info=error)
+        self.left -= 1
