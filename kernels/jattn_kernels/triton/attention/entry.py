@@ -1,5 +1,6 @@
 """Attention by Triton's kernel: the operands as it reads them, the work list, and the merge of what was split."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -28,6 +29,7 @@ from jattn_kernels.triton.attention.tile_sizes import AttendTiles, choose_tiles,
 from jattn_kernels.triton.attention.work import Work, decode_work, extend_work
 from jattn_kernels.triton.launch import launch
 
+_MOST_SLOTS = 2**20  # 4 MB of page table
 _NATIVE_FP8: tuple[int, ...] = (8, 9)  # compute capability from which e4m3 is converted by an instruction
 
 Result = tuple[Float[Array, "..."], Float[Array, "..."]]
@@ -59,6 +61,8 @@ def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
         work = _work(call, options, sizes, seq_lens, cu_q_lens, max_keys)
     q0, q1 = _queries(call, operands, work)
     config = _config(call, operands, sizes, q0, q1)
+    if table is not None and not call.operation.endswith("decode"):
+        config, table = by_slot(config, table)
     mask_row = None
     if options.custom_mask is not None:
         if cu_q_lens is None:
@@ -103,6 +107,19 @@ def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
         warps=merge.warps,
     )
     return out, lse
+
+
+def by_slot(config: AttendConfig, table: Int[Array, "B pages"]) -> tuple[AttendConfig, Int[Array, "B entries"]]:
+    """The same keys as pages of one token, where a layer's rows are equally far apart and the table stays small.
+
+    An extend's warps have little time for addresses beside their products: 8 % less of it on an H200.
+    """
+    size = config.page_size
+    if size <= 1 or table.size * size > _MOST_SLOTS or any(x.page != size * x.token for x in (config.k, config.v)):
+        return config, table
+    slots = (table[:, :, None] * size + jnp.arange(size, dtype=table.dtype)).reshape(table.shape[0], -1)
+    k, v = (dataclasses.replace(x, page=x.token) for x in (config.k, config.v))
+    return dataclasses.replace(config, k=k, v=v, page_size=1, table_columns=slots.shape[1]), slots
 
 
 def _float32(array: jax.Array | None) -> jax.Array | None:
