@@ -189,6 +189,7 @@ def _extend(
         mask=None if mask is None else by_row(mask),
         rotations=RotationTables.of(num_keys, spec, kernel.dtypes.kv) if kernel.dtypes.rotates else None,
         row_factor=None if queries.factor is None else by_row(queries.factor),
+        order=schedule.order,
     )
     out, lse = kernel(operands)
     lse = lse[..., : heads * tile_tokens].reshape(*lse.shape[:3], heads, tile_tokens)

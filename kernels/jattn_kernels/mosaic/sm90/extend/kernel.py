@@ -1,6 +1,6 @@
 """The kernel of extend on Hopper: ragged queries over keys, FlashAttention-3's two consumers in ping-pong.
 
-grid (blocks)             persistent: one an SM; each takes every blocks-th work tile, the longest first
+grid (blocks)             persistent: one an SM; each takes every blocks-th work tile, as `order` has them
   a work tile             a query block (up to `block_tokens` tokens of one request) and a block of heads
   producer warpgroup      TMA: the next work tile's q, then k and v a tile of `block_kv` keys at a time, tiles ahead
   consumer warpgroups     64 rows each: S = q k^T, online softmax in base 2, acc += P v; epilogue: acc / l_i and lse out
@@ -147,6 +147,7 @@ class ExtendKernel:
 
         def work_tile(round):
             of = jnp.minimum(number(round), query_blocks_ref.shape[0] * self.head_blocks - 1)
+            of = of if operands.order is None else operands.order[of]
             query_block = lax.div(of, self.head_blocks)
             fields = (query_blocks_ref[query_block, field] for field in range(query_blocks_ref.shape[1]))
             return WorkTile(query_block, lax.rem(of, self.head_blocks), *fields)

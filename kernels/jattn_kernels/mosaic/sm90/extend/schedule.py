@@ -1,4 +1,4 @@
-"""The schedule of extend: tile sizes, and blocks of query tokens, the longest first."""
+"""The schedule of extend: tile sizes, and blocks of query tokens, the longest first; which heads when, in `order`."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_n
 from jattn_kernels.lowering.token_bounds import token_bounds
 from jattn_kernels.mosaic.sm90.common.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS, num_sms
 from jattn_kernels.mosaic.sm90.extend.dtypes import ExtendDtypes
+from jattn_kernels.mosaic.sm90.extend.order import by_groups_of_heads, key_heads_at_once
 from jattn_kernels.mosaic.sm90.extend.rows import CONSUMER_WARPGROUPS, RowBounds, key_ranges, of_rows
 from jattn_kernels.spec import AttentionSpec
 
@@ -137,6 +138,7 @@ class ExtendSchedule:
         num_query_blocks: How many are used.
         place: Where each token went: query block * block_tokens + its number in the query block.
         rows: None if each token sees all keys, or one more than the token before it.
+        order: As `by_groups_of_heads` gives it; None if all heads of a query block follow each other.
         block_tokens: Query tokens a query block; static.
         block_kv: Keys a tile; static.
     """
@@ -145,6 +147,7 @@ class ExtendSchedule:
     num_query_blocks: Int[Array, "1"]
     place: Int[Array, " T"]
     rows: RowBounds | None
+    order: Int[Array, " tiles"] | None = None
     block_tokens: int = dataclasses.field(metadata={"static": True})
     block_kv: int = dataclasses.field(metadata={"static": True})
 
@@ -170,7 +173,7 @@ def extend_schedule(
     bounds = None
     if leading_rows is not None or _has_rows(spec, options):
         bounds = token_bounds(seq_lens, cu_q_lens, options, spec, num_tokens, leading_rows)
-    return longest_first(
+    schedule = longest_first(
         seq_lens,
         cu_q_lens,
         q_start - kv_start + 1,
@@ -180,6 +183,32 @@ def extend_schedule(
         num_tokens=num_tokens,
         block_kv=sizes.block_kv,
     )
+    return _in_order(schedule, spec, sizes, num_seqs=seq_lens.shape[0], num_tokens=num_tokens)
+
+
+def _in_order(
+    schedule: ExtendSchedule, spec: AttentionSpec, sizes: ExtendTiles, *, num_seqs: int, num_tokens: int
+) -> ExtendSchedule:
+    """The same with the order of its work tiles, where it is not that of its query blocks."""
+    work_tiles_per_head = spec.group_size // heads_per_tile(spec.group_size)
+    heads = key_heads_at_once(
+        spec.num_kv_heads,
+        work_tiles_per_head=work_tiles_per_head,
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        block_tokens=schedule.block_tokens,
+        block_kv=schedule.block_kv,
+        blocks=sizes.blocks,
+    )
+    if heads == spec.num_kv_heads:
+        return schedule
+    order = by_groups_of_heads(
+        schedule.num_query_blocks,
+        most=schedule.query_blocks.shape[0],
+        head_blocks=spec.num_kv_heads * work_tiles_per_head,
+        at_once=heads * work_tiles_per_head,
+    )
+    return dataclasses.replace(schedule, order=order)
 
 
 def is_own(spec: AttentionSpec, options: AttentionOptions) -> bool:

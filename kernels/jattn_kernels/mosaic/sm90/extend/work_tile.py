@@ -27,7 +27,7 @@ class Operands(NamedTuple):
     Attributes:
         k, v: Pages or rows, with a leading layer axis; the same array twice if it holds both.
         places: The page table, or where each sequence's rows begin.
-        query_blocks, num_query_blocks, rows: Of the schedule; `rows.position` with slopes only.
+        query_blocks, num_query_blocks, rows, order: Of the schedule; `rows.position` with slopes only.
         layer: Which layer of the pages.
         slopes: ALiBi's, of each row of a tile for each block of heads.
         logit_factor: Of the products of a sequence (or of all) and a key head.
@@ -51,6 +51,7 @@ class Operands(NamedTuple):
     mask: Any = None  # [words, query blocks, 2, 64]
     row_factor: Any = None  # [K, query blocks, 2, 64]
     rotations: Any = None
+    order: Any = None  # [query blocks * head blocks]
 
 
 class WorkTile(NamedTuple):
