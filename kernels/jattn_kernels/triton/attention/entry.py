@@ -117,7 +117,8 @@ def by_slot(config: AttendConfig, table: Int[Array, "B pages"]) -> tuple[AttendC
     size = config.page_size
     if size <= 1 or table.size * size > _MOST_SLOTS or any(x.page != size * x.token for x in (config.k, config.v)):
         return config, table
-    slots = (table[:, :, None] * size + jnp.arange(size, dtype=table.dtype)).reshape(table.shape[0], -1)
+    within = jnp.arange(size, dtype=table.dtype)
+    slots = (table[:, :, None] * size + within[None, None]).reshape(table.shape[0], -1)
     k, v = (dataclasses.replace(x, page=x.token) for x in (config.k, config.v))
     return dataclasses.replace(config, k=k, v=v, page_size=1, table_columns=slots.shape[1]), slots
 
