@@ -1,7 +1,7 @@
 """What the host does in a decode step, part by part, beside what the device takes: an engine alone, and its batch full.
 
-python -m bench.host_time [CHECKPOINT] [--batch N ...] [--steps N] [--sampling NAME ...] [--dtype NAME] [--cpu-time]
-    [--kernels N]
+python -m bench.host_time [CHECKPOINT | --shapes llama-3-8b|qwen3-30b-a3b] [--batch N ...] [--steps N]
+    [--sampling NAME ...] [--dtype NAME] [--cpu-time] [--kernels N]
 
 A part's time is its own, without those inside it. The clock that measures the parts adds some microseconds a step to
 them; the rate is measured without it.
@@ -21,10 +21,14 @@ from unittest import mock
 
 import jax
 import numpy as np
+from flax import nnx
 
 import jattn
+from bench.decode_step import Model, random_model
+from bench.serving import SHAPES
 from bench.timing import profiled
-from jattn.compiled_steps import CompiledSteps
+from jattn.compiled_steps import CompiledSteps, use_persistent_cache
+from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.executor import executor as executor_module
 from jattn.serving.executor.launch import Launch
@@ -160,18 +164,24 @@ def sentence(row: dict[str, Any]) -> str:
     )
 
 
-def engine_of(checkpoint: Path, batch: int, steps: int, dtype: str) -> Engine:
-    """An engine with one decode step of `batch` rows."""
-    context = _WARM_UP_STEPS + 5 * steps + _PROFILED_STEPS * 3 + batch + 64
-    return jattn.LLM(
-        checkpoint,
-        dtype=dtype,
-        max_num_seqs=batch,
-        smallest_decode_bucket=batch,
-        max_context_len=context,
-        prefill_tokens=64,
-        progress=False,
-    ).engine
+def engine_of(served: Path | Model, batch: int, steps: int, dtype: str) -> Engine:
+    """An engine with one decode step of `batch` rows.
+
+    Args:
+        served: A checkpoint, or a model of random weights, which is served without rules on logits.
+        dtype: Of a checkpoint.
+    """
+    knobs: dict[str, Any] = {
+        "max_num_seqs": batch,
+        "smallest_decode_bucket": batch,
+        "max_context_len": _WARM_UP_STEPS + 5 * steps + _PROFILED_STEPS * 3 + batch + 64,
+        "prefill_tokens": 64,
+    }
+    if isinstance(served, Path):
+        return jattn.LLM(served, dtype=dtype, progress=False, **knobs).engine
+    use_persistent_cache()
+    config = EngineConfig(dtype="bfloat16", smallest_prefill_bucket=64, full_sampling=False, **knobs)
+    return Engine(nnx.merge(served.graph, served.weights), config)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -180,6 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "checkpoint", type=Path, nargs="?", default=checkpoint_path(), help="the bundled one by default"
     )
+    parser.add_argument("--shapes", choices=SHAPES, help="of a model of random weights, instead")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--steps", type=int, default=100, help="of each measurement")
     parser.add_argument("--sampling", choices=SAMPLING, nargs="+", default=["greedy", "drawn", "nucleus"])
@@ -189,8 +200,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--kernels", type=int, default=0, help="how many kernels of a GPU to tell of, the longest first"
     )
     options = parser.parse_args(arguments)
+    served = options.checkpoint if options.shapes is None else random_model(*SHAPES[options.shapes])
     for batch in options.batch:
-        engine = engine_of(options.checkpoint, batch, options.steps, options.dtype)
+        engine = engine_of(served, batch, options.steps, options.dtype)
         for sampling in options.sampling:
             row = measured(
                 engine, steps=options.steps, sampling=sampling, cpu_time=options.cpu_time, kernels=options.kernels

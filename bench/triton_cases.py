@@ -110,6 +110,18 @@ def _mixture(tokens: int, *, experts: int = 128, hidden: int = 2048, units: int 
     )
 
 
+def _filters(rows: int, vocab_size: int) -> Any:
+    number = _array((rows,), "float32")
+    return jattn_kernels.kept_tokens(
+        _array((rows, vocab_size), "float32"),
+        temperature=number,
+        top_k=_array((rows,)),
+        top_p=number,
+        min_p=number,
+        implementation="triton",
+    )
+
+
 _decode = functools.partial(functools.partial, _attention, "paged_decode")
 _extend = functools.partial(functools.partial, _attention, "paged_extend")
 
@@ -163,4 +175,7 @@ MAIN: dict[str, Call] = {
     "rotate_and_write_page_1": functools.partial(_rotary, 64, page_size=1),
     "rotate_and_write_normed": functools.partial(_rotary, 64, normed=True),
     "rotate_and_write_fp8": functools.partial(_rotary, 64, kv_dtype=_FP8),
+    "filters_128256": functools.partial(_filters, 64, 128_256),
+    "filters_50257": functools.partial(_filters, 64, 50_257),
+    "filters_4096": functools.partial(_filters, 64, 4096),
 }

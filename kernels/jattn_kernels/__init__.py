@@ -2,6 +2,7 @@
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
+from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
 from jattn_kernels.latent_write import mla_write
@@ -19,6 +20,7 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.temperature import over_temperature
 from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "are_multiplied_by_a_kernel",
     "copy_pages",
     "dequantize_groups",
+    "kept_tokens",
     "lse_from_base2",
     "lse_to_base2",
     "make_schedule",
@@ -46,6 +49,7 @@ __all__ = [
     "mla_extend",
     "mla_write",
     "normed_heads",
+    "over_temperature",
     "paged_decode",
     "paged_extend",
     "quantize_groups",

@@ -217,7 +217,23 @@ class MatmulCall:
     operation: Literal["matmul"] = "matmul"
 
 
-Call = AttentionCall | NormCall | ExpertsCall | MatmulCall
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FiltersCall:
+    """The static facts of what filters keep of rows of logits; hashable.
+
+    Attributes:
+        num_rows, vocab_size: Of the logits.
+        device, modes: As in AttentionCall.
+    """
+
+    num_rows: int
+    vocab_size: int
+    device: Device = dataclasses.field(default_factory=lambda: default_device())
+    modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
+    operation: Literal["kept_tokens"] = "kept_tokens"
+
+
+Call = AttentionCall | NormCall | ExpertsCall | MatmulCall | FiltersCall
 
 
 @typing.no_type_check

@@ -233,4 +233,25 @@ class MatmulOperands:
     norm: NormOperands | None = None
 
 
-Operands = AttentionOperands | RotaryOperands | LatentRowOperands | NormOperands | ExpertsOperands | MatmulOperands
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FiltersOperands:
+    """All arrays of what filters keep of rows of logits, as the face takes them."""
+
+    logits: Float32[Array, "B V"]
+    temperature: Float32[Array, " B"]
+    top_k: Int32[Array, " B"]
+    top_p: Float32[Array, " B"]
+    min_p: Float32[Array, " B"]
+
+
+Operands = (
+    AttentionOperands
+    | RotaryOperands
+    | LatentRowOperands
+    | NormOperands
+    | ExpertsOperands
+    | MatmulOperands
+    | FiltersOperands
+)

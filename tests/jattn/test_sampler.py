@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.steps import sampler
-from jattn.serving.steps.sampler import SamplingState, drawn_logits, sample
+from jattn.serving.steps.sampler import SamplingState, sample
 
 jitted = jax.jit(sample, static_argnames="greedy_only")
 
@@ -251,19 +250,3 @@ def test_sample_bad_logits_give_a_token_in_range(logits, expected, params):
     seen = set(np.flatnonzero(support(50, jnp.asarray([logits], jnp.float32), rows(1, **params))[0]))
     assert seen
     assert seen <= expected
-
-
-@pytest.mark.parametrize("digit_bits", [2, 4])
-def test_digits_of_any_width_find_the_same_tokens(monkeypatch, digit_bits):
-    rng = np.random.default_rng(0)
-    logits = jnp.asarray(rng.integers(-40, 40, size=(6, 777)), jnp.float32) / 8  # many ties
-    params = rows(
-        6,
-        temperature=0.8,
-        top_k=[0, 5, 40, 0, 777, 1],
-        top_p=[0.9, 1.0, 0.5, 0.999, 0.0, 0.9],
-        min_p=[0.0, 0.0, 0.0, 0.1, 0.0, 0.0],
-    )
-    one_by_one = drawn_logits(logits, params)
-    monkeypatch.setattr(sampler, "_digit_bits", lambda num_keys: digit_bits)
-    np.testing.assert_array_equal(drawn_logits(logits, params), one_by_one)

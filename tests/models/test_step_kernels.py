@@ -16,6 +16,7 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import Device
+from jattn_kernels.triton import implementation, launch
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 
 PAGE, PAGES, ROWS = 16, 80, 1
@@ -34,9 +35,8 @@ def lowered(function, *arguments):
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.fixture(scope="module")
-def step(hopper):
-    """The step of one row, two layers of Qwen3-30B-A3B's shapes."""
+def step_of(variant):
+    """The text of a step of one row, two layers of Qwen3-30B-A3B's shapes."""
     config = Qwen3MoeForCausalLM.config_class.from_dict(QWEN3_30B_A3B | {"num_hidden_layers": 2})
     model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, weights = nnx.split(model)
@@ -44,8 +44,14 @@ def step(hopper):
     backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
     pool = jax.eval_shape(lambda: make_pool(model.kv_groups, num_pages=PAGES + 1, page_size=PAGE, dtype=jnp.bfloat16))
     state = jax.eval_shape(lambda: empty_rows(ROWS, max_pages=PAGES, max_stop_ids=1))
-    decode = functools.partial(Steps(graph, backend).decode, variant="greedy")
+    decode = functools.partial(Steps(graph, backend).decode, variant=variant)
     return lowered(decode, weights, state, pool, jax.ShapeDtypeStruct((ROWS, 3), jnp.int32))
+
+
+@pytest.fixture(scope="module")
+def step(hopper):
+    """The step where nobody draws."""
+    return step_of("greedy")
 
 
 def sums_of_splits(text):
@@ -65,3 +71,18 @@ def test_xla_adds_up_no_splits(step):
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2048), (2048, 5120)))
     assert sums_of_splits(lowered(matmul, x, kernel))
     assert not sums_of_splits(step)
+
+
+def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
+    """A branch that hangs on data, or a loop whose end does, is one that the host waits for: it launches nothing."""
+
+    def in_place_of_triton(*operands, kernel, out_type, **_):
+        return jax.ffi.ffi_call(kernel.__name__, out_type)(*operands)
+
+    monkeypatch.setattr(launch, "_triton_call", lambda: in_place_of_triton)
+    monkeypatch.setattr(implementation, "missing", lambda: None)
+    step = step_of("plain")
+    assert len(re.findall(r"custom_call @keep_tokens", step)) == 1
+    assert not re.search(r"stablehlo\.(case|if)\b", step)
+    (condition,) = re.findall(r"stablehlo\.while.*?cond {(.*?)} do", step, re.DOTALL)  # over the layers
+    assert re.search(r"%(\w+) = stablehlo\.constant dense<2> .*compare +LT, %\w+, %\1", condition, re.DOTALL)

@@ -92,8 +92,8 @@ def _asked(requests: Iterable[Request]) -> Variant:
 def _served(kind: Literal["decode", "prefill"], size: int, variant: Variant, config: ResolvedConfig) -> Variant:
     """The variant that serves another, so that it need not be compiled.
 
-    Beside a large prefill a draw takes no time, whatever it is of. But a step that draws holds the host up, which waits
-    to know whether anything is filtered (`lax.cond`); one where nobody draws is launched ahead.
+    Beside a large prefill a draw takes no time, whatever it is of. But a full step holds the host up, which waits to
+    know whether log-probabilities are asked for (`lax.cond`); one where nobody draws is launched ahead.
     """
     if variant == "greedy" and not config.greedy_steps:
         variant = "plain"

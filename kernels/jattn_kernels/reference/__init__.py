@@ -2,6 +2,7 @@
 
 from jattn_kernels.reference.attention import mla_decode, mla_extend, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.reference.experts import mixture_of_experts
+from jattn_kernels.reference.filters import kept_tokens
 from jattn_kernels.reference.merge import merge_state, merge_states
 from jattn_kernels.reference.quantized import dequantized, matmul, quantize_rows, to_e4m3
 from jattn_kernels.reference.requests import REQUESTS, Request
@@ -11,6 +12,7 @@ __all__ = [
     "REQUESTS",
     "Request",
     "dequantized",
+    "kept_tokens",
     "matmul",
     "merge_state",
     "merge_states",

@@ -10,6 +10,7 @@ from jattn_kernels.operands import Operands
 from jattn_kernels.triton import rms_norm, rotate_and_write
 from jattn_kernels.triton.attention import entry as attention
 from jattn_kernels.triton.experts import entry as experts
+from jattn_kernels.triton.filters import entry as filters
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
@@ -18,6 +19,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
+    "kept_tokens": filters.kept_tokens,
 }
 _WITH_SCHEDULES = ("paged_decode", "paged_extend", "mla_decode", "mla_extend")
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall, default_device
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, NormCall, default_device
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
@@ -39,6 +39,8 @@ def refuses(call: Call) -> str | None:
             return _refuses_experts(call)
         case MatmulCall():
             return "`triton` does not do matmul."
+        case FiltersCall():
+            return None if call.num_rows else "`triton` takes some rows of logits, not none."
     if call.operation == "rotate_and_write":
         return _refuses_rotation(call)
     return _refuses_attention(call)

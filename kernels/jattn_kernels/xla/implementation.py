@@ -10,6 +10,7 @@ from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
 from jattn_kernels.xla import attention, experts
+from jattn_kernels.xla.filters import kept_tokens
 from jattn_kernels.xla.matmul import matmul
 from jattn_kernels.xla.mla_write import mla_write
 from jattn_kernels.xla.rotate_and_write import rotate_and_write
@@ -48,6 +49,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": _rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
     "matmul": matmul,
+    "kept_tokens": kept_tokens,
 }
 
 

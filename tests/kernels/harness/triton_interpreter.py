@@ -5,8 +5,8 @@ Kernels are interpreted if TRITON_INTERPRET=1 is set before Triton is imported: 
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,12 +31,18 @@ def interpreted() -> Iterator[None]:
 
 def run(kernel: Any, operands: Sequence[Any], written: Sequence[np.ndarray], grid: int, config: Any) -> None:
     """What `launch.interpreted` takes; the interpreter is not made for several threads."""
-    arrays = (*operands, *written)
-    with _one_at_a_time:
-        kernel[(grid,)](*(None if array is None else _Memory(array) for array in arrays), C=config)
+    arrays = [None if array is None else _Memory(array) for array in (*operands, *written)]
+
+    def interpret() -> None:
+        with np.errstate(over="ignore"):  # which a GPU says nothing of
+            kernel[(grid,)](*arrays, C=config)
+
+    _thread.submit(interpret).result()
 
 
-_one_at_a_time = threading.Lock()
+# XLA calls from threads of its own, in which numbers below float32's normal ones are 0; a GPU tells them apart.
+_thread = ThreadPoolExecutor(1)
+_thread.submit(int).result()  # so that it is this thread's child
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
