@@ -27,11 +27,12 @@ import jattn
 from bench.decode_step import Model, random_model
 from bench.serving import SHAPES
 from bench.timing import profiled
-from jattn.compiled_steps import CompiledSteps, use_persistent_cache
+from jattn.compiled_steps import CompiledSteps
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.executor import executor as executor_module
 from jattn.serving.executor.launch import Launch
+from jattn.step_cache import use_persistent_cache
 from jattn_models.bundled import checkpoint_path
 
 _WARM_UP_STEPS, _PROFILED_STEPS, _PROMPT = 16, 50, 8
