@@ -21,17 +21,18 @@ FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
 # Cases by what they are of, the first that fits; what none fits is in every part of the record.
 _KINDS = {
-    "few bits": r"(matmul|mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
+    "experts in few bits": r"(mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
+    "products in few bits": r"matmul/.*(fp8|float8|int4|blocks)",
     "experts": r"(mixture_of_experts|routed_experts)/",
     "products": r"matmul(_splits)?/",
     "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",
 }
-# What runs in a part beside that. Of bfloat16 weights steps of mixtures alone have products by kernels of ours: their
-# projections are small enough for them.
+# What runs in a part beside that; experts in few bits run in none. Of bfloat16 weights steps of mixtures alone have
+# products by kernels of ours: their projections are small enough for them.
 _IN_PARTS = {
     "moe_layer": {"experts"},
     "decode_step_moe": {"experts", "products"},
-    "decode_step_quantized": {"few bits", "products"},
+    "decode_step_quantized": {"products in few bits", "products"},
     "latent": {"latents"},
 }
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package

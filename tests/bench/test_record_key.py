@@ -83,7 +83,7 @@ PARTS = {"decode", "moe_layer", "decode_step_moe", "decode_step_quantized", "lat
     ("case", "voided"),
     [
         ("routed_experts/few", {"moe_layer", "decode_step_moe"}),
-        ("mixture_of_experts/mxfp4_1", {"decode_step_quantized"}),
+        ("mixture_of_experts/mxfp4_1", set()),
         ("matmul/few", {"decode_step_moe", "decode_step_quantized"}),
         ("matmul_splits/few", {"decode_step_moe", "decode_step_quantized"}),
         ("matmul/int4_1", {"decode_step_quantized"}),
