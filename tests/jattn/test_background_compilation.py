@@ -105,6 +105,6 @@ def test_largest_steps_are_one_of_each_kind_and_variant():
     keys = plans_of(dataclasses.replace(CONFIG, prefill_tokens=2048, max_num_seqs=32)).executor.compiled_steps
     assert largest_steps(keys) == {
         *(StepKey("decode", 32, variant) for variant in ("greedy", "plain", "full")),
-        *(StepKey("prefill", 2048, variant) for variant in ("greedy", "full")),
+        *(StepKey("prefill", 2048, variant) for variant in ("greedy", "plain", "full")),
         StepKey("note", 2048, "full"),
     }

@@ -23,8 +23,7 @@ def test_each_launch_has_its_step(engine, asked):
     buckets = {"decode": config.decode_buckets, "prefill": config.prefill_buckets}
     found = {step_key(kind, size, requests, config) for kind, sizes in buckets.items() for size in sizes}
     assert found <= set(plans)
-    beside_many = "full" if asked == "plain" else asked
-    assert all(key.variant == (beside_many if key.size > 1024 else asked) for key in found)
+    assert {key.variant for key in found} == {asked}
 
 
 def test_request_that_asks_for_most_decides(engine):
@@ -43,6 +42,6 @@ def test_without_greedy_steps_those_that_draw_serve_all():
 
 
 def test_finer_buckets_cost_a_bounded_number_of_steps(engine):
-    """Of 8,192 tokens: 8 sizes by doubling alone; none of the 12 above 1,024 has a plain step."""
+    """Of 8,192 tokens: 8 sizes by doubling alone, 17 so."""
     prefills = [key for key in engine.executor.compiled_steps if key.kind == "prefill"]
-    assert len(prefills) == 5 * 3 + 12 * 2
+    assert len(prefills) == 17 * 3

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
-from jattn.compiled_steps import FINER_FROM, StepPlan
+from jattn.compiled_steps import StepPlan
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.request import Request
@@ -29,7 +29,7 @@ def step_key(
     kind: Literal["decode", "prefill"], size: int, requests: Iterable[Request], config: ResolvedConfig
 ) -> StepKey:
     """The cheapest step of a size that serves all of the requests."""
-    return StepKey(kind, size, _served(kind, size, _asked(requests), config))
+    return StepKey(kind, size, _served(_asked(requests), config))
 
 
 def step_plans(
@@ -44,16 +44,14 @@ def step_plans(
     unrolled = config.speculative is None  # a draft model's loop over tokens holds one over its layers
     plans = {}
     for variant in VARIANTS if config.full_sampling else VARIANTS[:2]:
+        if _served(variant, config) != variant:
+            continue
         decode = functools.partial(steps.decode, variant=variant)
         prefill = functools.partial(steps.prefill, variant=variant)
         for size in config.decode_buckets:
-            if _served("decode", size, variant, config) != variant:
-                continue
             arguments = (*held, decode_batch([], size, config))
             plans[StepKey("decode", size, variant)] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
         for size in config.prefill_buckets:
-            if _served("prefill", size, variant, config) != variant:
-                continue
             sent = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
             plans[StepKey("prefill", size, variant)] = taking_packed(prefill, held, sent, donate=(1, 2))
     if config.enable_prefix_caching and (config.full_sampling or config.speculative):
@@ -89,14 +87,6 @@ def _asked(requests: Iterable[Request]) -> Variant:
     return "greedy" if all(request.params.temperature == 0 for request in requests) else "plain"
 
 
-def _served(kind: Literal["decode", "prefill"], size: int, variant: Variant, config: ResolvedConfig) -> Variant:
-    """The variant that serves another, so that it need not be compiled.
-
-    Beside a large prefill a draw takes no time, whatever it is of. But a full step holds the host up, which waits to
-    know whether log-probabilities are asked for (`lax.cond`); one where nobody draws is launched ahead.
-    """
-    if variant == "greedy" and not config.greedy_steps:
-        variant = "plain"
-    if variant == "plain" and kind == "prefill" and size > FINER_FROM and config.full_sampling:
-        return "full"
-    return variant
+def _served(variant: Variant, config: ResolvedConfig) -> Variant:
+    """The variant that serves another, so that it need not be compiled."""
+    return "plain" if variant == "greedy" and not config.greedy_steps else variant
