@@ -113,7 +113,7 @@ def _refuses_norm(call: NormCall) -> str | None:
     dtypes = jnp.dtype(call.dtype), jnp.dtype(call.scale_dtype)
     if call.num_rows == 0 or not rms_norm.supports(call.columns, *dtypes):
         return (
-            "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 1,024, of bfloat16 or float16, not "
+            "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 64, of bfloat16 or float16, not "
             f"{call.num_rows} of {call.columns} in {call.dtype} with a scale in {call.scale_dtype}."
         )
     return None
