@@ -16,32 +16,33 @@ _LAYOUT = plgpu.Layout.TILED(
 )
 
 
-def norm_in_place(x: Any, scale: Any, *, eps: float, offset: float) -> None:
+def norm_in_place(x: Any, scale: Any, *, columns: int, eps: float, offset: float) -> None:
     """Rows over their root mean square, times the scale and an offset; wgmma then sees them.
 
     Args:
-        x: (8, tiles * 128), tiled.
+        x: (8, tiles * 128), tiled; 0 past a row's last number, and stays so.
         scale: (tiles, 128).
+        columns: Numbers of a row.
     """
     count, dtype = scale.shape[0], x.dtype
 
-    def columns(tile):
+    def of_tile(tile):
         return pl.ds(tile * COLUMNS, COLUMNS)
 
     def load(tile):
-        return plgpu.load(x.at[:, columns(tile)], layout=_LAYOUT, optimized=False).astype(jnp.float32)
+        return plgpu.load(x.at[:, of_tile(tile)], layout=_LAYOUT, optimized=False).astype(jnp.float32)
 
     def add_squares(tile, squares):
         numbers = load(tile)
         return squares + numbers * numbers
 
     none = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), _LAYOUT)
-    mean = lax.fori_loop(0, count, add_squares, none).sum(axis=1) / (count * COLUMNS)
+    mean = lax.fori_loop(0, count, add_squares, none).sum(axis=1) / columns
     inverse = lax.broadcast_in_dim(lax.rsqrt(mean + eps), (ROWS, COLUMNS), [0])
 
     @pl.loop(0, count)
     def norm_tile(tile):
         factor = plgpu.load(scale.at[tile], layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32) + offset
-        x[:, columns(tile)] = (load(tile) * inverse * lax.broadcast_in_dim(factor, (ROWS, COLUMNS), [1])).astype(dtype)
+        x[:, of_tile(tile)] = (load(tile) * inverse * lax.broadcast_in_dim(factor, (ROWS, COLUMNS), [1])).astype(dtype)
 
     plgpu.commit_smem()
