@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.row_norm import norm_in_place
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
@@ -40,6 +40,7 @@ MOST_WEIGHTS = 15 * 2**20
 MOST_NORMED = 4096  # numbers of a row that is normed: so many of all rows and the weights' stages fit beside each other
 _ITEM_BYTES = 2
 _DEPTH = 128  # of a stage: a copy of 16 KB
+_HALF_DEPTH = _DEPTH // 2
 _STAGES = 11
 _SHARED_BYTES = 220 * 1024  # of rows that are normed, their scale, and the stages beside them
 _MOST_SPLITS = 16
@@ -50,7 +51,7 @@ class _Scratch(NamedTuple):
     x: Any  # (stages, 8, 128); (8, depth) if it is normed
     full: Any
     empty: Any
-    scale: Any = None  # (tiles of the depth, 128)
+    scale: Any = None  # (tiles of the depth, 128), or twice as many of 64
     rows_full: Any = None
 
 
@@ -58,9 +59,9 @@ class _Operands(NamedTuple):
     x: Any
     kernel: Any
     layer: Any
-    scale: Any = None  # (layers, tiles of the depth, 128)
+    scale: Any = None  # (layers, tiles of the depth, 128), or twice as many of 64 where that is no multiple of 128
     scale_layer: Any = None
-    bias: Any = None  # (layers, blocks of 64 columns * 64)
+    bias: Any = None  # (layers * columns,)
 
 
 def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
@@ -76,10 +77,11 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
     )
     given = _Operands(operands.x, operands.kernel, operands.layer_index.reshape(1))
     if operands.norm is not None:
-        scale = _padded(operands.norm.scale, _DEPTH).reshape(len(operands.norm.scale), -1, _DEPTH)
+        stack = operands.norm.scale
+        scale = stack.reshape(len(stack), -1, _HALF_DEPTH if call.depth % _DEPTH else _DEPTH)
         given = given._replace(scale=scale, scale_layer=operands.norm.layer_index.reshape(1))
     if operands.bias is not None:
-        given = given._replace(bias=_padded(operands.bias, WGMMA_ROWS))
+        given = given._replace(bias=operands.bias.reshape(-1))
     leaves, tree = jax.tree.flatten(given)
     run = launch.kernel(
         functools.partial(product.body, tree),
@@ -92,12 +94,6 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
     sums = run(*leaves)
     splits = Splits(parts=sums, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     return splits if call.in_splits else added(splits)
-
-
-def _padded(stack: Float[Array, "L N"], multiple: int) -> Float[Array, "L P"]:
-    """With zeros up to a multiple of numbers: of a stack, which XLA pads once for all its layers."""
-    rest = -stack.shape[1] % multiple
-    return jnp.pad(stack, ((0, 0), (0, rest))) if rest else stack
 
 
 def num_splits(call: MatmulCall) -> int:
@@ -148,8 +144,9 @@ class _Product:
             empty=plgpu.Barrier(num_barriers=stages),
         )
         if self.norm is not None:
-            scale, rows_full = plgpu.SMEM((self.whole_depth // _DEPTH, _DEPTH), dtype), plgpu.Barrier(num_arrivals=2)
-            scratch = scratch._replace(scale=scale, rows_full=rows_full)
+            width = _HALF_DEPTH if self.depth % _DEPTH else _DEPTH
+            shape = self.whole_depth // width, width
+            scratch = scratch._replace(scale=plgpu.SMEM(shape, dtype), rows_full=plgpu.Barrier(num_arrivals=2))
 
         def warpgroup(scratch: _Scratch) -> None:
             number = lax.axis_index("warpgroup")
@@ -204,7 +201,8 @@ class _Product:
             source = operands.x.at[rows, pl.ds(0, self.whole_depth)] if self.depth % _DEPTH else operands.x.at[rows]
             plgpu.copy_gmem_to_smem(source, scratch.x, scratch.rows_full)
             scale = operands.scale.at[operands.scale_layer[0]]
-            plgpu.copy_gmem_to_smem(scale, scratch.scale, scratch.rows_full)
+            target = scratch.scale.at[pl.ds(0, scale.shape[0])] if self.depth % _DEPTH else scratch.scale
+            plgpu.copy_gmem_to_smem(scale, target, scratch.rows_full)
             plgpu.barrier_wait(scratch.rows_full)
             norm_in_place(scratch.x, scratch.scale, columns=self.depth, eps=self.norm.eps, offset=self.norm.offset)
 
@@ -236,8 +234,9 @@ class _Product:
     def _bias(self, operands: _Operands, split: Any, block: Any) -> jax.Array:
         """What the first split of a block of columns adds to x's rows; 0 of others."""
         layout, shape = plgpu.Layout.WGMMA, (WGMMA_ROWS, MOST_ROWS)
-        own = operands.bias.at[operands.layer[0], pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)]
-        numbers = plgpu.load(own, layout=layout.reduce(1), optimized=False).astype(jnp.float32)
+        column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=layout.reduce(1)) + block * WGMMA_ROWS
+        place = jnp.where(column < self.columns, column + operands.layer[0] * self.columns, -1)
+        numbers = gather(operands.bias, place, layout.reduce(1)).astype(jnp.float32)
         numbers = lax.broadcast_in_dim(numbers * jnp.where(split == 0, 1.0, 0.0), shape, [0])
         row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         return jnp.where(row < self.own_rows, numbers, 0.0)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -21,10 +22,10 @@ def norm_in_place(x: Any, scale: Any, *, columns: int, eps: float, offset: float
 
     Args:
         x: (8, tiles * 128), tiled; 0 past a row's last number, and stays so.
-        scale: (tiles, 128).
+        scale: (tiles, 128), or (tiles * 2, 64), where what is past a row's last number may be anything.
         columns: Numbers of a row.
     """
-    count, dtype = scale.shape[0], x.dtype
+    count, dtype = pl.cdiv(columns, COLUMNS), x.dtype
 
     def of_tile(tile):
         return pl.ds(tile * COLUMNS, COLUMNS)
@@ -42,7 +43,20 @@ def norm_in_place(x: Any, scale: Any, *, columns: int, eps: float, offset: float
 
     @pl.loop(0, count)
     def norm_tile(tile):
-        factor = plgpu.load(scale.at[tile], layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32) + offset
+        factor = _of_tile(scale, tile).astype(jnp.float32) + offset
+        if columns % COLUMNS:
+            column = plgpu.broadcasted_iota(jnp.int32, (COLUMNS,), 0, layout=_LAYOUT.reduce(0)) + tile * COLUMNS
+            factor = jnp.where(column < columns, factor, 0.0)
         x[:, of_tile(tile)] = (load(tile) * inverse * lax.broadcast_in_dim(factor, (ROWS, COLUMNS), [1])).astype(dtype)
 
     plgpu.commit_smem()
+
+
+def _of_tile(scale: Any, tile: Any) -> jax.Array:
+    """A tile's numbers of the scale."""
+    rows = COLUMNS // scale.shape[1]
+    if rows == 1:
+        return plgpu.load(scale.at[tile], layout=_LAYOUT.reduce(0), optimized=False)
+    if tiles.interpret_params() is not None:
+        return scale[pl.ds(tile * rows, rows)].reshape(COLUMNS)
+    return plgpu.load(scale.reshape(-1, COLUMNS).at[tile], layout=_LAYOUT.reduce(0), optimized=False)
