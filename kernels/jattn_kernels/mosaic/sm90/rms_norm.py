@@ -1,72 +1,32 @@
 """Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup.
 
 What splits of a product add up to may be added to the row first: the sum is then a result beside its norm.
-
-A warpgroup loads a multiple of 1,024 numbers at a time. Of a row that is no multiple of them the last 1,024 are a piece
-of their own, whose first numbers were in the piece before: these are stored twice, the same both times, and count once.
 """
 
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
+from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
 from jattn_kernels.operands import NormOperands
 
-_THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
-_AT_ONCE = _THREADS * _VECTOR
-_MULTIPLE = 64  # of numbers that rows are
 _MOST_COLUMNS = 8192  # 64 a thread
 
 
 def supports(columns: int, *dtypes: Any) -> bool:
     """Whether there is a kernel for rows of so many numbers of such dtypes."""
     return (
-        columns % _MULTIPLE == 0
-        and _AT_ONCE <= columns <= _MOST_COLUMNS
+        columns % MULTIPLE == 0
+        and LEAST <= columns <= _MOST_COLUMNS
         and all(dtype in (jnp.bfloat16, jnp.float16) for dtype in dtypes)
     )
-
-
-class Piece(NamedTuple):
-    """Numbers of a row that are loaded together, of which the first `again` are in an earlier piece too."""
-
-    begin: int
-    count: int
-    again: int
-
-    @property
-    def layout(self) -> Any:
-        return plgpu.Layout.WG_STRIDED((self.count,), vec_size=_VECTOR)
-
-    def of(self, row: Any) -> Any:
-        """Of a row's ref this piece's."""
-        return row if self.count == row.shape[0] else row.at[pl.ds(self.begin, self.count)]
-
-    def load(self, row: Any) -> jax.Array:
-        return plgpu.load(self.of(row), layout=self.layout, optimized=False)
-
-    def once(self, numbers: jax.Array) -> jax.Array:
-        """The piece's numbers, 0 for those that are in an earlier one."""
-        if not self.again:
-            return numbers
-        number = plgpu.broadcasted_iota(jnp.int32, (self.count,), 0, layout=self.layout)
-        return jnp.where(number < self.again, jnp.zeros_like(numbers), numbers)
-
-
-def pieces(columns: int) -> list[Piece]:
-    """Those of a row of so many numbers, at least 1,024."""
-    whole = columns // _AT_ONCE * _AT_ONCE
-    last = [] if columns == whole else [Piece(columns - _AT_ONCE, _AT_ONCE, whole + _AT_ONCE - columns)]
-    return [Piece(0, whole, 0), *last]
 
 
 def rms_norm(
