@@ -10,7 +10,9 @@ import pytest
 
 from jattn_kernels import QuantizedKernel, are_multiplied_by_a_kernel, mixture_of_experts, reference
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90.experts import tile_sizes
+from jattn_kernels.mosaic.sm90.common import row_pieces
+from jattn_kernels.mosaic.sm90.experts import entry, few_rows_sizes, tile_sizes
+from jattn_kernels.mosaic.sm90.experts.few_rows import few_rows_product
 from tests.kernels.harness.expert_cases import ExpertCase, ExpertInputs, build
 from tests.kernels.harness.interpreter import interpreted
 
@@ -101,6 +103,30 @@ SLOW = [
 def test_kernels_agree_with_the_oracle(hopper, kind, case):
     inputs = quantised(case, kind)
     assert_near(mixed(inputs), inputs)
+
+
+@pytest.fixture
+def short_rows(hopper, monkeypatch):
+    """The kernel of few tokens takes rows of 64 numbers and more; on a GPU of 1,024."""
+    monkeypatch.setattr(few_rows_sizes, "LEAST", 64)
+    monkeypatch.setattr(row_pieces, "LEAST", 64)
+
+
+FEW_TOKENS = [
+    ExpertCase(name="split", tokens=1, per_token=1, hidden=320, units=320, layers=2, biases=True, clamped=True),
+    ExpertCase(name="tiles_of_8", tokens=7, choice="same", hidden=320, units=320, biases=True),
+    ExpertCase(name="strays", tokens=3, choice="strays", hidden=320, units=320),
+    ExpertCase(name="weighs_inputs", tokens=2, per_token=1, hidden=320, units=320, weighs_inputs=True),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FEW_TOKENS])
+def test_kernel_of_few_tokens_agrees_with_the_oracle(short_rows, monkeypatch, case):
+    taken = []
+    monkeypatch.setattr(entry, "few_rows_product", lambda *args, **facts: taken.append(1) or few_rows_product(*args, **facts))
+    inputs = quantised(case, "mxfp4")
+    assert_near(mixed(inputs), inputs)
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize(

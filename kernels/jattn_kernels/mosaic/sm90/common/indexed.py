@@ -50,11 +50,11 @@ def gather(source: Any, places: jax.Array, layout: Any) -> jax.Array:
     """source[places[i]], or source[0] where the place is below 0.
 
     Args:
-        source: [N] of int32 or floats, in global or shared memory.
+        source: Of int32 or floats, in global or shared memory, by its flat places.
         places: int32, of this layout, which is the result's.
     """
     if tiles.interpret_params() is not None:
-        numbers = source[...]
+        numbers = source[...].reshape(-1)
         return numbers[jnp.maximum(places, 0)]
 
     @plgpu.inline_mgpu(

@@ -26,7 +26,7 @@ TERMS = 2
 _MANTISSA, _BIAS, _TOP = 23, 127, 7  # of float32; the exponent that a row's largest number gets
 _HALF, _KEPT = 1 << 19, -(1 << 20)  # of float32's bits: what rounds to four of them, and these with sign and exponent
 _LEAST = 2.0**-6  # of e4m3's normal numbers
-_FIRSTS, _SECONDS = 0x6420, 0x7531  # of eight bytes: those of even numbers, and of odd ones
+FIRSTS, SECONDS = 0x6420, 0x7531  # of eight bytes: those of even numbers, and of odd ones
 _GROUP = 32  # inputs that are turned among themselves
 
 
@@ -126,7 +126,7 @@ def _store_turned(target: Any, values: jax.Array, layout: Any) -> None:
         for i, register in enumerate(values.registers.flat):
             words = utils.bitcast(register, two_words)
             low, high = (llvm.extractelement(words, const(word)) for word in range(2))
-            for half, chosen in enumerate((_FIRSTS, _SECONDS)):
+            for half, chosen in enumerate((FIRSTS, SECONDS)):
                 word = llvm.inline_asm(i32, [low, high], f"prmt.b32 $0, $1, $2, {chosen};", "=r,r,r")
                 offset = arith.addi(place, const(i * THREADS * VECTOR + half * _GROUP // 2))
                 llvm.store(word, utils.getelementptr(pointer, [offset], i8))
