@@ -123,7 +123,9 @@ FEW_TOKENS = [
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FEW_TOKENS])
 def test_kernel_of_few_tokens_agrees_with_the_oracle(short_rows, monkeypatch, case):
     taken = []
-    monkeypatch.setattr(entry, "few_rows_product", lambda *args, **facts: taken.append(1) or few_rows_product(*args, **facts))
+    monkeypatch.setattr(
+        entry, "few_rows_product", lambda *args, **facts: taken.append(1) or few_rows_product(*args, **facts)
+    )
     inputs = quantised(case, "mxfp4")
     assert_near(mixed(inputs), inputs)
     assert len(taken) == 2

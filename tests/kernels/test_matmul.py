@@ -192,7 +192,9 @@ def test_experts_take_logits_in_splits(hopper, implementation):
     np.testing.assert_array_equal(mixed(splits), mixed(added(splits)))
 
 
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128), (1, 2880, 32)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128), (1, 2880, 32)]
+)
 def test_kernel_lowers_for_cuda(hopper, rows, depth, columns):
     shapes = ((rows, depth), "bfloat16"), ((4, depth, columns), "bfloat16"), ((), "int32")
     traced = of_last_layer(matmul).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))

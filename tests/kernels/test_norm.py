@@ -102,7 +102,9 @@ def test_kernel_lowers_for_cuda(hopper, columns):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(1000, "bfloat16"), (960, "bfloat16"), (16384, "bfloat16"), (1024, "float32")])
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(1000, "bfloat16"), (960, "bfloat16"), (16384, "bfloat16"), (1024, "float32")]
+)
 def test_what_the_kernel_does_not_take_is_refused_and_done_by_xla(hopper, columns, dtype):
     x, scale = rows(2, columns, dtype=dtype), rows(columns, dtype=dtype, key=1)
     assert_norm(rms_norm(x, scale, eps=EPS, implementation="xla"), x, scale)

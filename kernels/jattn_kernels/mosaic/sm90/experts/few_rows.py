@@ -125,7 +125,7 @@ def few_rows_product(
         grid=(tiles.num_sms(),),
         grid_names=("block",),
         num_threads=sizes.consumers + 2,
-        kernel_name="few_rows_product",
+        kernel_name="few_rows_down" if activation is None else "few_rows_gate_up",
     )
     return run(*leaves).reshape(sizes.splits, num_slots, columns)
 
@@ -291,36 +291,33 @@ class _FewRowsProduct:
         self._for_each_unit(operands, multiply_unit, (jnp.int32(0), jnp.int32(_BUFFERS - 1)))
 
     def _added(self, total: jax.Array, scratch: _Scratch, stage: Any, x: Any, warpgroup: Any) -> jax.Array:
-        """The sums with a stage's products, each times its scale, some of them under way at once."""
-        most = self.sizes.groups_at_once
-        for begin in range(0, self.sizes.groups, most):
-            groups = range(begin, min(begin + most, self.sizes.groups))
-            factors = [power_of_two(self._scales(scratch, stage, group)) for group in groups]
-            weights = self._weights(scratch, stage, groups, warpgroup)
+        """The sums with a stage's products, each times its scale."""
+        groups = range(self.sizes.groups)
+        factors = [power_of_two(self._scales(scratch, stage, group)) for group in groups]
+        weights = self._weights(scratch, stage, warpgroup)
 
-            def product(*sums, groups=groups, weights=weights):
-                for i, (acc, group) in enumerate(zip(sums, groups, strict=True)):
-                    own = pl.ds(i * GROUP, GROUP)
-                    of_group = weights[:, i * GROUP : (i + 1) * GROUP] if scratch.wide is None else weights.at[:, own]
-                    plgpu.wgmma(acc, of_group, x.at[:, pl.ds(group * GROUP, GROUP)].transpose((1, 0)))
-                plgpu.wgmma_wait(0)
-                return [acc[...] for acc in sums]
+        def product(*sums):
+            for group, acc in enumerate(sums):
+                own = pl.ds(group * GROUP, GROUP)
+                of_group = (
+                    weights[:, group * GROUP : (group + 1) * GROUP] if scratch.wide is None else weights.at[:, own]
+                )
+                plgpu.wgmma(acc, of_group, x.at[:, own].transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return [acc[...] for acc in sums]
 
-            results = pl.run_scoped(product, *(tiles.accumulator(*total.shape) for _ in groups))
-            for factor, result in zip(factors, results, strict=True):
-                total += result * lax.broadcast_in_dim(factor, result.shape, [0])
+        results = pl.run_scoped(product, *(tiles.accumulator(*total.shape) for _ in groups))
+        for factor, result in zip(factors, results, strict=True):
+            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
         return total
 
-    def _weights(self, scratch: _Scratch, stage: Any, groups: range, warpgroup: Any) -> Any:
-        """Some groups of a stage's weights in fp8: in registers, or where the interpreter keeps them."""
-        of_group = GROUP // NUMBERS_OF_BYTE
-        own = pl.ds(groups[0] * of_group, len(groups) * of_group)
+    def _weights(self, scratch: _Scratch, stage: Any, warpgroup: Any) -> Any:
+        """A stage's weights in fp8: in registers, or where the interpreter keeps them."""
         if scratch.wide is None:
-            return as_fp8(scratch.kernel.at[stage].reshape(WGMMA_ROWS, -1).at[:, own])
-        wide = scratch.wide.at[warpgroup, :, pl.ds(0, len(groups) * GROUP)]
-        wide[...] = as_fp8(scratch.kernel[stage].reshape(WGMMA_ROWS, -1)[:, own.start : own.start + own.size])
+            return as_fp8(scratch.kernel.at[stage].reshape(WGMMA_ROWS, -1))
+        scratch.wide[warpgroup] = as_fp8(scratch.kernel[stage].reshape(WGMMA_ROWS, -1))
         plgpu.commit_smem()
-        return wide
+        return scratch.wide.at[warpgroup]
 
     def _scales(self, scratch: _Scratch, stage: Any, group: int) -> jax.Array:
         """A group's scale of each of the 64 columns."""
@@ -370,8 +367,11 @@ class _FewRowsProduct:
         halves = []
         for part in range(self.parts):
             begin = (column + part * side) * term_rows + row
-            terms = (begin + (consumer * WGMMA_ROWS * term_rows + term * rows)
-                     for consumer in range(self.sizes.consumers) for term in range(TERMS))
+            terms = (
+                begin + (consumer * WGMMA_ROWS * term_rows + term * rows)
+                for consumer in range(self.sizes.consumers)
+                for term in range(TERMS)
+            )
             total = functools.reduce(jnp.add, [gather(sums, each, layout) for each in terms]) * factor
             if operands.bias is not None:
                 at = (expert * self.parts + part) * self.columns + unit.block * side + column

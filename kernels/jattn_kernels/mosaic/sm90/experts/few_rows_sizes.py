@@ -11,12 +11,12 @@ from jattn_kernels.mxfp4 import GROUP
 
 _MOST_TOKENS = 8
 _ROWS = (4, 8)  # that a tile may have
-_GROUPS = (9, 15, 13, 11, 7, 5)  # of a stage: odd, so that threads read rows of it without waiting for each other
+_GROUPS = (9, 7, 5)  # of a stage: odd, so that threads read rows of it without waiting for each other
 _CONSUMERS = 3
-_MOST_STAGES = 15
+_MOST_STAGES = 18
 _LEAST_STAGES = 6
 _MOST_SPLITS = 3
-_SUMS = 40  # registers of products under way at once
+_MOST_SUMS = 40  # registers of a stage's products, which are all under way at once
 
 
 class Registers(NamedTuple):
@@ -38,7 +38,6 @@ class FewRowsSizes:
     Attributes:
         rows: Of a work tile, at most.
         groups: Groups of 32 inputs a stage.
-        groups_at_once: Groups whose products are under way at once.
         splits: Shares of the depth.
         consumers, stages: Consumer warpgroups; stages of shared memory, so many times a whole number.
         registers: Of each kind of warpgroup.
@@ -46,7 +45,6 @@ class FewRowsSizes:
 
     rows: int
     groups: int
-    groups_at_once: int
     splits: int
     consumers: int
     stages: int
@@ -68,10 +66,11 @@ def few_rows_sizes(call: ExpertsCall) -> tuple[FewRowsSizes, FewRowsSizes] | Non
 
 
 def _sizes(call: ExpertsCall, *, depth: int, blocks: int, may_split: bool) -> FewRowsSizes | None:
-    groups = next((groups for groups in _GROUPS if depth // GROUP % groups == 0), None)
-    if groups is None or depth % GROUP or depth < LEAST:
-        return None
     rows = rows_of_tile(call)
+    fitting = [groups for groups in _GROUPS if groups * rows <= _MOST_SUMS and depth % (groups * GROUP) == 0]
+    if not fitting or depth < LEAST:
+        return None
+    groups = fitting[0]
     fixed = 2 * 2 * rows * (depth + _CONSUMERS * WGMMA_ROWS * 4)
     left = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - tiles.REDUCTION_BYTES - fixed
     stages = min(_MOST_STAGES, left // (groups * (GROUP // 2 + 1) * WGMMA_ROWS)) // _CONSUMERS * _CONSUMERS
@@ -82,7 +81,6 @@ def _sizes(call: ExpertsCall, *, depth: int, blocks: int, may_split: bool) -> Fe
     return FewRowsSizes(
         rows=rows,
         groups=groups,
-        groups_at_once=max(1, _SUMS // rows),
         splits=splits,
         consumers=_CONSUMERS,
         stages=stages,
