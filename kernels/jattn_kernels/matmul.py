@@ -85,7 +85,7 @@ def matmul_splits(
         if not serves(call, implementation):
             call = dataclasses.replace(call, norm=None)
             operands = dataclasses.replace(operands, x=taken(x, implementation=implementation), norm=None)
-    out = _product(choose(call, implementation).implementation, call, operands)
+    out: Any = _product(choose(call, implementation).implementation, call, operands)
     if addition is None or call.biased:
         return out
     out, of_layer = added(out), jax.lax.dynamic_index_in_dim(addition, operands.layer_index, keepdims=False)

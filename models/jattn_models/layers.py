@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.matmul import FP8, INT4, QuantizedKernel, Splits, matmul, matmul_splits
-from jattn.norm import Unnormed, add_rms_norm, rms_norm, taken
+from jattn.norm import Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's

@@ -80,8 +80,8 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
     is_small = call.depth * call.columns <= MOST_WEIGHTS and not (call.depth % 64 or call.columns % 32)
     if not 1 <= call.num_rows <= MOST_ROWS or not is_small:
         return (
-            f"`mosaic` takes 1 to {MOST_ROWS} rows, and weights of a multiple of 64 inputs and one of 32 outputs, at most "
-            f"{MOST_WEIGHTS:,} numbers, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
+            f"`mosaic` takes 1 to {MOST_ROWS} rows, and weights of a multiple of 64 inputs and one of 32 outputs, at "
+            f"most {MOST_WEIGHTS:,} numbers, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
         )
     if call.norm is not None and (call.depth > MOST_NORMED or call.norm.scale_dtype != call.dtype):
         return (

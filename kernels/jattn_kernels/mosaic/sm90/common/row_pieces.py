@@ -20,16 +20,16 @@ class Piece(NamedTuple):
     """Numbers of a row that are loaded together, of which the first `again` are in an earlier piece too."""
 
     begin: int
-    count: int
+    size: int
     again: int
 
     @property
     def layout(self) -> Any:
-        return plgpu.Layout.WG_STRIDED((self.count,), vec_size=VECTOR)
+        return plgpu.Layout.WG_STRIDED((self.size,), vec_size=VECTOR)
 
     def of(self, row: Any) -> Any:
         """Of a row's ref this piece's."""
-        return row if self.count == row.shape[0] else row.at[pl.ds(self.begin, self.count)]
+        return row if self.size == row.shape[0] else row.at[pl.ds(self.begin, self.size)]
 
     def load(self, row: Any) -> jax.Array:
         return plgpu.load(self.of(row), layout=self.layout, optimized=False)
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         """The piece's numbers, 0 for those that are in an earlier one."""
         if not self.again:
             return numbers
-        number = plgpu.broadcasted_iota(jnp.int32, (self.count,), 0, layout=self.layout)
+        number = plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout)
         return jnp.where(number < self.again, jnp.zeros_like(numbers), numbers)
 
 

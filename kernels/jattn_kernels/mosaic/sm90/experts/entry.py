@@ -99,7 +99,7 @@ def _of_few_bits(
 def _of_few_rows(
     call: ExpertsCall, operands: ExpertsOperands, sizes: tuple[FewRowsSizes, FewRowsSizes]
 ) -> Float[Array, "T D"]:
-    """The same of few tokens: rows are put into terms by who multiplies them, and the second product's depth is split."""
+    """The same of few tokens: who multiplies rows puts them into terms, and the second product's depth is split."""
     weights, groups = _in_order(call, operands, sizes[0].rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
     rows = weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x

@@ -1,6 +1,6 @@
 """The grouped product of few tokens and weights in mxfp4: all SMs read weights from the start, whatever else waits.
 
-grid (blocks)             an SM each; takes its share of the units: of a work tile's rows 64 columns, a share of the depth
+grid (blocks)             an SM each; takes its share of the units: 64 columns of a tile's rows, a share of the depth
   producer warpgroup      TMA: weights and their scales, some groups of 32 inputs a stage, stages ahead, across units
   rows' warpgroup         before: a tile's rows in two terms of fp8, in shared memory, a tile ahead; and
                           after: what the consumers' sums make, biases, activation, the way out

@@ -44,7 +44,7 @@ def put_in_terms(row: Any, target: Any, number: Any, rows: int) -> Any:
 def _store(target: Any, row: Any, values: jax.Array, piece: Piece) -> None:
     """target[row, columns of the piece] = in_order(values): a thread's eight numbers are two words of it."""
     if tiles.interpret_params() is not None:
-        target[row, pl.ds(piece.begin, piece.count)] = in_order(values[None])[0]
+        target[row, pl.ds(piece.begin, piece.size)] = in_order(values[None])[0]
         return
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
