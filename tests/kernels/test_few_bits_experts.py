@@ -13,6 +13,7 @@ from jattn_kernels.call import Device
 from jattn_kernels.mosaic.sm90.common import row_pieces
 from jattn_kernels.mosaic.sm90.experts import entry, few_rows_sizes, tile_sizes
 from jattn_kernels.mosaic.sm90.experts.few_rows import few_rows_product
+from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.expert_cases import ExpertCase, ExpertInputs, build
 from tests.kernels.harness.interpreter import interpreted
 
@@ -185,6 +186,19 @@ def test_kernels_are_lowered_for_cuda_and_copy_no_weights(monkeypatch, kind, sha
     assert text.count("@mosaic_gpu_v2") == 3 + 2 * (kind != "mxfp4" or tokens > 8) - (tokens > 256)
     of_weights = [line for line in text.splitlines() if f"tensor<2x{shapes[0]}x" in line and "custom_call" not in line]
     assert not [line for line in of_weights if "slice" in line]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("hidden", [1600, 2240, 2880])  # of few tokens, stages of 5, 7 and 9 groups
+def test_copies_begin_where_a_gpu_writes(monkeypatch, tokens, hidden):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    choice = (jax.ShapeDtypeStruct((tokens, 4), dtype) for dtype in (jnp.float32, jnp.int32))
+    run = functools.partial(mixture_of_experts, layer_index=jnp.int32(1), implementation="mosaic")
+    traced = jax.jit(run).trace(x, *choice, *shapes_of("mxfp4", 32, hidden, hidden))
+    count, misplaced = misplaced_copies(traced.jaxpr.jaxpr)
+    assert count >= 4
+    assert not misplaced
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 from jattn_kernels import Routing, Unnormed, added, matmul, matmul_splits, routed_experts, taken
 from jattn_kernels.call import Device
+from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
 from tests.kernels.harness.splits import splits_of
@@ -224,6 +225,7 @@ def test_kernel_with_norm_and_bias_lowers_for_cuda(hopper):
         return matmul_splits(x, kernel, bias=bias, layer_index=layer)
 
     traced = jax.jit(product).trace(rows, scale, kernel, bias, jax.ShapeDtypeStruct((), "int32"))
+    assert misplaced_copies(traced.jaxpr.jaxpr) == (3, [])
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 

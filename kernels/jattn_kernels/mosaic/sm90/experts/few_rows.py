@@ -67,7 +67,7 @@ class FewRowsOperands(NamedTuple):
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, parts, 64 / parts, bytes)
-    scales: Any  # (stages, groups, parts, 64 / parts)
+    scales: Any  # (stages, groups and those left free, parts, 64 / parts)
     x: Any  # (2, terms * rows, K)
     factors: Any  # (2, rows)
     sums: Any  # (2, consumers, 64, terms * rows)
@@ -165,7 +165,7 @@ class _FewRowsProduct:
         two: dict[str, Any] = {"num_barriers": _BUFFERS}
         return _Scratch(
             kernel=plgpu.SMEM((sizes.stages, self.parts, side, depth // NUMBERS_OF_BYTE), MXFP4),
-            scales=plgpu.SMEM((sizes.stages, sizes.groups, self.parts, side), MXFP4),
+            scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, self.parts, side), MXFP4),
             x=tiles.tile((_BUFFERS, term_rows, self.depth), FP8, copied_columns=GROUP),
             factors=plgpu.SMEM((_BUFFERS, sizes.rows), jnp.float32),
             sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, term_rows), jnp.float32),
@@ -248,9 +248,8 @@ class _FewRowsProduct:
                 inputs, scales = pl.ds((first + k) * width, width), pl.ds((first + k) * groups, groups)
                 weights = operands.kernel.at[expert, whole, columns, inputs]
                 plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], full)
-                plgpu.copy_gmem_to_smem(
-                    operands.scales.at[expert, scales, whole, columns], scratch.scales.at[stage], full
-                )
+                target = scratch.scales.at[stage, pl.ds(0, groups)]
+                plgpu.copy_gmem_to_smem(operands.scales.at[expert, scales, whole, columns], target, full)
 
             return done + steps
 

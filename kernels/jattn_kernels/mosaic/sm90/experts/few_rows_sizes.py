@@ -50,6 +50,11 @@ class FewRowsSizes:
     stages: int
     registers: Registers
 
+    @property
+    def rows_of_scales(self) -> int:
+        """Rows of 64 scales that a stage has room for."""
+        return _rows_of_scales(self.groups)
+
 
 def rows_of_tile(call: ExpertsCall) -> int:
     """Rows that a work tile has at most: as many as there may be tokens."""
@@ -73,7 +78,8 @@ def _sizes(call: ExpertsCall, *, depth: int, blocks: int, may_split: bool) -> Fe
     groups = fitting[0]
     fixed = 2 * 2 * rows * (depth + _CONSUMERS * WGMMA_ROWS * 4)
     left = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - tiles.REDUCTION_BYTES - fixed
-    stages = min(_MOST_STAGES, left // (groups * (GROUP // 2 + 1) * WGMMA_ROWS)) // _CONSUMERS * _CONSUMERS
+    stage = (groups * GROUP // 2 + _rows_of_scales(groups)) * WGMMA_ROWS
+    stages = min(_MOST_STAGES, left // stage) // _CONSUMERS * _CONSUMERS
     if stages < _LEAST_STAGES:
         return None
     work_tiles = min(call.num_tokens * call.per_token, call.num_experts)
@@ -86,6 +92,12 @@ def _sizes(call: ExpertsCall, *, depth: int, blocks: int, may_split: bool) -> Fe
         stages=stages,
         registers=_REGISTERS,
     )
+
+
+def _rows_of_scales(groups: int) -> int:
+    """So many that each stage's begin where a copy may."""
+    rows = tiles.COPY_ALIGNMENT // WGMMA_ROWS
+    return -(-groups // rows) * rows
 
 
 def _fewest_splits(units: int, steps: int) -> int:
