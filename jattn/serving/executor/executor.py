@@ -246,6 +246,8 @@ def _compiled(
     """The steps without which nobody is served, and those that are on disk; and the plans of the others."""
     only = largest_steps(plans) if config.compile_in_background else None
     steps = compile_steps(plans, progress=config.progress, only=only, have=have, processes=processes)
+    if only is None:
+        return steps, {}
     return steps, {key: plan.without_arrays() for key, plan in plans.items() if key not in steps}
 
 

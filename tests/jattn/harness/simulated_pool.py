@@ -46,7 +46,7 @@ class SimulatedPool:
     def __init__(self, config, rng):
         self.in_flight = deque()
         self.broken, self.interrupt = set(), None
-        self._config, self._rng = config, rng
+        self.config, self._rng = config, rng
         self._nodes = {}
         self._forget_all()
 
@@ -67,11 +67,11 @@ class SimulatedPool:
 
     def holds(self, page, texts):
         """Whether the keys of a page are those of these texts, one a slot."""
-        slots = range(page * self._config.page_size, (page + 1) * self._config.page_size)
+        slots = range(page * self.config.page_size, (page + 1) * self.config.page_size)
         return all([pool.get(slot) for slot in slots] == texts for pool in self._pools)
 
     def may_mix(self, decoding):
-        return self._config.mixed_steps and len(decoding) <= self._config.prefill_tokens // 2
+        return self.config.mixed_steps and len(decoding) <= self.config.prefill_tokens // 2
 
     def submit(self, plan):
         if self.interrupt == "before":
@@ -103,7 +103,7 @@ class SimulatedPool:
         self._forget_all()
 
     def _forget_all(self):
-        drafts = bool(self._config.num_draft_tokens)
+        drafts = bool(self.config.num_draft_tokens)
         self._pools = [{} for _ in range(1 + drafts)]  # the second one is a draft model's
         self._rows = {}
 
@@ -121,7 +121,7 @@ class SimulatedPool:
         return row, texts
 
     def _begin_decode(self, request):
-        row, num_drafts = self._rows[request.row], self._config.num_draft_tokens
+        row, num_drafts = self._rows[request.row], self.config.num_draft_tokens
         assert row.request is request
         if row.finished:
             return None
@@ -160,13 +160,13 @@ class SimulatedPool:
             assert pool.get(self._slot(row, place)) == text, f"the key at {place} is not of this text"
 
     def _slot(self, row, place):
-        page, offset = divmod(place, self._config.page_size)
-        return row.pages[page] * self._config.page_size + offset
+        page, offset = divmod(place, self.config.page_size)
+        return row.pages[page] * self.config.page_size + offset
 
 
 def simulated_engine(config, seed):
     """An engine over a simulated pool."""
     with mock.patch.object(
-        engine_module, "Executor", lambda model, config, draft_model: SimulatedPool(config, random.Random(seed))
+        engine_module, "Executor", lambda model, config, **_: SimulatedPool(config, random.Random(seed))
     ):
         return Engine(Sizes(), config)
