@@ -135,12 +135,12 @@ def power_of_two_buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 
 # Tokens of a step from which on its time is theirs: padding beyond it costs what tokens cost.
-FINER_FROM = 1024
+_FINER_FROM = 1024
 
 
 def token_buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
-    """`smallest` doubled up to FINER_FROM, then four a doubling: a fifth of such a step at most is padding."""
-    buckets = power_of_two_buckets(min(largest, max(smallest, FINER_FROM)), smallest)
+    """`smallest` doubled up to _FINER_FROM, then four a doubling: a fifth of such a step at most is padding."""
+    buckets = power_of_two_buckets(min(largest, max(smallest, _FINER_FROM)), smallest)
     while buckets[-1] < largest:
         quarter = 2 ** (buckets[-1].bit_length() - 3)
         buckets += (min(buckets[-1] + quarter, largest),)

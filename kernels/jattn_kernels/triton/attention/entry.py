@@ -112,7 +112,7 @@ def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
 def by_slot(config: AttendConfig, table: Int[Array, "B pages"]) -> tuple[AttendConfig, Int[Array, "B entries"]]:
     """The same keys as pages of one token, where a layer's rows are equally far apart and the table stays small.
 
-    An extend's warps have little time for addresses beside their products: 8 % less of it on an H200.
+    An extend's warps have little time for addresses beside their products: a tenth less of it on an H200.
     """
     size = config.page_size
     if size <= 1 or table.size * size > _MOST_SLOTS or any(x.page != size * x.token for x in (config.k, config.v)):
