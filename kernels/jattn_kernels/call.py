@@ -199,6 +199,7 @@ class MatmulCall:
         group_size: Inputs that share a scale, of groups; else None.
         in_splits: Whether the result may be what adds up to it.
         norm: Of the rows, which the product takes first; None where it takes them as they are.
+        biased: Whether a bias is in what the product returns.
         device, modes: As in AttentionCall.
     """
 
@@ -212,6 +213,7 @@ class MatmulCall:
     group_size: int | None = None
     in_splits: bool = False
     norm: NormCall | None = None
+    biased: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["matmul"] = "matmul"

@@ -14,8 +14,8 @@ from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm import packed_norm, taken
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, check_quantized
-from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_layer_index, same_dtype
-from jattn_kernels.splits import Splits
+from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
+from jattn_kernels.splits import Splits, added
 from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
 
@@ -57,6 +57,7 @@ def matmul_splits(
     x: Float[Array, "T D"] | Unnormed,
     kernel: Float[Array, "*L D F"] | QuantizedKernel,
     *,
+    bias: Float[Array, "*L F"] | None = None,
     layer_index: Int[Array, ""] | int | None = None,
     out_dtype: Any = None,
     implementation: str | None = None,
@@ -65,6 +66,9 @@ def matmul_splits(
 
     Such a kernel also takes the norm of rows that are not normed yet, while it waits for the weights.
 
+    Args:
+        bias: Added to each row: by such a kernel before the sum is rounded, else after.
+
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
@@ -72,13 +76,30 @@ def matmul_splits(
     call, operands = _packed(rows, kernel, layer_index, out_dtype, in_splits=True)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
+    addition = None if bias is None else _bias(bias, call.columns, operands, layer_index)
+    if addition is not None and serves(dataclasses.replace(call, biased=True), implementation):
+        call, operands = dataclasses.replace(call, biased=True), dataclasses.replace(operands, bias=addition)
     if isinstance(x, Unnormed):
         norm_call, norm = packed_norm(rows, x.scale, x.eps, x.offset, x.layer_index)
         call, operands = dataclasses.replace(call, norm=norm_call), dataclasses.replace(operands, norm=norm)
         if not serves(call, implementation):
             call = dataclasses.replace(call, norm=None)
             operands = dataclasses.replace(operands, x=taken(x, implementation=implementation), norm=None)
-    return _product(choose(call, implementation).implementation, call, operands)
+    out: Any = _product(choose(call, implementation).implementation, call, operands)
+    if addition is None or call.biased:
+        return out
+    out, of_layer = added(out), jax.lax.dynamic_index_in_dim(addition, operands.layer_index, keepdims=False)
+    return out + jnp.broadcast_to(of_layer.astype(out.dtype), out.shape)
+
+
+def _bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -> Float[Array, "L F"]:
+    """With an axis of layers, once it is checked."""
+    check_are_arrays(bias=bias)
+    check_float("bias", bias)
+    layers = () if layer_index is None else (operands.kernel.shape[0],)
+    if bias.shape != (*layers, columns):
+        raise ValueError(f"`bias` must be {[*layers, columns]}, as `kernel` is. Got bias.shape={bias.shape}.")
+    return jnp.asarray(bias).reshape(-1, columns)
 
 
 def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:

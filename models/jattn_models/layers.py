@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.matmul import FP8, INT4, QuantizedKernel, Splits, matmul, matmul_splits
-from jattn.norm import Unnormed, add_rms_norm, rms_norm, taken
+from jattn.norm import Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
@@ -46,6 +46,12 @@ class ReadInPlace(nnx.Param):
         value = self.get_value()
         return (value.stack, value.number) if isinstance(value, OfLayer) else (value, None)
 
+    @property
+    def of_layer(self) -> Array:
+        """This layer's weights by themselves, for XLA, which reads them in place where it reads them once."""
+        stack, number = self.stack_and_layer
+        return stack if number is None else jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
 
 class Linear(nnx.Module):
     """A projection, without bias unless asked for; its kernel is [inputs, outputs], [outputs, inputs] in few bits.
@@ -72,7 +78,7 @@ class Linear(nnx.Module):
         self.kernel = ReadInPlace(random_weights(rngs, (inputs, outputs), dtype)[...])
         self.scales: ReadInPlace | None = None
         self.zero_points: ReadInPlace | None = None
-        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+        self.bias = ReadInPlace(jnp.zeros(outputs, dtype)) if bias else None
 
     def hold_in_fp8(self) -> None:
         """Makes place for weights in fp8 in place of its own; of shapes alone, as `nnx.eval_shape` gives them."""
@@ -117,14 +123,13 @@ class Linear(nnx.Module):
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         if self.bias is None:
             return y
-        return y + jnp.broadcast_to(self.summed_over.once(self.bias[...]).astype(y.dtype), y.shape)
+        return y + jnp.broadcast_to(self.summed_over.once(self.bias.of_layer).astype(y.dtype), y.shape)
 
     def splits(self, x: Float[Array, "T D"] | Unnormed) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""
-        if self.bias is not None:
-            return self(taken(x))
         weights, layer = self._weights()
-        return matmul_splits(x, weights, layer_index=layer)
+        bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
+        return matmul_splits(x, weights, bias=bias, layer_index=layer)
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""

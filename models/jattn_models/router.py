@@ -26,21 +26,20 @@ class Router(nnx.Module):
     ):
         self.routing = routing
         self.kernel = ReadInPlace(random_weights(rngs, (hidden_size, routing.num_experts), dtype)[...])
-        self.bias = nnx.Param(jnp.zeros(routing.num_experts, dtype)) if biased else None
+        self.bias = ReadInPlace(jnp.zeros(routing.num_experts, dtype)) if biased else None
         self.choice_bias = nnx.Param(jnp.zeros(routing.num_experts, jnp.float32)) if choice_biased else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"]:
         """A number an expert for each token."""
         stack, layer = self.kernel.stack_and_layer
         logits = matmul(x, stack, layer_index=layer, out_dtype=jnp.float32)
-        return logits if self.bias is None else logits + self.bias[...].astype(jnp.float32)[None]
+        return logits if self.bias is None else logits + self.bias.of_layer.astype(jnp.float32)[None]
 
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"] | Splits:
         """The same, for who adds it up."""
-        if self.bias is not None:
-            return self(x)
         stack, layer = self.kernel.stack_and_layer
-        return matmul_splits(x, stack, layer_index=layer, out_dtype=jnp.float32)
+        bias = None if self.bias is None else self.bias.stack_and_layer[0]
+        return matmul_splits(x, stack, bias=bias, layer_index=layer, out_dtype=jnp.float32)
 
     def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
         """The weights and the numbers of each token's experts, the best first."""

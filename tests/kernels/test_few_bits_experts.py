@@ -10,7 +10,10 @@ import pytest
 
 from jattn_kernels import QuantizedKernel, are_multiplied_by_a_kernel, mixture_of_experts, reference
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90.experts import tile_sizes
+from jattn_kernels.mosaic.sm90.common import row_pieces
+from jattn_kernels.mosaic.sm90.experts import entry, few_rows_sizes, tile_sizes
+from jattn_kernels.mosaic.sm90.experts.few_rows import few_rows_product
+from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.expert_cases import ExpertCase, ExpertInputs, build
 from tests.kernels.harness.interpreter import interpreted
 
@@ -103,6 +106,32 @@ def test_kernels_agree_with_the_oracle(hopper, kind, case):
     assert_near(mixed(inputs), inputs)
 
 
+@pytest.fixture
+def short_rows(hopper, monkeypatch):
+    """The kernel of few tokens takes rows of 64 numbers and more; on a GPU of 1,024."""
+    monkeypatch.setattr(few_rows_sizes, "LEAST", 64)
+    monkeypatch.setattr(row_pieces, "LEAST", 64)
+
+
+FEW_TOKENS = [
+    ExpertCase(name="split", tokens=1, per_token=1, hidden=320, units=320, layers=2, biases=True, clamped=True),
+    ExpertCase(name="tiles_of_8", tokens=7, choice="same", hidden=320, units=320, biases=True),
+    ExpertCase(name="strays", tokens=3, choice="strays", hidden=320, units=320),
+    ExpertCase(name="weighs_inputs", tokens=2, per_token=1, hidden=320, units=320, weighs_inputs=True),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FEW_TOKENS])
+def test_kernel_of_few_tokens_agrees_with_the_oracle(short_rows, monkeypatch, case):
+    taken = []
+    monkeypatch.setattr(
+        entry, "few_rows_product", lambda *args, **facts: taken.append(1) or few_rows_product(*args, **facts)
+    )
+    inputs = quantised(case, "mxfp4")
+    assert_near(mixed(inputs), inputs)
+    assert len(taken) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "width"), [("channel", 128), pytest.param("mxfp4", 320, marks=pytest.mark.slow)], ids=str
 )
@@ -153,9 +182,23 @@ def test_kernels_are_lowered_for_cuda_and_copy_no_weights(monkeypatch, kind, sha
     choice = (jax.ShapeDtypeStruct((tokens, 4), dtype) for dtype in (jnp.float32, jnp.int32))
     run = functools.partial(mixture_of_experts, layer_index=jnp.int32(1), implementation="mosaic")
     text = jax.jit(run).trace(x, *choice, *shapes_of(kind, *shapes)).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") >= 4  # two products, and two that put rows into two terms
+    # Two products, the order of rows, and two that put rows into two terms, unless the products of few tokens do.
+    assert text.count("@mosaic_gpu_v2") == 3 + 2 * (kind != "mxfp4" or tokens > 8) - (tokens > 256)
     of_weights = [line for line in text.splitlines() if f"tensor<2x{shapes[0]}x" in line and "custom_call" not in line]
     assert not [line for line in of_weights if "slice" in line]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("hidden", [1600, 2240, 2880])  # of few tokens, stages of 5, 7 and 9 groups
+def test_copies_begin_where_a_gpu_writes(monkeypatch, tokens, hidden):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    x = jax.ShapeDtypeStruct((tokens, hidden), jnp.bfloat16)
+    choice = (jax.ShapeDtypeStruct((tokens, 4), dtype) for dtype in (jnp.float32, jnp.int32))
+    run = functools.partial(mixture_of_experts, layer_index=jnp.int32(1), implementation="mosaic")
+    traced = jax.jit(run).trace(x, *choice, *shapes_of("mxfp4", 32, hidden, hidden))
+    count, misplaced = misplaced_copies(traced.jaxpr.jaxpr)
+    assert count >= 4
+    assert not misplaced
 
 
 @pytest.mark.parametrize(

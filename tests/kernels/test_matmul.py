@@ -10,6 +10,7 @@ import pytest
 
 from jattn_kernels import Routing, Unnormed, added, matmul, matmul_splits, routed_experts, taken
 from jattn_kernels.call import Device
+from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
 from tests.kernels.harness.splits import splits_of
@@ -77,7 +78,7 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "dtype"),
-    [(1, 512, 128, "bfloat16"), (8, 320, 64, "float16"), (3, 64, 192, "bfloat16")],
+    [(1, 512, 128, "bfloat16"), (8, 320, 64, "float16"), (3, 64, 192, "bfloat16"), (2, 192, 96, "bfloat16")],
 )
 def test_kernel_without_races(hopper, rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
@@ -86,6 +87,39 @@ def test_kernel_without_races(hopper, rows, depth, columns, dtype):
     assert (splits.shape, splits.dtype) == ((rows, columns), jnp.float32)
     assert_product(added(splits), x, kernel[1])
     np.testing.assert_array_equal(splits.parts[:, rows:], 0)
+
+
+def biased_operands(rows, depth, columns, **facts):
+    """Operands, and biases of the layers: NaN in all but the last."""
+    x, kernel = operands(rows, depth, columns, **facts)
+    bias = jnp.asarray(np.random.default_rng(3).standard_normal((len(kernel), columns)) * 30, x.dtype)
+    return x, kernel, bias.at[:-1].set(jnp.nan)
+
+
+def assert_biased_product(out, x, kernel, bias):
+    with_bias = np.concatenate([np.asarray(kernel, np.float64), np.asarray(bias, np.float64)[None]])
+    ones = np.ones((len(x), 1))
+    assert_product(out, np.concatenate([np.asarray(x, np.float64), ones], axis=1), with_bias)
+
+
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 320, 32), (3, 512, 64)])
+def test_kernel_adds_a_bias_once_without_races(hopper, rows, depth, columns):
+    x, kernel, bias = biased_operands(rows, depth, columns)
+    with interpreted():
+        splits = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32", bias=bias)(
+            x, kernel, jnp.int32(1)
+        )
+    assert len(splits.parts) > 1
+    assert_biased_product(added(splits), x, kernel[1], bias[1])
+    np.testing.assert_array_equal(splits.parts[:, rows:], 0)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(2, "float32"), (9, "bfloat16")])
+def test_bias_is_added_after_a_product_of_xla(rows, dtype):
+    x, kernel, bias = biased_operands(rows, 64, 40, dtype=dtype)
+    out = of_last_layer(matmul_splits, bias=bias)(x, kernel, jnp.int32(1))
+    np.testing.assert_array_equal(out, matmul(x, kernel[1]) + bias[1][None])
+    np.testing.assert_array_equal(out, matmul_splits(x, kernel[1], bias=bias[1]))
 
 
 def test_sums_that_nobody_added_up_have_no_derivative(hopper):
@@ -124,7 +158,7 @@ def assert_product_of_normed(out, x, kernel):
 
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "dtype"),
-    [(1, 512, 128, "bfloat16"), (8, 384, 64, "float16"), (3, 128, 192, "bfloat16")],
+    [(1, 512, 128, "bfloat16"), (8, 384, 64, "float16"), (3, 128, 192, "bfloat16"), (2, 192, 64, "bfloat16")],
 )
 def test_kernel_norms_rows_without_races(hopper, rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
@@ -134,7 +168,7 @@ def test_kernel_norms_rows_without_races(hopper, rows, depth, columns, dtype):
     assert_product_of_normed(out, x, kernel[1])
 
 
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(9, 64, 64), (2, 192, 64), (1, 8192, 64)])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(9, 64, 64), (2, 192, 40), (1, 8192, 64)])
 def test_rows_that_the_kernel_does_not_norm_are_normed_before(hopper, rows, depth, columns):
     x, kernel = operands(rows, depth, columns, layers=1)
     x = unnormed(x)
@@ -159,14 +193,16 @@ def test_experts_take_logits_in_splits(hopper, implementation):
     np.testing.assert_array_equal(mixed(splits), mixed(added(splits)))
 
 
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (5, 2048, 128), (1, 2880, 32)]
+)
 def test_kernel_lowers_for_cuda(hopper, rows, depth, columns):
     shapes = ((rows, depth), "bfloat16"), ((4, depth, columns), "bfloat16"), ((), "int32")
     traced = of_last_layer(matmul).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048)])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 2048, 5120), (8, 4096, 2048), (1, 2880, 4096)])
 def test_kernel_that_norms_lowers_for_cuda(hopper, rows, depth, columns):
     kernel = jax.ShapeDtypeStruct((4, depth, columns), "bfloat16")
     x = Unnormed(
@@ -177,6 +213,20 @@ def test_kernel_that_norms_lowers_for_cuda(hopper, rows, depth, columns):
     ).trace(x.rows, kernel)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
+
+
+def test_kernel_with_norm_and_bias_lowers_for_cuda(hopper):
+    """gpt-oss-20b's queries, keys and values."""
+    rows, scale = (jax.ShapeDtypeStruct((count, 2880), "bfloat16") for count in (1, 24))
+    kernel, bias = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((24, 2880, 4160), (24, 4160)))
+
+    def product(rows, scale, kernel, bias, layer):
+        x = Unnormed(rows=rows, scale=scale, layer_index=layer, eps=1e-5)
+        return matmul_splits(x, kernel, bias=bias, layer_index=layer)
+
+    traced = jax.jit(product).trace(rows, scale, kernel, bias, jax.ShapeDtypeStruct((), "int32"))
+    assert misplaced_copies(traced.jaxpr.jaxpr) == (3, [])
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
 @pytest.mark.parametrize(
@@ -213,6 +263,15 @@ def test_bad_arguments_get_a_sentence(kernel, given, match):
         inspect.unwrap(matmul)(jnp.ones((2, 40)), kernel, **given)
 
 
+@pytest.mark.parametrize(
+    ("bias", "given"), [(jnp.ones(9), {}), (jnp.ones((2, 8)), {}), (jnp.ones(8), {"layer_index": 0}), ([1.0] * 8, {})]
+)
+def test_a_bias_that_does_not_fit_gets_a_sentence(bias, given):
+    kernel = jnp.ones((2, 40, 8)) if given else jnp.ones((40, 8))
+    with pytest.raises(ValueError, match="`bias`"):
+        inspect.unwrap(matmul_splits)(jnp.ones((2, 40)), kernel, bias=bias, **given)
+
+
 def test_splits_are_of_a_matrix():
     with pytest.raises(ValueError, match="`x` must be"):
         inspect.unwrap(matmul_splits)(jnp.ones((1, 2, 40)), jnp.ones((40, 8)))
@@ -221,7 +280,8 @@ def test_splits_are_of_a_matrix():
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize(
-    ("depth", "columns", "dtype"), [(2048, 5120, "bfloat16"), (4096, 2048, "float16"), (320, 64, "bfloat16")]
+    ("depth", "columns", "dtype"),
+    [(2048, 5120, "bfloat16"), (4096, 2048, "float16"), (320, 64, "bfloat16"), (2880, 32, "bfloat16")],
 )
 def test_kernel_on_a_gpu(rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
@@ -233,7 +293,20 @@ def test_kernel_on_a_gpu(rows, depth, columns, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("depth", "columns", "dtype"), [(2048, 5120, "bfloat16"), (4096, 2048, "float16")])
+@pytest.mark.parametrize(("depth", "columns"), [(2880, 32), (2880, 4096), (4096, 2880)])
+def test_kernel_adds_a_bias_on_a_gpu(rows, depth, columns):
+    x, kernel, bias = biased_operands(rows, depth, columns)
+    product = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32", bias=bias)
+    splits = product(x, kernel, jnp.int32(1))
+    assert_biased_product(added(splits), x, kernel[1], bias[1])
+    np.testing.assert_array_equal(splits.parts[:, rows:], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("depth", "columns", "dtype"), [(2048, 5120, "bfloat16"), (4096, 2048, "float16"), (2880, 4096, "bfloat16")]
+)
 def test_kernel_norms_rows_on_a_gpu(rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
     x = unnormed(x)

@@ -42,8 +42,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
 
 
-def test_kernel_without_races(hopper):
-    x, scale = rows(3, 1024, dtype="bfloat16"), rows(2, 1024, dtype="bfloat16", key=1)
+@pytest.mark.parametrize("columns", [1024, 1088, 2880])
+def test_kernel_without_races(hopper, columns):
+    x, scale = rows(3, columns, dtype="bfloat16"), rows(2, columns, dtype="bfloat16", key=1)
     with interpreted():
         out = rms_norm(x, scale, eps=EPS, offset=1.0, layer_index=1, implementation="mosaic")
     assert_norm(out, x, scale[1], 1.0)
@@ -67,9 +68,9 @@ def test_norm_of_a_sum(in_splits):
     assert_added(results, x, addition, scale[2])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_kernel_adds_splits_without_races(hopper, dtype):
-    x, addition, scale = (rows(3, 1024, dtype=dtype, key=key) for key in range(3))
+@pytest.mark.parametrize(("columns", "dtype"), [(1024, "bfloat16"), (1024, "float16"), (2112, "bfloat16")])
+def test_kernel_adds_splits_without_races(hopper, columns, dtype):
+    x, addition, scale = (rows(3, columns, dtype=dtype, key=key) for key in range(3))
     addition = splits_of(addition)
     with interpreted():
         results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="mosaic")
@@ -92,7 +93,7 @@ def test_a_sum_of_other_rows_gets_a_sentence(addition):
         inspect.unwrap(add_rms_norm)(x, addition, x[0], eps=EPS)
 
 
-@pytest.mark.parametrize("columns", [1024, 4096, 8192])
+@pytest.mark.parametrize("columns", [1024, 2880, 4096, 8128, 8192])
 def test_kernel_lowers_for_cuda(hopper, columns):
     x, scale = (jax.ShapeDtypeStruct((n, columns), "bfloat16") for n in (9, 4))
     traced = jax.jit(lambda x, scale, layer: rms_norm(x, scale, eps=EPS, layer_index=layer)).trace(
@@ -101,7 +102,9 @@ def test_kernel_lowers_for_cuda(hopper, columns):
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(1000, "bfloat16"), (16384, "bfloat16"), (1024, "float32")])
+@pytest.mark.parametrize(
+    ("columns", "dtype"), [(1000, "bfloat16"), (960, "bfloat16"), (16384, "bfloat16"), (1024, "float32")]
+)
 def test_what_the_kernel_does_not_take_is_refused_and_done_by_xla(hopper, columns, dtype):
     x, scale = rows(2, columns, dtype=dtype), rows(columns, dtype=dtype, key=1)
     assert_norm(rms_norm(x, scale, eps=EPS, implementation="xla"), x, scale)
@@ -134,7 +137,14 @@ def test_bad_arguments_get_a_sentence(scale, given, match):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_rows", "columns", "dtype"), [(1, 4096, "bfloat16"), (256, 4096, "float16"), (7, 8192, "bfloat16")]
+    ("num_rows", "columns", "dtype"),
+    [
+        (1, 4096, "bfloat16"),
+        (256, 4096, "float16"),
+        (7, 8192, "bfloat16"),
+        (64, 2880, "bfloat16"),
+        (3, 1088, "float16"),
+    ],
 )
 def test_kernel_on_a_gpu(num_rows, columns, dtype):
     x, scale = rows(num_rows, columns, dtype=dtype), rows(3, columns, dtype=dtype, key=1)
@@ -143,7 +153,9 @@ def test_kernel_on_a_gpu(num_rows, columns, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_rows", "columns", "dtype"), [(1, 2048, "bfloat16"), (8, 4096, "float16")])
+@pytest.mark.parametrize(
+    ("num_rows", "columns", "dtype"), [(1, 2048, "bfloat16"), (8, 4096, "float16"), (1, 2880, "bfloat16")]
+)
 def test_kernel_adds_splits_on_a_gpu(num_rows, columns, dtype):
     x, addition = (rows(num_rows, columns, dtype=dtype, key=key) for key in range(2))
     scale, addition = rows(2, columns, dtype=dtype, key=2), splits_of(addition, 8)

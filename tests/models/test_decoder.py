@@ -13,7 +13,7 @@ from flax import nnx
 from jattn.checkpoint import Checkpoint
 from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.kv_pool import make_pool
-from jattn.matmul import matmul
+from jattn.matmul import matmul_splits
 from jattn.norm import Unnormed, taken
 from jattn_models.layer_pattern import Segment
 from jattn_models.phi3 import Phi3ForCausalLM
@@ -57,12 +57,12 @@ def test_paged_logits_match_transformers(case):
         assert_run_is_golden(case, page_size=8)
 
 
-# Norms before or on both sides of attention; a factor on additions; heads that are normed; routers.
-@pytest.mark.parametrize("case", often(["gqa", "gemma3", "granite", "qwen3_moe"], ("qwen3_moe",)))
+# Norms before or on both sides of attention; a factor on additions; heads that are normed; routers; biases.
+@pytest.mark.parametrize("case", often(["gqa", "gemma3", "granite", "qwen3_moe", "gpt_oss"], ("qwen3_moe",)))
 def test_what_products_leave_to_be_added_up_is(case, monkeypatch):
     def in_splits(x, kernel, **options):
         seen.append(isinstance(x, Unnormed))
-        return splits_of(matmul(taken(x), kernel, **options))
+        return splits_of(matmul_splits(taken(x), kernel, **options))
 
     seen = []
     for module in ("layers", "router"):

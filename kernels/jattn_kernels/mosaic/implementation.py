@@ -63,6 +63,8 @@ def refuses(call: Call) -> str | None:
 
 
 def _refuses_matmul(call: MatmulCall) -> str | None:
+    if call.biased and call.kernel_dtype != call.dtype:
+        return "`mosaic` adds no bias to products with weights in few bits."
     if call.kernel_dtype == "float8_e4m3fn":
         from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 
@@ -75,15 +77,15 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
 
     if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
         return f"`mosaic` does not take {call.dtype} rows and {call.kernel_dtype} weights."
-    is_small = call.depth * call.columns <= MOST_WEIGHTS and not (call.depth % 64 or call.columns % 64)
+    is_small = call.depth * call.columns <= MOST_WEIGHTS and not (call.depth % 64 or call.columns % 32)
     if not 1 <= call.num_rows <= MOST_ROWS or not is_small:
         return (
-            f"`mosaic` takes 1 to {MOST_ROWS} rows, and weights of multiples of 64 and at most {MOST_WEIGHTS:,} "
-            f"numbers, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
+            f"`mosaic` takes 1 to {MOST_ROWS} rows, and weights of a multiple of 64 inputs and one of 32 outputs, at "
+            f"most {MOST_WEIGHTS:,} numbers, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
         )
-    if call.norm is not None and (call.depth % 128 or call.depth > MOST_NORMED or call.norm.scale_dtype != call.dtype):
+    if call.norm is not None and (call.depth > MOST_NORMED or call.norm.scale_dtype != call.dtype):
         return (
-            f"`mosaic` norms rows of a multiple of 128 numbers, at most {MOST_NORMED:,}, with a scale of their dtype "
+            f"`mosaic` norms rows of at most {MOST_NORMED:,} numbers with a scale of their dtype "
             f"before a product, not {call.depth} in {call.dtype} with a scale in {call.norm.scale_dtype}."
         )
     return None
@@ -113,7 +115,7 @@ def _refuses_norm(call: NormCall) -> str | None:
     dtypes = jnp.dtype(call.dtype), jnp.dtype(call.scale_dtype)
     if call.num_rows == 0 or not rms_norm.supports(call.columns, *dtypes):
         return (
-            "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 1,024, of bfloat16 or float16, not "
+            "`mosaic` takes some rows of 1,024 to 8,192 numbers, a multiple of 64, of bfloat16 or float16, not "
             f"{call.num_rows} of {call.columns} in {call.dtype} with a scale in {call.scale_dtype}."
         )
     return None

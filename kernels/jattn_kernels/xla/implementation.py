@@ -24,6 +24,8 @@ def refuses(call: Call) -> str | None:
         return "`xla` adds splits up before it norms the sum, by itself."
     if isinstance(call, MatmulCall) and call.norm is not None:
         return "`xla` takes the norm of rows before their product, by itself."
+    if isinstance(call, MatmulCall) and call.biased:
+        return "`xla` adds a bias after a product, by itself."
     if not isinstance(call, AttentionCall):
         return None
     for dtype in (call.q_dtype, call.kv_dtype):

@@ -8,24 +8,23 @@ import operator
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
+from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
 from jattn_kernels.operands import NormOperands
 
-_THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MOST_COLUMNS = 8192  # 64 a thread
 
 
 def supports(columns: int, *dtypes: Any) -> bool:
     """Whether there is a kernel for rows of so many numbers of such dtypes."""
     return (
-        columns % (_THREADS * _VECTOR) == 0
-        and columns <= _MOST_COLUMNS
+        columns % MULTIPLE == 0
+        and LEAST <= columns <= _MOST_COLUMNS
         and all(dtype in (jnp.bfloat16, jnp.float16) for dtype in dtypes)
     )
 
@@ -36,27 +35,27 @@ def rms_norm(
     """Rows over their root mean square, times a layer's scale and an offset; if something is added, the sum before."""
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=_VECTOR)
     parts = () if operands.addition is None else (operands.addition.parts,)
+    of_row = pieces(columns)
 
     def kernel(x_ref, scale_ref, layer_ref, *refs):
         row = lax.axis_index("row")
-
-        def load(ref):
-            return plgpu.load(ref, layout=layout, optimized=False)
-
+        *parts_ref, out_ref = refs
+        rows = x_ref.at[row], scale_ref.at[layer_ref[0]]
         # All is asked for before anything is stored: a load behind a store waits for what is stored.
-        numbers, factor = (load(ref).astype(jnp.float32) for ref in (x_ref.at[row], scale_ref.at[layer_ref[0]]))
+        loaded = [[piece.load(ref).astype(jnp.float32) for ref in rows] for piece in of_row]
         if parts:
-            parts_ref, sum_ref, out_ref = refs
-            addition = functools.reduce(operator.add, [load(parts_ref.at[i, row]) for i in range(len(parts[0]))])
-            total = (numbers + addition.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-            sum_ref[row] = total
-            numbers = total.astype(jnp.float32)
-        else:
-            (out_ref,) = refs
-        inverse = lax.rsqrt((numbers * numbers).sum() / columns + eps)
-        out_ref[row] = (numbers * inverse * (factor + offset)).astype(x.dtype)
+            parts_ref, sum_ref = parts_ref
+            splits = range(len(parts[0]))
+            additions = [functools.reduce(operator.add, [p.load(parts_ref.at[i, row]) for i in splits]) for p in of_row]
+            for piece, of_piece, addition in zip(of_row, loaded, additions, strict=True):
+                total = (of_piece[0] + addition.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
+                piece.of(sum_ref.at[row])[...] = total
+                of_piece[0] = total.astype(jnp.float32)
+        squares = [piece.once(numbers * numbers).sum() for piece, (numbers, _) in zip(of_row, loaded, strict=True)]
+        inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
+        for piece, (numbers, factor) in zip(of_row, loaded, strict=True):
+            piece.of(out_ref.at[row])[...] = (numbers * inverse * (factor + offset)).astype(x.dtype)
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     run = launch.kernel(

@@ -9,7 +9,9 @@ grid (blocks)            an SM each; takes every blocks-th work tile: some colum
 Rows that are to be normed are brought whole, at once, and normed while the weights come: the norm is not waited for.
 
 The depth is split so that all SMs have as much to read (split-K). Each split's sums stand by themselves, in float32:
-whoever reads them next adds them up, always in the same order.
+whoever reads them next adds them up, always in the same order. A bias is in the first split's.
+
+Rows and weights past the last input are 0 in shared memory, and columns past the last one are not stored.
 """
 
 import dataclasses
@@ -25,7 +27,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.row_norm import norm_in_place
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
@@ -34,10 +36,11 @@ from jattn_kernels.splits import Splits, added
 MOST_ROWS = 8  # what a wgmma has at least
 # Numbers of a layer's weights from which on cuBLAS is as fast: on an H200 [2048, 5120] and [4096, 2048] take 12.5 us
 # here and 15.9 there, each of [4096, 4096] and the larger ones the same, and the sum of the splits comes on top.
-MOST_WEIGHTS = 12 * 2**20
+MOST_WEIGHTS = 15 * 2**20
 MOST_NORMED = 4096  # numbers of a row that is normed: so many of all rows and the weights' stages fit beside each other
 _ITEM_BYTES = 2
 _DEPTH = 128  # of a stage: a copy of 16 KB
+_HALF_DEPTH = _DEPTH // 2
 _STAGES = 11
 _SHARED_BYTES = 220 * 1024  # of rows that are normed, their scale, and the stages beside them
 _MOST_SPLITS = 16
@@ -48,7 +51,7 @@ class _Scratch(NamedTuple):
     x: Any  # (stages, 8, 128); (8, depth) if it is normed
     full: Any
     empty: Any
-    scale: Any = None  # (tiles of the depth, 128)
+    scale: Any = None  # (tiles of the depth, 128), or twice as many of 64
     rows_full: Any = None
 
 
@@ -56,8 +59,9 @@ class _Operands(NamedTuple):
     x: Any
     kernel: Any
     layer: Any
-    scale: Any = None  # (layers, tiles of the depth, 128)
+    scale: Any = None  # (layers, tiles of the depth, 128), or twice as many of 64 where that is no multiple of 128
     scale_layer: Any = None
+    bias: Any = None  # (layers * columns,)
 
 
 def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
@@ -65,6 +69,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
     whole = pl.cdiv(call.num_rows, tiles.WARPS) * tiles.WARPS  # rows that the warps of a reader share out evenly
     product = _Product(
         rows=whole if call.in_splits else call.num_rows,
+        own_rows=call.num_rows,
         depth=call.depth,
         columns=call.columns,
         splits=num_splits(call),
@@ -72,8 +77,11 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
     )
     given = _Operands(operands.x, operands.kernel, operands.layer_index.reshape(1))
     if operands.norm is not None:
-        scale = operands.norm.scale.reshape(len(operands.norm.scale), -1, _DEPTH)
+        stack = operands.norm.scale
+        scale = stack.reshape(len(stack), -1, _HALF_DEPTH if call.depth % _DEPTH else _DEPTH)
         given = given._replace(scale=scale, scale_layer=operands.norm.layer_index.reshape(1))
+    if operands.bias is not None:
+        given = given._replace(bias=operands.bias.reshape(-1))
     leaves, tree = jax.tree.flatten(given)
     run = launch.kernel(
         functools.partial(product.body, tree),
@@ -101,14 +109,20 @@ def num_splits(call: MatmulCall) -> int:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
     rows: int  # of the result; those past x's are 0
+    own_rows: int  # of x
     depth: int
     columns: int
     splits: int
     norm: NormCall | None
 
     @property
+    def whole_depth(self) -> int:
+        """Inputs of whole steps."""
+        return pl.cdiv(self.depth, _DEPTH) * _DEPTH
+
+    @property
     def stages(self) -> int:
-        rows_and_scale = 0 if self.norm is None else (MOST_ROWS + 1) * self.depth * _ITEM_BYTES
+        rows_and_scale = 0 if self.norm is None else (MOST_ROWS + 1) * self.whole_depth * _ITEM_BYTES
         return min(_STAGES, (_SHARED_BYTES - rows_and_scale) // (_DEPTH * WGMMA_ROWS * _ITEM_BYTES))
 
     @property
@@ -125,13 +139,14 @@ class _Product:
         dtype, stages = operands.x.dtype, self.stages
         scratch = _Scratch(
             kernel=tiles.tile((stages, _DEPTH, WGMMA_ROWS), dtype),
-            x=tiles.tile((stages, MOST_ROWS, _DEPTH) if self.norm is None else (MOST_ROWS, self.depth), dtype),
+            x=tiles.tile((stages, MOST_ROWS, _DEPTH) if self.norm is None else (MOST_ROWS, self.whole_depth), dtype),
             full=plgpu.Barrier(num_arrivals=2 if self.norm is None else 1, num_barriers=stages),
             empty=plgpu.Barrier(num_barriers=stages),
         )
         if self.norm is not None:
-            scale, rows_full = plgpu.SMEM((self.depth // _DEPTH, _DEPTH), dtype), plgpu.Barrier(num_arrivals=2)
-            scratch = scratch._replace(scale=scale, rows_full=rows_full)
+            width = _HALF_DEPTH if self.depth % _DEPTH else _DEPTH
+            shape = self.whole_depth // width, width
+            scratch = scratch._replace(scale=plgpu.SMEM(shape, dtype), rows_full=plgpu.Barrier(num_arrivals=2))
 
         def warpgroup(scratch: _Scratch) -> None:
             number = lax.axis_index("warpgroup")
@@ -182,13 +197,18 @@ class _Product:
     def _consume(self, operands: _Operands, sums: Any, scratch: _Scratch) -> None:
         stages = self.stages
         if self.norm is not None:
-            plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, MOST_ROWS)], scratch.x, scratch.rows_full)
+            rows = pl.ds(0, MOST_ROWS)
+            source = operands.x.at[rows, pl.ds(0, self.whole_depth)] if self.depth % _DEPTH else operands.x.at[rows]
+            plgpu.copy_gmem_to_smem(source, scratch.x, scratch.rows_full)
             scale = operands.scale.at[operands.scale_layer[0]]
-            plgpu.copy_gmem_to_smem(scale, scratch.scale, scratch.rows_full)
+            target = scratch.scale.at[pl.ds(0, scale.shape[0])] if self.depth % _DEPTH else scratch.scale
+            plgpu.copy_gmem_to_smem(scale, target, scratch.rows_full)
             plgpu.barrier_wait(scratch.rows_full)
-            norm_in_place(scratch.x, scratch.scale, eps=self.norm.eps, offset=self.norm.offset)
+            norm_in_place(scratch.x, scratch.scale, columns=self.depth, eps=self.norm.eps, offset=self.norm.offset)
 
         def multiply_tile(split, block, first, steps, done):
+            bias = None if operands.bias is None else self._bias(operands, split, block)
+
             def product(acc):
                 @pl.loop(0, steps)
                 def multiply_step(k):
@@ -207,17 +227,40 @@ class _Product:
 
             result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, MOST_ROWS))
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, stages)])
-            self._store(sums, split, block, result)
+            self._store(sums, split, block, result if bias is None else result + bias)
 
         self._for_each_tile(multiply_tile)
+
+    def _bias(self, operands: _Operands, split: Any, block: Any) -> jax.Array:
+        """What the first split of a block of columns adds to x's rows; 0 of others."""
+        layout, shape = plgpu.Layout.WGMMA, (WGMMA_ROWS, MOST_ROWS)
+        column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=layout.reduce(1)) + block * WGMMA_ROWS
+        place = jnp.where(column < self.columns, column + operands.layer[0] * self.columns, -1)
+        numbers = gather(operands.bias, place, layout.reduce(1)).astype(jnp.float32)
+        numbers = lax.broadcast_in_dim(numbers * jnp.where(split == 0, 1.0, 0.0), shape, [0])
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        return jnp.where(row < self.own_rows, numbers, 0.0)
 
     def _store(self, sums: Any, split: Any, block: Any, result: jax.Array) -> None:
         """A work tile's sums, turned: Pallas stores no such tile of float32 that way."""
         begin = block * WGMMA_ROWS
         if tiles.interpret_params() is not None:
-            sums[split, :, pl.ds(begin, WGMMA_ROWS)] = result.T[: self.rows]
+            _store_columns(sums.at[split], begin, result.T[: self.rows])
             return
         layout = plgpu.Layout.WGMMA
         column, row = (plgpu.broadcasted_iota(jnp.int32, result.shape, axis, layout=layout) for axis in range(2))
         place = (split * self.rows + row) * self.columns + begin + column
-        scatter(sums, jnp.where(row < self.rows, place, -1), result, layout)
+        is_own = row < self.rows
+        if self.columns % WGMMA_ROWS:
+            is_own &= begin + column < self.columns
+        scatter(sums, jnp.where(is_own, place, -1), result, layout)
+
+
+def _store_columns(sums: Any, begin: Any, result: jax.Array) -> None:
+    """Columns of a block from `begin` on, but for those past the last; 32 at a time."""
+    half = WGMMA_ROWS // 2
+    for part in range(2):
+
+        @pl.when(begin + part * half < sums.shape[1])
+        def store(part=part):
+            sums[:, pl.ds(begin + part * half, half)] = result[:, part * half : (part + 1) * half]

@@ -50,27 +50,29 @@ def gather(source: Any, places: jax.Array, layout: Any) -> jax.Array:
     """source[places[i]], or source[0] where the place is below 0.
 
     Args:
-        source: [N] int32, in global or shared memory.
+        source: Of int32 or floats, in global or shared memory, by its flat places.
         places: int32, of this layout, which is the result's.
     """
     if tiles.interpret_params() is not None:
-        numbers = source[...]
+        numbers = source[...].reshape(-1)
         return numbers[jnp.maximum(places, 0)]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), layout),
-        return_type=plgpu.ShapeDtypeStruct(places.shape, jnp.int32, layout=layout),
+        return_type=plgpu.ShapeDtypeStruct(places.shape, source.dtype, layout=layout),
     )
     def load_registers(ctx: Any, source: Any, places: Any) -> Any:
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
+        i32, kind = ir.IntegerType.get_signless(32), ir.MemRefType(source.type).element_type
         loaded = places.registers.copy()
         for i, place in enumerate(loaded.flat):
             first = arith.constant(i32, 0)
-            value = llvm.load(i32, _address(source, arith.select(_is_a_place(_scalar(place)), _scalar(place), first)))
+            place_or_first = arith.select(_is_a_place(_scalar(place)), _scalar(place), first)
+            value = llvm.load(kind, utils.getelementptr(utils.memref_ptr(source), [place_or_first], kind))
             is_vector = isinstance(place.type, ir.VectorType)
-            loaded.flat[i] = vector.broadcast(place.type, value) if is_vector else value
-        return mgpu.FragmentedArray(_registers=loaded, _layout=places.layout, _is_signed=places.is_signed)
+            loaded.flat[i] = vector.broadcast(ir.VectorType.get((1,), kind), value) if is_vector else value
+        is_signed = places.is_signed if kind == i32 else None
+        return mgpu.FragmentedArray(_registers=loaded, _layout=places.layout, _is_signed=is_signed)
 
     load: Any = load_registers
     return load(source, places)
@@ -82,10 +84,6 @@ def _constant(kind: Any, value: Any) -> Any:
 
 def _is_a_place(place: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.sge, place, arith.constant(place.type, 0))
-
-
-def _address(ref: Any, place: Any) -> Any:
-    return utils.getelementptr(utils.memref_ptr(ref), [place], place.type)
 
 
 def _count(register: Any) -> int:

@@ -22,6 +22,7 @@ RESERVED_BYTES = 3 * 1024 + 128  # of each block: the driver's own, barriers, al
 WGMMA_ROWS = 64  # of one warpgroup's product
 WARPS = 4  # of a warpgroup
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
+COPY_ALIGNMENT = 128  # bytes: TMA writes to multiples of them in shared memory, and faults elsewhere
 BEST_COPY_BYTES = 16 * 1024  # a copy twice as large arrives later than two
 
 

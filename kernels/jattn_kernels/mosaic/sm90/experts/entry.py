@@ -14,11 +14,14 @@ from jattn_kernels.lowering.expert_groups import (
     most_slots,
     sum_in_pieces,
     weighed_rows,
+    weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
+from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
+from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
@@ -29,6 +32,9 @@ from jattn_kernels.splits import Splits, added
 
 def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
     """Rows are read where they are, weights in place; what experts return is kept for some columns at a time."""
+    of_few_rows = few_rows_sizes(call)
+    if of_few_rows is not None:
+        return _of_few_rows(call, operands, of_few_rows)
     sizes = product_tiles(call) if call.scales is None else few_bits_tiles(call)
     weights, groups = _in_order(call, operands, sizes.block_rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
@@ -88,6 +94,36 @@ def _of_few_bits(
 
     out_type = jax.ShapeDtypeStruct((num_slots, call.hidden_size), operands.x.dtype)
     return sum_in_pieces(product, second, groups.slots, weights, out_type=out_type)
+
+
+def _of_few_rows(
+    call: ExpertsCall, operands: ExpertsOperands, sizes: tuple[FewRowsSizes, FewRowsSizes]
+) -> Float[Array, "T D"]:
+    """The same of few tokens: who multiplies rows puts them into terms, and the second product's depth is split."""
+    weights, groups = _in_order(call, operands, sizes[0].rows)
+    num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
+    rows = weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x
+    dtype = operands.x.dtype
+
+    def given(rows: Any, sources: Any, kernel: Any, scales: Any, bias: Any, parts: int) -> FewRowsOperands:
+        layers, experts, columns, width = kernel.shape
+        return FewRowsOperands(
+            x=rows,
+            sources=sources,
+            kernel=kernel.reshape(layers * experts, parts, columns // parts, width),
+            scales=scales.reshape(layers * experts, scales.shape[2], parts, columns // parts),
+            bias=None if bias is None else bias.reshape(-1),
+            layer=operands.layer_index.reshape(1),
+            work=groups.work,
+            num_tiles=groups.num_tiles,
+        )
+
+    facts: dict[str, Any] = {"num_slots": num_slots, "num_experts": call.num_experts}
+    first = given(rows, groups.sources, operands.gate_up, operands.gate_up_scales, operands.gate_up_bias, 2)
+    (hidden,) = few_rows_product(first, sizes[0], activation=call.activation, out_dtype=dtype, **facts)
+    second = given(hidden, None, operands.down, operands.down_scales, operands.down_bias, 1)
+    returned = few_rows_product(second, sizes[1], out_dtype=jnp.float32, **facts)
+    return weighted_sum(returned.sum(axis=0).astype(dtype), groups.slots, None if call.weighs_inputs else weights)
 
 
 def _in_order(

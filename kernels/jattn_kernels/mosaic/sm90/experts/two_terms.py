@@ -5,6 +5,7 @@ of four bits, the second what is left, which four bits hold. What is smaller tha
 off by at most 2^-17 of that; the others are exact. A block a row, all of it in the registers of one warpgroup.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,21 +18,21 @@ from jaxlib.mlir.dialects import arith, gpu, llvm
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, THREADS, VECTOR, pieces
 from jattn_kernels.mosaic.sm90.experts.e2m1 import FACTOR, in_order
 from jattn_kernels.quantized import FP8
 
 TERMS = 2
-_THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MANTISSA, _BIAS, _TOP = 23, 127, 7  # of float32; the exponent that a row's largest number gets
 _HALF, _KEPT = 1 << 19, -(1 << 20)  # of float32's bits: what rounds to four of them, and these with sign and exponent
 _LEAST = 2.0**-6  # of e4m3's normal numbers
-_FIRSTS, _SECONDS = 0x6420, 0x7531  # of eight bytes: those of even numbers, and of odd ones
+FIRSTS, SECONDS = 0x6420, 0x7531  # of eight bytes: those of even numbers, and of odd ones
 _GROUP = 32  # inputs that are turned among themselves
 
 
 def padded(columns: int) -> int:
     """Columns that rows must have in memory, for so many."""
-    return -(-columns // (_THREADS * _VECTOR)) * _THREADS * _VECTOR
+    return max(columns, LEAST)
 
 
 def two_terms(
@@ -47,27 +48,27 @@ def two_terms(
         turned: Whether inputs are in the order of weights of 4 bits (`in_order`), and factors have that of these.
     """
     width = rows.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=_VECTOR)
+    of_row = pieces(width)
 
     def kernel(x_ref, *refs):
         *source_ref, terms_ref, scales_ref = refs
         slot = lax.axis_index("slot")
         # In slots that no row has is whatever memory held.
         row = jnp.clip(source_ref[0][slot], 0, rows.shape[0] - 1) if source_ref else slot
-        numbers = plgpu.load(x_ref.at[row], layout=layout, optimized=False).astype(jnp.float32)
+        numbers = [piece.load(x_ref.at[row]).astype(jnp.float32) for piece in of_row]
         if columns != width:
-            numbers = jnp.where(plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout) < columns, numbers, 0.0)
-        largest = lax.broadcast_in_dim(jnp.max(jnp.abs(numbers)), (width,), [])  # Mosaic has no bits of a scalar
-        exponent = jnp.maximum(_bits(largest) >> _MANTISSA, _TOP + 1)
-        numbers *= _float((2 * _BIAS + _TOP - exponent) << _MANTISSA)
-        first = _float((_bits(numbers) + _HALF) & _KEPT)
-        first = jnp.where(jnp.abs(numbers) < _LEAST, 0.0, first)
-        for term, values in enumerate((first, numbers - first)):
-            if turned:
-                _store_turned(terms_ref.at[term, slot], values.astype(FP8), layout)
-            else:
-                terms_ref[term, slot] = values.astype(FP8)
-        scales_ref[slot] = jnp.max(_float((exponent - _TOP) << _MANTISSA)) * (FACTOR if turned else 1.0)
+            (piece,) = of_row  # of a row that was padded
+            own = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=piece.layout) < columns
+            numbers = [jnp.where(own, numbers[0], 0.0)]
+        in_pieces, exponent = in_terms(numbers)
+        for piece, terms in zip(of_row, in_pieces, strict=True):
+            for term, values in enumerate(terms):
+                target = piece.of(terms_ref.at[term, slot])
+                if turned:
+                    _store_turned(target, values.astype(FP8), piece.layout)
+                else:
+                    target[...] = values.astype(FP8)
+        scales_ref[slot] = factor_of(exponent) * (FACTOR if turned else 1.0)
 
     run = launch.kernel(
         kernel,
@@ -80,6 +81,26 @@ def two_terms(
         kernel_name="two_terms",
     )
     return run(rows) if sources is None else run(rows, sources)
+
+
+def in_terms(row: list[jax.Array]) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
+    """Both terms of each piece of a row, as float32 that e4m3 holds, and the exponent that the row is divided by."""
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(numbers)) for numbers in row])
+    terms, exponents = [], []
+    for numbers in row:
+        exponent = lax.broadcast_in_dim(largest, numbers.shape, [])  # Mosaic has no bits of a scalar
+        exponent = jnp.maximum(_bits(exponent) >> _MANTISSA, _TOP + 1)
+        numbers *= _float((2 * _BIAS + _TOP - exponent) << _MANTISSA)
+        first = _float((_bits(numbers) + _HALF) & _KEPT)
+        first = jnp.where(jnp.abs(numbers) < _LEAST, 0.0, first)
+        terms.append((first, numbers - first))
+        exponents.append(exponent)
+    return terms, exponents[0]
+
+
+def factor_of(exponent: jax.Array) -> Any:
+    """What a row in terms is to be multiplied with."""
+    return jnp.max(_float((exponent - _TOP) << _MANTISSA))
 
 
 def _store_turned(target: Any, values: jax.Array, layout: Any) -> None:
@@ -97,17 +118,17 @@ def _store_turned(target: Any, values: jax.Array, layout: Any) -> None:
         def const(value: int) -> Any:
             return arith.constant(i32, value)
 
-        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_THREADS))
-        of_group = _GROUP // _VECTOR
+        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(THREADS))
+        of_group = _GROUP // VECTOR
         group, number = arith.divui(thread, const(of_group)), arith.remui(thread, const(of_group))
-        place = arith.addi(arith.muli(group, const(_GROUP)), arith.muli(number, const(_VECTOR // 2)))
+        place = arith.addi(arith.muli(group, const(_GROUP)), arith.muli(number, const(VECTOR // 2)))
         pointer = utils.memref_ptr(target)
         for i, register in enumerate(values.registers.flat):
             words = utils.bitcast(register, two_words)
             low, high = (llvm.extractelement(words, const(word)) for word in range(2))
-            for half, chosen in enumerate((_FIRSTS, _SECONDS)):
+            for half, chosen in enumerate((FIRSTS, SECONDS)):
                 word = llvm.inline_asm(i32, [low, high], f"prmt.b32 $0, $1, $2, {chosen};", "=r,r,r")
-                offset = arith.addi(place, const(i * _THREADS * _VECTOR + half * _GROUP // 2))
+                offset = arith.addi(place, const(i * THREADS * VECTOR + half * _GROUP // 2))
                 llvm.store(word, utils.getelementptr(pointer, [offset], i8))
 
     run: Any = store
