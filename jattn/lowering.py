@@ -36,7 +36,8 @@ _NOT_TOLD = (
     "jax_export",
 )
 
-_KERNELS = ("mosaic_gpu_v2", "triton_kernel_call")  # custom calls that `jax.export` knows nothing of
+# Custom calls that `jax.export` knows nothing of, by the names that any release of jax-triton that we allow gives them.
+_KERNELS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
 
 Step = tuple[Callable[..., Any], Any]  # a function and its arguments, or their shapes
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn import lowering
 from jattn.compiled_steps import StepPlan
 from jattn.lowering import LoweringProcesses, processes_for
 from jattn.step_compilation import compile_steps
@@ -118,14 +119,25 @@ def test_steps_come_as_they_are_done_each_with_its_key(one):
         assert seconds > 0
 
 
-def test_kernels_of_a_gpu_are_lowered_without_one():
-    assume_device(Device("gpu", (9, 0), 132))
+@pytest.mark.parametrize(
+    ("capability", "call"),
+    [((9, 0), "mosaic_gpu_v2"), pytest.param((8, 9), "triton_kernel_call_ffi", marks=pytest.mark.gpu)],
+)
+def test_kernels_of_a_gpu_are_lowered_without_one(capability, call, caplog):
+    assume_device(Device("gpu", capability, 132))
     try:
         processes = LoweringProcesses(1)
         x, scale = jax.ShapeDtypeStruct((16, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024,), jnp.bfloat16)
-        function = processes.lowered(steps_elsewhere.normed, (x, scale))
+        with caplog.at_level(logging.INFO, logger="jattn"):
+            function = processes.lowered(steps_elsewhere.normed, (x, scale))
+        assert function is not steps_elsewhere.normed, caplog.text
         lowered = jax.jit(function).trace(x, scale).lower(lowering_platforms=("cuda",))
-        assert "mosaic_gpu_v2" in lowered.as_text()
+        assert call in lowered.as_text()
     finally:
         assume_device(None)
         processes.close()
+
+
+def test_calls_of_triton_kernels_may_be_sent_by_the_name_that_they_have():
+    triton = pytest.importorskip("jax_triton.triton_lib")  # each release of jax-triton may rename them
+    assert triton.CUSTOM_CALL_TARGET_NAME in lowering._KERNELS
