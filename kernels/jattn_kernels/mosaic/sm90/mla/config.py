@@ -14,10 +14,6 @@ BLOCK_ROWS = WGMMA_ROWS
 BLOCK_KV = 64
 CONSUMERS = 2  # warpgroups
 PAIR = CONSUMERS * BLOCK_KV  # keys
-# What is being tried; each is a field of the configuration.
-OVERLAPPED = False
-PIECES = 1
-QUICK = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +23,12 @@ class LatentConfig:
     Attributes:
         num_tokens: Query tokens a sequence, `num_q_heads` rows each.
         dtype: Of queries, latents and probabilities.
-        overlapped: Whether the second consumer multiplies its own keys before it waits for the first one's
-            probabilities, and the first one's values while it has its softmax.
-        most_pieces: Pieces of a half at most.
-        quick: Whether the largest of a row is taken of products before they are scaled.
     """
 
     spec: AttentionSpec
     page_size: int
     num_tokens: int
     dtype: Any
-    overlapped: bool = dataclasses.field(default_factory=lambda: OVERLAPPED)
-    most_pieces: int = dataclasses.field(default_factory=lambda: PIECES)
-    quick: bool = dataclasses.field(default_factory=lambda: QUICK)
 
     @property
     def row_blocks(self) -> int:
@@ -50,11 +39,6 @@ class LatentConfig:
     def half(self) -> int:
         """Columns of the output that a consumer has."""
         return self.spec.value_dim // CONSUMERS
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of a half that arrive, and are multiplied, one after the other."""
-        return min(self.most_pieces, max(1, self.half // 64))
 
     @property
     def rotated(self) -> int:
@@ -113,9 +97,8 @@ class SharedMemory(NamedTuple):
         maxima: Each consumer's running maximum of every row in base 2.
         sums: Each consumer's sums of exponentials, of this work tile and the last.
         q_full, q_empty: producer -> consumers: a work tile's q has arrived; back: is no longer needed.
-        own_full, other_full: producer -> consumers: a piece of each consumer's tile has arrived, `pe` with the other
-            columns where they are one piece.
-        pe_full: The same of `pe` where they are several.
+        own_full, other_full: producer -> consumers: columns of each consumer's tile have arrived, those of `pe` with
+            the other ones.
         own_empty, other_empty: Back, from the one consumer that reads them last: its own; the other one.
         p_full, sum_full: consumer <-> consumer, of probabilities with `maxima`, and of `sums`: one for each of theirs,
             as a consumer may be done with a work tile of no keys before the other one has seen its sums of the last.
@@ -134,7 +117,6 @@ class SharedMemory(NamedTuple):
     q_empty: Any
     own_full: Any  # [2]
     other_full: Any  # [2]
-    pe_full: Any  # [2]
     own_empty: Any  # [2]
     other_empty: Any  # [2]
     p_full: Any  # [2]
@@ -144,11 +126,10 @@ class SharedMemory(NamedTuple):
 def shared_memory(config: LatentConfig) -> SharedMemory:
     """What `pl.run_scoped` allocates."""
     copies, dtype = config.copies.copies, config.dtype
-    width = config.half // config.pieces
-    half = tiles.tile((CONSUMERS * config.pieces, BLOCK_KV, width), dtype)
+    half = tiles.tile((CONSUMERS, BLOCK_KV, config.half), dtype)
     each = plgpu.Barrier(num_barriers=CONSUMERS)
     return SharedMemory(
-        q=tiles.tile((CONSUMERS * config.pieces, BLOCK_ROWS, width), dtype),
+        q=tiles.tile((CONSUMERS, BLOCK_ROWS, config.half), dtype),
         q_pe=tiles.tile((BLOCK_ROWS, config.rotated), dtype),
         own=half,
         other=half,
@@ -157,13 +138,10 @@ def shared_memory(config: LatentConfig) -> SharedMemory:
         of_registers=(tiles.probabilities_tile((BLOCK_ROWS, BLOCK_KV), dtype),) * CONSUMERS,
         maxima=plgpu.SMEM((CONSUMERS, BLOCK_ROWS), jnp.float32),
         sums=plgpu.SMEM((2, CONSUMERS, BLOCK_ROWS), jnp.float32),
-        q_full=plgpu.Barrier(num_arrivals=CONSUMERS * config.pieces + 1),
+        q_full=plgpu.Barrier(num_arrivals=CONSUMERS + 1),
         q_empty=plgpu.Barrier(num_arrivals=CONSUMERS),
-        own_full=plgpu.Barrier(num_arrivals=copies, num_barriers=CONSUMERS * config.pieces),
-        other_full=plgpu.Barrier(
-            num_arrivals=(2 if config.pieces == 1 else 1) * copies, num_barriers=CONSUMERS * config.pieces
-        ),
-        pe_full=None if config.pieces == 1 else plgpu.Barrier(num_arrivals=copies, num_barriers=CONSUMERS),
+        own_full=plgpu.Barrier(num_arrivals=copies, num_barriers=CONSUMERS),
+        other_full=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=CONSUMERS),
         own_empty=each,
         other_empty=each,
         p_full=each,

@@ -57,17 +57,14 @@ class Consumer:
 
     def run(self, out_refs, work_tiles: WorkTiles) -> None:
         """What the warpgroup does for a worker's work tiles."""
-        scratch, half, pieces = self._scratch, self._config.half, self._config.pieces
+        scratch, half = self._scratch, self._config.half
         scratch.zeros[self._number] = jnp.int32(0)
 
         def attend_work_tile(number, now, _, state):
             plgpu.barrier_wait(scratch.q_full)
             rows = self._load_rows(now)
             start = _State(
-                [
-                    plgpu.layout_cast(jnp.zeros((BLOCK_ROWS, half // pieces), jnp.float32), plgpu.Layout.WGMMA)
-                    for _ in range(pieces)
-                ],
+                plgpu.layout_cast(jnp.zeros((BLOCK_ROWS, half), jnp.float32), plgpu.Layout.WGMMA),
                 plgpu.layout_cast(jnp.full((BLOCK_ROWS,), -jnp.inf, jnp.float32), _PER_ROW),
                 plgpu.layout_cast(jnp.zeros((BLOCK_ROWS,), jnp.float32), _PER_ROW),
             )
@@ -84,8 +81,6 @@ class Consumer:
     def _attend_pair(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, pair, state: _State) -> _State:
         """Both tiles of a pair, the first consumer's first: whose memory is then free while the second one is done."""
         places = self._places()
-        if self._number == 1 and self._config.overlapped:
-            return self._attend_overlapped(work_tile, rows, is_masked, pair, places, state)
         if self._number == 0:
             state = self._attend_own(work_tile, rows, is_masked, pair * CONSUMERS, places, state)
             return self._attend_other(places, state)
@@ -96,28 +91,9 @@ class Consumer:
         """This consumer's tile: its probabilities, which the other one needs too, and this half of its values."""
         scratch, number = self._scratch, self._number
         s = self._logits(work_tile, rows, tile, places, is_masked)
-        rounded, alpha, m_new, l_i = self._softmax(s, work_tile, is_masked, tile, places, state.m_i, state.l_i)
-        values = self._values(scratch.own, places[number])
-        acc = _add_products(state.acc, alpha, rounded, values, scratch.of_registers[number])
-        plgpu.barrier_arrive(scratch.own_empty.at[number])
-        return _State(acc, m_new, l_i)
-
-    def _softmax(self, s, work_tile: WorkTile, is_masked: bool, tile, places, m_i, l_i):
-        """Probabilities of this consumer's tile, handed to the other one with the new maximum.
-
-        Returns:
-            Them, the factor of what was summed before, the new maximum, and the new sum.
-        """
-        scratch, number = self._scratch, self._number
-        if self._is_quick:
-            scale = self._config.spec.scale * LOG2E
-            m_new = jnp.maximum(m_i, s.max(axis=1) * scale)
-            shift = _shift(m_new)
-            p, alpha = jnp.exp2(s * scale - _spread(shift)), jnp.exp2(m_i - shift)
-        else:
-            m_new = jnp.maximum(m_i, s.max(axis=1))
-            shift = _shift(m_new)
-            p, alpha = jnp.exp2(s - _spread(shift)), jnp.exp2(m_i - shift)
+        m_new = jnp.maximum(state.m_i, s.max(axis=1))
+        shift = _shift(m_new)
+        p, alpha = jnp.exp2(s - _spread(shift)), jnp.exp2(state.m_i - shift)
         rounded = p.astype(self._config.dtype)
         scratch.maxima[number] = m_new
         scratch.pe.at[places[number]][...] = rounded
@@ -125,55 +101,11 @@ class Consumer:
             self._clear_unowned(work_tile, tile)
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.p_full.at[number])
-        return rounded, alpha, m_new, l_i * alpha + p.sum(axis=1)
-
-    def _attend_overlapped(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, pair, places, state: _State):
-        """Both tiles of a pair, where this is the second consumer: products of its own keys come first, while the first
-        one has its softmax, and the first tile's values are multiplied while this one has its own."""
-        scratch, number, peer = self._scratch, self._number, self._peer
-        tile = pair * CONSUMERS + number
-        if tiles.interpret_params() is not None:  # which multiplies at once
-            s = self._logits(work_tile, rows, tile, places, is_masked)
-            state = self._attend_other(places, state)
-            rounded, alpha, m_i, l_i = self._softmax(s, work_tile, is_masked, tile, places, state.m_i, state.l_i)
-            values = self._values(scratch.own, places[number])
-            acc = _add_products(state.acc, alpha, rounded, values, scratch.of_registers[number])
-            plgpu.barrier_arrive(scratch.own_empty.at[number])
-            return _State(acc, m_i, l_i)
-
-        def attend(acc_refs, s_ref, m_ref, l_ref):
-            self._start_products(s_ref, places)
-            plgpu.barrier_wait(scratch.p_full.at[peer])
-            m_first = _load(scratch.maxima.at[peer])
-            alpha = jnp.exp2(m_ref[...] - _shift(m_first))
-            for ref in acc_refs:
-                ref[...] = _scaled(plgpu.wgmma_accumulator_load(ref, wait_n=None), alpha)
-            for ref, values in zip(acc_refs, self._values(scratch.other, places[peer]), strict=True):
-                plgpu.wgmma(ref, scratch.pe.at[places[peer]], values)
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(acc_refs))
-            s = self._as_logits(s, work_tile, rows, tile, is_masked)
-            rounded, alpha, m_new, l_i = self._softmax(
-                s, work_tile, is_masked, tile, places, m_first, l_ref[...] * alpha
-            )
-            acc = [plgpu.wgmma_accumulator_load(ref, wait_n=0) for ref in acc_refs]
-            plgpu.barrier_arrive(scratch.other_empty.at[peer])
-            for ref, part in zip(acc_refs, acc, strict=True):
-                ref[...] = _scaled(part, alpha)
-            for ref, values in zip(acc_refs, self._values(scratch.own, places[number]), strict=True):
-                plgpu.wgmma(ref, rounded, values)
-            m_ref[...] = m_new
-            l_ref[...] = l_i
-
-        zeros = plgpu.layout_cast(jnp.zeros(_SHAPE, jnp.float32), plgpu.Layout.WGMMA)
-        starts = ([_accumulator_of(part) for part in state.acc], _accumulator_of(zeros), state.m_i, state.l_i)
-        acc, _, m_i, l_i = pl.run_state(lambda refs: attend(*refs))(starts)
+        l_i = state.l_i * alpha + p.sum(axis=1)
+        values = scratch.own.at[places[number]]
+        acc = tiles.add_product(_scaled(state.acc, alpha), rounded, values, scratch.of_registers[number])
         plgpu.barrier_arrive(scratch.own_empty.at[number])
-        return _State(acc, m_i, l_i)
-
-    def _values(self, halves, tile) -> list[Any]:
-        """A tile's half of the values, by pieces."""
-        pieces = self._config.pieces
-        return [halves.at[tile * pieces + piece] for piece in range(pieces)]
+        return _State(acc, m_new, l_i)
 
     def _attend_other(self, places, state: _State) -> _State:
         """The other consumer's tile: this half of its values."""
@@ -182,50 +114,28 @@ class Consumer:
         m_new = _load(scratch.maxima.at[peer])
         alpha = jnp.exp2(state.m_i - _shift(m_new))
         place = places[peer]
-        acc = _add_products(state.acc, alpha, scratch.pe.at[place], self._values(scratch.other, place))
+        acc = tiles.accumulate(_scaled(state.acc, alpha), scratch.pe.at[place], scratch.other.at[place])
         plgpu.barrier_arrive(scratch.other_empty.at[peer])
         return _State(acc, m_new, state.l_i * alpha)
 
     def _logits(self, work_tile: WorkTile, rows: _Rows, tile, places, is_masked: bool):
         """Logits over ln 2 of this consumer's tile; -inf where a row does not see a key."""
+        scratch, number, peer = self._scratch, self._number, self._peer
+        own, other = places[number], places[peer]
 
         def products(ref):
-            self._start_products(ref, places)
+            plgpu.barrier_wait(scratch.own_full.at[number])
+            plgpu.wgmma(ref, scratch.q.at[own], scratch.own.at[own].transpose((1, 0)))
+            plgpu.barrier_wait(scratch.other_full.at[number])
+            plgpu.wgmma(ref, scratch.q.at[other], scratch.other.at[own].transpose((1, 0)))
+            plgpu.wgmma(ref, scratch.q_pe, scratch.pe.at[own].transpose((1, 0)))
             return ref[...]
 
         s = pl.run_scoped(products, tiles.accumulator(*_SHAPE))
-        return self._as_logits(s, work_tile, rows, tile, is_masked)
-
-    def _start_products(self, ref, places) -> None:
-        """Starts the products of queries and keys of this consumer's tile."""
-        scratch, number = self._scratch, self._number
-        own, other = places[number], places[self._peer]
-        pieces = self._config.pieces
-        for half, keys, full in (
-            (own, scratch.own, scratch.own_full),
-            (other, scratch.other, scratch.other_full),
-        ):
-            for piece in range(pieces):
-                plgpu.barrier_wait(full.at[number * pieces + piece])
-                q, k = scratch.q.at[half * pieces + piece], keys.at[own * pieces + piece]
-                plgpu.wgmma(ref, q, k.transpose((1, 0)))
-        if pieces > 1:
-            plgpu.barrier_wait(scratch.pe_full.at[number])
-        plgpu.wgmma(ref, scratch.q_pe, scratch.pe.at[own].transpose((1, 0)))
-
-    def _as_logits(self, s, work_tile: WorkTile, rows: _Rows, tile, is_masked: bool):
-        """Logits over ln 2 of the products of this consumer's tile, which are done; -inf where a row sees no key."""
         is_last = lax.div(tile, CONSUMERS) + 1 == work_tile.end
-        pl.when(is_last)(lambda: plgpu.barrier_arrive(self._scratch.q_empty))  # the next ones come during what is left
-        if not self._is_quick:
-            s = base2_logits(s, self._config.spec, factor=rows.factor)
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(scratch.q_empty))  # the next ones come during what is left
+        s = base2_logits(s, self._config.spec, factor=rows.factor)
         return jnp.where(self._visible(work_tile, rows, tile), s, -jnp.inf) if is_masked else s
-
-    @property
-    def _is_quick(self) -> bool:
-        spec = self._config.spec
-        scaled = self._operands.logit_factor is not None
-        return self._config.quick and not scaled and spec.logits_soft_cap is None and spec.scale > 0
 
     def _visible(self, work_tile: WorkTile, rows: _Rows, tile):
         """Which keys of a tile each row sees."""
@@ -259,12 +169,9 @@ class Consumer:
 
         @pl.when(left < BLOCK_KV)
         def clear():
-            pieces = self._config.pieces
             for values in (self._scratch.own, self._scratch.other):
-                for piece in range(pieces):
-                    for begin in range(0, values.shape[-1], BLOCK_KV):
-                        columns = pl.ds(begin, BLOCK_KV)
-                        tiles.zero_rows_from(values.at[self._number * pieces + piece, :, columns], left)
+                for begin in range(0, self._config.half, BLOCK_KV):
+                    tiles.zero_rows_from(values.at[self._number, :, pl.ds(begin, BLOCK_KV)], left)
 
     def _load_rows(self, work_tile: WorkTile) -> _Rows:
         operands, rows = self._operands, pl.ds(self._row_block * BLOCK_ROWS, BLOCK_ROWS)
@@ -290,44 +197,23 @@ class Consumer:
         share = 1.0 / safe_l_i
         if self._operands.out_factor is not None:
             share = share * self._operands.out_factor[0]
-        outs = [_scaled(part, share) for part in state.acc]
+        out = _scaled(state.acc, share)
         lse = jnp.where(empty, -jnp.inf, (state.m_i + jnp.log2(safe_l_i)) / LOG2E)
         rows = pl.ds(self._row_block * BLOCK_ROWS, BLOCK_ROWS)
-        width = outs[0].shape[1]
-        parts = [(out, pl.ds(own * self._config.half + piece * width, width)) for piece, out in enumerate(outs)]
+        columns = pl.ds(own * self._config.half, self._config.half)
 
         @pl.when(work_tile.splits > 1)
         def store_split():
             place = number if self._operands.places is None else self._operands.places[number]
-            for out, columns in parts:
-                split_outs_ref[place, 0, rows, columns] = out
+            split_outs_ref[place, 0, rows, columns] = out
             if own == 0:
                 split_lses_ref[place, 0, rows] = lse
 
         @pl.when(work_tile.splits == 1)
         def store_sequence():
-            for out, columns in parts:
-                out_ref[work_tile.sequence, 0, rows, columns] = out.astype(self._config.dtype)
+            out_ref[work_tile.sequence, 0, rows, columns] = out.astype(self._config.dtype)
             if own == 0:
                 lse_ref[work_tile.sequence, 0, rows] = lse
-
-
-def _add_products(acc: list[jax.Array], of_rows, p, values: list[Any], p_smem: Any = None) -> list[jax.Array]:
-    """acc * of_rows + p @ values, by pieces of the values' columns."""
-    acc = [_scaled(part, of_rows) for part in acc]
-    if len(acc) == 1 or tiles.interpret_params() is not None:
-        add = tiles.accumulate if p_smem is None else functools.partial(tiles.add_product, p_smem=p_smem)
-        return [add(part, p, v) for part, v in zip(acc, values, strict=True)]
-
-    def products(refs):
-        for ref, v in zip(refs, values, strict=True):
-            plgpu.wgmma(ref, p, v)
-
-    return pl.run_state(products)([_accumulator_of(part) for part in acc])
-
-
-def _accumulator_of(start: jax.Array) -> Any:
-    return plgpu.WGMMAAccumulatorRef.init(start)
 
 
 def _load(ref: Any) -> jax.Array:

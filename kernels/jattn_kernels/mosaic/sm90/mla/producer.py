@@ -40,10 +40,10 @@ def _copy_share(
         def copy_queries():
             pl.when(number > begin)(lambda: plgpu.barrier_wait(scratch.q_empty))
             plgpu.copy_gmem_to_smem(operands.q_pe.at[now.sequence, rows], scratch.q_pe, scratch.q_full)
-            width = config.half // config.pieces
-            for piece in range(CONSUMERS * config.pieces):
-                q = operands.q_nope.at[now.sequence, rows, pl.ds(piece * width, width)]
-                plgpu.copy_gmem_to_smem(q, scratch.q.at[piece], scratch.q_full)
+            for half in range(CONSUMERS):
+                columns = pl.ds(half * config.half, config.half)
+                q = operands.q_nope.at[now.sequence, rows, columns]
+                plgpu.copy_gmem_to_smem(q, scratch.q.at[half], scratch.q_full)
 
         return _copy_pairs(config, operands, scratch, layer, now, following, state, own)
 
@@ -101,8 +101,8 @@ def _copy_pairs(
                 PoolPlace(layer, 0, 0),
                 pages[tile_of],
                 tile,
-                smem,
-                full,
+                smem.at[tile_of],
+                full.at[tile_of],
                 copies=own,
                 columns=columns,
             )
@@ -110,22 +110,15 @@ def _copy_pairs(
             pl.when(tile_end <= end_key)(start)
             pl.when(tile_end > end_key)(functools.partial(start, end_key=end_key))
 
-        def copy_half(tile_of, begin, smem, full):
-            width = half // config.pieces
-            for piece in range(config.pieces):
-                place = tile_of * config.pieces + piece
-                copy(tile_of, begin + piece * width, width, smem.at[place], full.at[place])
-
         def wait(emptied, tile_of):
             pl.when(done + pair > work_tile.first)(lambda: plgpu.barrier_wait(emptied.at[tile_of]))
 
         for tile_of in range(CONSUMERS):
             wait(scratch.own_empty, tile_of)
-            copy_half(tile_of, tile_of * half, scratch.own, scratch.own_full)
+            copy(tile_of, tile_of * half, half, scratch.own, scratch.own_full)
             wait(scratch.other_empty, tile_of)
-            copy_half(tile_of, (1 - tile_of) * half, scratch.other, scratch.other_full)
-            pe_full = scratch.other_full if config.pieces == 1 else scratch.pe_full
-            copy(tile_of, 2 * half, config.rotated, scratch.pe.at[tile_of], pe_full.at[tile_of])
+            copy(tile_of, (1 - tile_of) * half, half, scratch.other, scratch.other_full)
+            copy(tile_of, 2 * half, config.rotated, scratch.pe, scratch.other_full)
         return next_pages
 
     def skip_work_tile(_, pages):
