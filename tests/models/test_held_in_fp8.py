@@ -66,7 +66,7 @@ def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
         assert all(leaf.dtype == jnp.bfloat16 for leaf in found.values() if leaf.ndim == 4)
 
 
-def rows_rounded(x, kernel, *, layer_index=None, out_dtype=None, implementation=None):
+def rows_rounded(x, kernel, *, bias=None, layer_index=None, out_dtype=None, implementation=None):
     """A layer's product with weights that stand for themselves, the rows rounded to fp8 beforehand."""
     x = taken(x)
     if layer_index is None or kernel.shape[-1] == 1:
@@ -74,7 +74,10 @@ def rows_rounded(x, kernel, *, layer_index=None, out_dtype=None, implementation=
     else:
         values, scales = quantize_rows(x)
         x, kernel = values.astype(jnp.float32) * scales, kernel[layer_index]
-    return jnp.matmul(x, kernel, precision="highest").astype(out_dtype or x.dtype)
+    y = jnp.matmul(x, kernel, precision="highest").astype(out_dtype or x.dtype)
+    if bias is None:
+        return y
+    return y + jnp.broadcast_to(bias if layer_index is None else bias[layer_index], y.shape).astype(y.dtype)
 
 
 def logits(graph, state, tokens):
