@@ -93,7 +93,8 @@ FAMILIES = [pytest.param(case, 1, marks=pytest.mark.slow) for case in ("gqa", *O
 def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(tmp_path, monkeypatch, case, size):
     """Products are summed in another order, which now and then takes a number of a row to the other side of a step.
 
-    Rounding itself moves gqa's by 0.29 of their size: the model is not trained.
+    A token that it sends to another expert, and those behind it, then differ by more. Rounding itself moves gqa's by
+    0.29 of their size: the model is not trained.
     """
     tokens, found = prompts(case)[2], []
     for number, checkpoint in enumerate(copies(GOLDEN / case, tmp_path)):
@@ -104,7 +105,9 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
         stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
         of_share = functools.partial(logits, graph, tokens=tokens)
         found.append(jax.jit(jax.vmap(of_share, axis_name="tensor"))(stacked))
-    assert np.linalg.norm(found[0] - found[1]) < 0.002 * np.linalg.norm(found[1])
+    apart, size = np.linalg.norm(found[0] - found[1], axis=-1), np.linalg.norm(found[1], axis=-1)
+    assert np.median(apart / size) < 0.002
+    assert np.linalg.norm(apart) < 0.05 * np.linalg.norm(size)
 
 
 def test_text_is_that_of_the_checkpoint_stored_in_fp8_from_half_the_bytes(tmp_path):
