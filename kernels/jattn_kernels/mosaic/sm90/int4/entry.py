@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Float32
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
-from jattn_kernels.mosaic.sm90.int4.product_in_fp8 import int4_matmul_in_fp8
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import BLOCK_DEPTH, choose_tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import in_order
 from jattn_kernels.operands import MatmulOperands
@@ -15,7 +14,6 @@ from jattn_kernels.splits import Splits, added
 
 MOST_ROWS = 256  # from there on it is faster to make the weights wider once, in memory
 _LEAST_GROUP = 32
-_MOST_ROWS_IN_FP8 = 64  # none of whom are rounded; no GPU has run it yet
 _DTYPES = ("bfloat16", "float16")
 
 
@@ -42,23 +40,23 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
     """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for."""
     assert operands.scales is not None
     scales, x = operands.scales, operands.x
-    in_fp8 = call.dtype == "bfloat16" and call.num_rows <= _MOST_ROWS_IN_FP8
     sizes = choose_tiles(
         rows=call.num_rows,
         depth=call.depth,
         columns=call.columns,
         groups=scales.shape[1],
-        in_fp8=in_fp8,
     )
+    if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
+        x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
     whole = pl.cdiv(call.num_rows, WARPS) * WARPS  # rows that the warps of a reader share out evenly
-    num_rows = whole if call.in_splits else call.num_rows
-    if in_fp8:
-        product = int4_matmul_in_fp8
-    else:
-        product, x = int4_matmul, in_order(x)
-        if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
-            x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
-    parts = product(x, operands.kernel, scales, operands.layer_index, sizes, num_rows=num_rows)
+    parts = int4_matmul(
+        in_order(x),
+        operands.kernel,
+        scales,
+        operands.layer_index,
+        sizes,
+        num_rows=whole if call.in_splits else call.num_rows,
+    )
     splits = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     if operands.zero_points is not None:
         return (parts.sum(axis=0)[: call.num_rows] - _of_zero_points(call, operands)).astype(call.out_dtype)

@@ -59,7 +59,7 @@ def int4_matmul(
         num_rows: Of the result; those past x's are 0.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    product = Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1])
+    product = _Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1])
     run = launch.kernel(
         product.body,
         out_type=jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32),
@@ -73,7 +73,7 @@ def int4_matmul(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
+class _Product:
     sizes: Int4Tiles
     rows: int
     depth: int
@@ -108,7 +108,7 @@ class Product:
         sizes = self.sizes
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         scratch = _Scratch(
-            kernel=packed_tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), kernel.dtype),
+            kernel=_packed_tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), kernel.dtype),
             scales=plgpu.SMEM((sizes.stages, self.groups_of_step, sizes.block_columns), scales.dtype),
             x=tiles.tile((sizes.stages, sizes.block_rows, BLOCK_DEPTH), x.dtype, BLOCK_DEPTH // self.groups_of_step),
             full=plgpu.Barrier(num_arrivals=3, **stages),
@@ -116,33 +116,24 @@ class Product:
             wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, BLOCK_DEPTH), x.dtype),
         )
 
-        self.in_warpgroups(
-            scratch,
-            lambda scratch: self._produce(x, kernel, scales, layer[0], scratch),
-            lambda scratch, number: self._consume(sums, scratch, number),
-        )
+        def warpgroup(scratch: _Scratch) -> None:
+            number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
 
-    def in_warpgroups(self, scratch: Any, produce: Callable[[Any], None], consume: Callable[[Any, Any], None]) -> None:
-        """Calls `produce(scratch)` in the producer, and `consume(scratch, number)` in each consumer."""
-
-        def warpgroup(scratch: Any) -> None:
-            number, several = lax.axis_index("warpgroup"), self.sizes.consumers > 1
-
-            @pl.when(number == self.sizes.consumers)
-            def run_producer():
+            @pl.when(number == sizes.consumers)
+            def produce():
                 if several:
-                    plgpu.set_max_registers(_REGISTERS[self.sizes.consumers][0], action="decrease")
-                produce(scratch)
+                    plgpu.set_max_registers(_REGISTERS[sizes.consumers][0], action="decrease")
+                self._produce(x, kernel, scales, layer[0], scratch)
 
-            @pl.when(number < self.sizes.consumers)
-            def run_consumer():
+            @pl.when(number < sizes.consumers)
+            def consume():
                 if several:
-                    plgpu.set_max_registers(_REGISTERS[self.sizes.consumers][1], action="increase")
-                consume(scratch, number)
+                    plgpu.set_max_registers(_REGISTERS[sizes.consumers][1], action="increase")
+                self._consume(sums, scratch, number)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
 
-    def for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
+    def _for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
         """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
         own, steps, splits = lax.axis_index("block"), pl.cdiv(self.depth, BLOCK_DEPTH), self.sizes.splits
 
@@ -175,7 +166,7 @@ class Product:
                 plgpu.copy_gmem_to_smem(scales.at[layer, groups, columns], scratch.scales.at[stage], full)
                 plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full)
 
-        steps = self.for_each_tile(copy_tile)
+        steps = self._for_each_tile(copy_tile)
         wait_for_last(scratch.empty, steps, sizes.stages)
 
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
@@ -198,7 +189,7 @@ class Product:
             begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
             store_turned(sums, tile.split, tile.row_block * self.sizes.block_rows, begin, total)
 
-        self.for_each_tile(multiply_tile)
+        self._for_each_tile(multiply_tile)
 
     def _unpacked(self, scratch: _Scratch, stage: Any, own: Any, number: Any) -> Any:
         weights = scratch.kernel.at[stage, own]
@@ -228,7 +219,7 @@ class Product:
         return result * lax.broadcast_in_dim(factors, result.shape, [0])
 
 
-def packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
+def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in which rows of 64 bytes lie so that threads read 8 of them without waiting for each other."""
     tiling: Any = plgpu.TilingTransform  # typed as abstract
     swizzling: Any = plgpu.SwizzleTransform

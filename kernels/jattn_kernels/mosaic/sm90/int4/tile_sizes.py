@@ -9,8 +9,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 
 BLOCK_DEPTH = 128  # of a stage
 _MOST_ROWS = 128  # of a work tile: more of them and their sums do not fit the registers beside the weights
-_FEW_ROWS, _FEW_ROWS_IN_FP8 = 16, 32  # whose sums leave registers for four consumers
-_GROUP_SUMS_BYTES = 128  # that sums of rows take at least
+_FEW_ROWS = 16  # whose sums leave registers for four consumers
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
 _ITEM_BYTES, _SUM_BYTES = 2, 4
@@ -38,17 +37,15 @@ class Int4Tiles:
         return self.consumers * WGMMA_ROWS
 
 
-def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, in_fp8: bool = False) -> Int4Tiles:
+def choose_tiles(*, rows: int, depth: int, columns: int, groups: int) -> Int4Tiles:
     """As many rows in a work tile as there are, and splits enough for all SMs."""
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
-    most = 4 if block_rows <= (_FEW_ROWS_IN_FP8 if in_fp8 else _FEW_ROWS) else 2
+    most = 4 if block_rows <= _FEW_ROWS else 2
     consumers = next(number for number in (4, 2, 1) if number <= most and not columns % (number * WGMMA_ROWS))
     row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, consumers * WGMMA_ROWS)
     groups_of_step = pl.cdiv(groups * BLOCK_DEPTH, depth)
     of_column = BLOCK_DEPTH // 2 + groups_of_step * _SUM_BYTES
     stage = block_rows * BLOCK_DEPTH * _ITEM_BYTES + consumers * WGMMA_ROWS * of_column
-    if in_fp8:
-        stage += groups_of_step * pl.cdiv(block_rows * _SUM_BYTES, _GROUP_SUMS_BYTES) * _GROUP_SUMS_BYTES
     steps, sums, sms = pl.cdiv(depth, BLOCK_DEPTH), rows * columns * _SUM_BYTES, tiles.num_sms()
 
     def bytes_of_all(splits: int) -> int:
