@@ -13,15 +13,16 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm import packed_norm, taken
 from jattn_kernels.operands import MatmulOperands
-from jattn_kernels.quantized import QuantizedKernel, check_quantized
+from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
 
 
 def matmul(
-    x: Float[Array, "*rows D"],
+    x: Float[Array, "*rows D"] | Ungated | QuantizedRows,
     kernel: Float[Array, "*L D F"] | QuantizedKernel,
     *,
     layer_index: Int[Array, ""] | int | None = None,
@@ -36,6 +37,9 @@ def matmul(
     With a quantised kernel the rows are quantised too, each by a scale of its own (`quantize_rows`), or each part of a
     row by its own where the kernel's blocks divide the depth. Sums are multiplied with both scales, and cast once.
 
+    Such a kernel also takes the activation of rows that are `Ungated`, as it rounds them; else it is taken before. Rows
+    that are rounded already, QuantizedRows, are for a kernel with a scale for each output channel.
+
     With a kernel in int4 rows stay as they are, and weights are dequantised to their dtype on the way.
 
     Args:
@@ -48,13 +52,13 @@ def matmul(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for does not serve the call.
     """
-    call, operands = _packed(x, kernel, layer_index, out_dtype)
+    call, operands = _packed(x, kernel, layer_index, out_dtype, implementation)
     out: Any = _product(choose(call, implementation).implementation, call, operands)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def matmul_splits(
-    x: Float[Array, "T D"] | Unnormed,
+    x: Float[Array, "T D"] | Unnormed | Ungated | QuantizedRows,
     kernel: Float[Array, "*L D F"] | QuantizedKernel,
     *,
     bias: Float[Array, "*L F"] | None = None,
@@ -73,7 +77,7 @@ def matmul_splits(
         ValueError, NotImplementedError: As `matmul`.
     """
     rows = x.rows if isinstance(x, Unnormed) else x
-    call, operands = _packed(rows, kernel, layer_index, out_dtype, in_splits=True)
+    call, operands = _packed(rows, kernel, layer_index, out_dtype, implementation, in_splits=True)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
     addition = None if bias is None else _bias(bias, call.columns, operands, layer_index)
@@ -158,7 +162,37 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
     )
 
 
-def _packed(x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any) -> tuple[MatmulCall, MatmulOperands]:
+def _packed(
+    x: Any, kernel: Any, layer_index: Any, out_dtype: Any, implementation: str | None, **facts: Any
+) -> tuple[MatmulCall, MatmulOperands]:
+    """A call and its operands, once they are checked; x's activation is the call's where a kernel takes it."""
+    if isinstance(x, QuantizedRows):
+        return _packed_rounded(x, kernel, layer_index, out_dtype, **facts)
+    if isinstance(x, Ungated):
+        call, operands = _packed_of(gated(x), kernel, layer_index, out_dtype, **facts)
+        lazy = dataclasses.replace(call, activation=x.activation)
+        if isinstance(x.rows, Splits) or not serves(lazy, implementation):
+            return call, operands
+        return lazy, dataclasses.replace(operands, x=x.rows)
+    return _packed_of(x, kernel, layer_index, out_dtype, **facts)
+
+
+def _packed_rounded(
+    x: QuantizedRows, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
+) -> tuple[MatmulCall, MatmulOperands]:
+    if not isinstance(kernel, QuantizedKernel) or kernel.scales_kind != "channel":
+        raise ValueError("Rows that are QuantizedRows need a QuantizedKernel in fp8 with scales of output channels.")
+    like_rows = jnp.zeros(x.shape, x.dtype)
+    call, operands = _packed_of(like_rows, kernel, layer_index, out_dtype, **facts)
+    return (
+        dataclasses.replace(call, rounded=True),
+        dataclasses.replace(operands, x=x.values, row_scales=x.scales),
+    )
+
+
+def _packed_of(
+    x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
+) -> tuple[MatmulCall, MatmulOperands]:
     operands = _operands(x, kernel, layer_index)
     out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
     if out_dtype.name not in FLOATS:

@@ -13,7 +13,7 @@ from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
-from jattn.matmul import Splits, added
+from jattn.matmul import QuantizedRows, Splits, added
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
@@ -67,11 +67,11 @@ class DecoderLayer(nnx.Module):
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
         """The residual stream after attention, and what the MLP is given of it."""
         norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
         if as_it_is and isinstance(attended, Splits) and isinstance(norm, RMSNorm):
-            return norm.of_sum(hidden, attended)
+            return norm.of_sum(hidden, attended, rounded=isinstance(self.mlp, GatedMLP) and self.mlp.rounds_rows)
         hidden = self._added(hidden, _normed(self.attended_norm, added(attended)))
         return hidden, _normed(norm, hidden)
 

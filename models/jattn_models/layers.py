@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, INT4, QuantizedKernel, Splits, matmul, matmul_splits
+from jattn.matmul import FP8, INT4, QuantizedKernel, QuantizedRows, Splits, Ungated, matmul, matmul_splits
 from jattn.norm import Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
@@ -18,6 +18,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+def _gate(activation: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda gate, up: activation(gate) * up
+
+
+GATES = {name: _gate(activation) for name, activation in ACTIVATIONS.items()}
 
 
 def random_weights(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
@@ -118,7 +125,14 @@ class Linear(nnx.Module):
             if leaf is not None:
                 leaf[...] = jnp.take(leaf[...], order, axis=axis)
 
-    def __call__(self, x: Float[Array, "*batch D"], *, out_dtype: Any = None) -> Float[Array, "*batch F"]:
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are rounded to fp8 before they are multiplied, each by one scale."""
+        return self.scales is not None and self._weights()[0].scales_kind == "channel"
+
+    def __call__(
+        self, x: Float[Array, "*batch D"] | Ungated | QuantizedRows, *, out_dtype: Any = None
+    ) -> Float[Array, "*batch F"]:
         weights, layer = self._weights()
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         if self.bias is None:
@@ -171,11 +185,13 @@ class RMSNorm(nnx.Module):
         stack, number = self.scale.stack_and_layer
         return Unnormed(rows=x, scale=stack, layer_index=number, eps=self.eps, offset=self.offset)
 
-    def of_sum(self, x: Float[Array, "T D"], splits: Splits) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """x and what the splits add to it, and the norm of that."""
+    def of_sum(
+        self, x: Float[Array, "T D"], splits: Splits, *, rounded: bool
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
+        """x and what the splits add to it, and the norm of that, which may be rounded to fp8 if asked."""
         assert self.scale is not None
         stack, number = self.scale.stack_and_layer
-        return add_rms_norm(x, splits, stack, eps=self.eps, offset=self.offset, layer_index=number)
+        return add_rms_norm(x, splits, stack, eps=self.eps, offset=self.offset, layer_index=number, rounded=rounded)
 
 
 class ProjectionNorm(RMSNorm):
@@ -249,13 +265,17 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"]:
         return self.parallel.all_reduce(self.partial(x))
 
-    def partial(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def partial(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"]:
         """What this device's hidden units add to the result."""
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
+        return self.down_proj(Ungated(rows=self.gate_up_proj(x), activation=GATES[self.activation]))
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether it rounds what it is given to fp8 first."""
+        return self.gate_up_proj.rounds_rows
 
 
 class PlainMLP(nnx.Module):

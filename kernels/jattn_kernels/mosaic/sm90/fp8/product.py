@@ -7,8 +7,9 @@ grid (blocks)            an SM each; takes every blocks-th work tile: rows of x,
   empty                  consumers -> producer: the stage may be overwritten
 
 Weights lie with their outputs first, as wgmma reads 8-bit operands along the depth only. Few rows (decode): the depth
-is split so that all SMs have as much to read (split-K), and XLA adds up the splits. Many (prompts): blocks of a cluster
-take neighbouring columns and share what they read of x, without which the L2 cache could not bring enough.
+is split so that all SMs have as much to read (split-K); each split's sums stand by themselves, times both scales. Many
+(prompts): blocks of a cluster take neighbouring columns and share what they read of x, without which the L2 cache could
+not bring enough.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
+from jattn_kernels.splits import Splits
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
 _NEIGHBOURS = 16  # blocks of rows whose tiles of the same columns are computed at about the same time
@@ -41,25 +43,29 @@ class _Scratch(NamedTuple):
 
 
 def fp8_matmul(
-    x: Float[Array, "T D"],
+    x: Float[Array, "R D"],
     x_scales: Float32[Array, " S"],
     kernel: Float[Array, "L F D"],
     scales: Float32[Array, "L F"],
     layer_index: Int32[Array, ""],
     out_dtype: Any,
     sizes: Fp8Tiles,
-) -> Float[Array, "T F"]:
-    """(x @ kernel^T) times the factors of its rows and columns, summed in float32.
+    *,
+    num_rows: int,
+) -> Float[Array, "T F"] | Splits:
+    """(x @ kernel^T) times the factors of its rows and columns, summed in float32; or what adds up to it.
 
     Args:
-        x, kernel: In fp8 (e4m3).
+        x, kernel: In fp8 (e4m3); of x's rows those past `num_rows` are any.
         x_scales: Of the rows, and any numbers up to the end of the last work tile.
         sizes: Of the work tiles.
     """
     (rows, depth), columns = x.shape, kernel.shape[1]
-    product = _Product(sizes=sizes, rows=rows, depth=depth, columns=columns, out_dtype=out_dtype)
+    product = _Product(
+        sizes=sizes, rows=rows, own_rows=num_rows, depth=depth, columns=columns, out_dtype=jnp.dtype(out_dtype)
+    )
     if product.in_splits:
-        out_type = jax.ShapeDtypeStruct((sizes.splits, rows, columns), jnp.float32)
+        out_type = jax.ShapeDtypeStruct((sizes.splits, product.split_rows, columns), jnp.float32)
     else:
         out_type = jax.ShapeDtypeStruct((rows, columns), out_dtype)
     cluster: dict[str, Any] = {}
@@ -76,16 +82,14 @@ def fp8_matmul(
         **cluster,
     )
     out = run(x, x_scales, kernel, scales, layer_index.reshape(1))
-    if not product.in_splits:
-        return out
-    factors = lax.dynamic_index_in_dim(scales, layer_index, keepdims=False)
-    return (out.sum(axis=0) * x_scales[:rows, None] * factors[None]).astype(out_dtype)
+    return Splits(parts=out, num_rows=num_rows, dtype=product.out_dtype) if product.in_splits else out[:num_rows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
     sizes: Fp8Tiles
-    rows: int
+    rows: int  # of x
+    own_rows: int  # of them
     depth: int
     columns: int
     out_dtype: Any
@@ -94,6 +98,11 @@ class _Product:
     def in_splits(self) -> bool:
         """Whether sums are stored, which another adds up and scales."""
         return self.sizes.splits > 1 or self.out_dtype == jnp.float32
+
+    @property
+    def split_rows(self) -> int:
+        """Of the sums; the warps of a reader share them out evenly."""
+        return pl.cdiv(self.own_rows, tiles.WARPS) * tiles.WARPS
 
     @property
     def row_blocks(self) -> int:
@@ -206,10 +215,10 @@ class _Product:
             result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + tile.steps - 1, stages)])
             begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            result = self._scaled(result, x_scales, scales, layer, tile, begin)
             if self.in_splits:
                 self._store_sums(result, out, tile, begin)
             else:
-                result = self._scaled(result, x_scales, scales, layer, tile, begin)
                 self._store(result, out, scratch.out.at[number], tile, begin)
 
         self._for_each_tile(multiply_tile)
@@ -226,6 +235,11 @@ class _Product:
         return result * lax.broadcast_in_dim(of_columns, result.shape, [0])
 
     def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
+        if self.split_rows > self.own_rows:
+            first = tile.row_block * self.sizes.block_rows
+            row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA) + first
+            result = jnp.where(row < self.own_rows, result, 0.0)
+
         def store():
             store_turned(out, tile.split, tile.row_block * self.sizes.block_rows, begin, result)
 
