@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import Splits
+from jattn.matmul import QuantizedRows, Splits
 from jattn.norm import HeadNorms, Unnormed, normed_heads, taken
 from jattn.parallel import Parallel
 from jattn.rotary import Angles
@@ -89,7 +89,9 @@ class Attention(nnx.Module):
         """The pool that so many of these layers need."""
         return KVGroupSpec(name="layers", num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
-    def __call__(self, x: Float[Array, "T D"] | Unnormed, layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
+    def __call__(
+        self, x: Float[Array, "T D"] | Unnormed | QuantizedRows, layer_index: Int[Array, ""], this_pass: Pass, pool: Any
+    ):
         """The layer's addition to the residual stream, and the pool as the backend returned it."""
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
@@ -116,6 +118,11 @@ class Attention(nnx.Module):
             qkv = jnp.concatenate([q, k, v], axis=1)
             out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest)
         return self._output(out), pool
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether it takes rows that are rounded to fp8, which it would do itself."""
+        return self.qkv_proj.rounds_rows and self.rope is not None and self._turns_alone
 
     @property
     def _turns_alone(self) -> bool:

@@ -14,6 +14,7 @@ from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.matmul import QuantizedRows, Splits, added
+from jattn.norm import Unnormed
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
@@ -21,7 +22,7 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
 from jattn_models.layer_pattern import LayerKind, Segment
-from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Vocabulary
+from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Stream, Vocabulary
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
 
@@ -58,12 +59,34 @@ class DecoderLayer(nnx.Module):
             )
         self.mlp_norm = norm() if after else None
 
-    def __call__(self, hidden: Float[Array, "T D"], layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
-        norm = self.input_norm
-        given = norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
+    def __call__(self, stream: Stream, layer_index: Int[Array, ""], this_pass: Pass, pool: Any) -> tuple[Stream, Any]:
+        hidden, given = self._given(stream)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
         hidden, normed = self._between(hidden, attended)
-        return self._added(hidden, _normed(self.mlp_norm, self.mlp(normed))), pool
+        addition = self.mlp.splits(normed) if self.defers and isinstance(self.mlp, GatedMLP) else self.mlp(normed)
+        if isinstance(addition, Splits):
+            return Stream(hidden, addition), pool
+        return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
+
+    @property
+    def defers(self) -> bool:
+        """Whether it may leave what its MLP adds to the next layer's norm, which is taken before a product."""
+        as_it_is = self.mlp_norm is None and self.residual_scale == 1.0
+        return (
+            as_it_is
+            and isinstance(self.input_norm, RMSNorm)
+            and isinstance(self.mlp, GatedMLP)
+            and self.mlp.in_few_bits
+        )
+
+    def _given(self, stream: Stream) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Unnormed | QuantizedRows]:
+        """The residual stream, and what attention is given of it."""
+        norm = self.input_norm
+        if stream.addition is not None and isinstance(norm, RMSNorm):
+            rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
+            return norm.of_sum(stream.rows, stream.addition, rounded=rounded)
+        hidden = stream.summed()
+        return hidden, norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits
@@ -231,12 +254,18 @@ def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: 
     stacks = [nnx.split(stack, ReadInPlace, ...) for stack in period]
 
     def body(number, carry):
-        hidden, pool = carry
+        stream, pool = carry
         for offset, (graph, in_place, others) in enumerate(stacks):
             in_place = jax.tree.map(lambda leaf: OfLayer(leaf, number), in_place)
             others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
             layer = number * len(period) + (segment.layers.start + offset)
-            hidden, pool = nnx.merge(graph, in_place, others)(hidden, layer, this_pass, pool)
-        return hidden, pool
+            stream, pool = nnx.merge(graph, in_place, others)(stream, layer, this_pass, pool)
+        return stream, pool
 
-    return jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (hidden, pool))
+    stream = Stream(hidden)
+    if any(stack.defers for stack in period):  # a loop's carry has one shape: nothing is left before the first layer
+        after, _ = jax.eval_shape(body, 0, (stream, pool))
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), after.addition)
+        stream = stream._replace(addition=nothing)
+    stream, pool = jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (stream, pool))
+    return stream.summed(), pool

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, INT4, QuantizedKernel, QuantizedRows, Splits, Ungated, matmul, matmul_splits
+from jattn.matmul import FP8, INT4, QuantizedKernel, QuantizedRows, Splits, Ungated, added, matmul, matmul_splits
 from jattn.norm import Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
@@ -42,6 +42,22 @@ class OfLayer(NamedTuple):
 
     stack: Array
     number: Int[Array, ""]
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers.
+
+    Attributes:
+        rows: As far as they are added up.
+        addition: What the layer before adds to them, for the next norm to add; None if nothing is left.
+    """
+
+    rows: Float[Array, "T D"]
+    addition: Splits | None = None
+
+    def summed(self) -> Float[Array, "T D"]:
+        """The rows with what is left."""
+        return self.rows if self.addition is None else self.rows + added(self.addition)
 
 
 class ReadInPlace(nnx.Param):
@@ -139,7 +155,7 @@ class Linear(nnx.Module):
             return y
         return y + jnp.broadcast_to(self.summed_over.once(self.bias.of_layer).astype(y.dtype), y.shape)
 
-    def splits(self, x: Float[Array, "T D"] | Unnormed) -> Float[Array, "T F"] | Splits:
+    def splits(self, x: Float[Array, "T D"] | Unnormed | Ungated | QuantizedRows) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
@@ -270,12 +286,24 @@ class GatedMLP(nnx.Module):
 
     def partial(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"]:
         """What this device's hidden units add to the result."""
-        return self.down_proj(Ungated(rows=self.gate_up_proj(x), activation=GATES[self.activation]))
+        return self.down_proj(self._activated(x))
+
+    def splits(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"] | Splits:
+        """The result, for who adds it up."""
+        return self(x) if self.parallel.axis is not None else self.down_proj.splits(self._activated(x))
+
+    def _activated(self, x: Float[Array, "T D"] | QuantizedRows) -> Ungated:
+        return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])
 
     @property
     def rounds_rows(self) -> bool:
         """Whether it rounds what it is given to fp8 first."""
         return self.gate_up_proj.rounds_rows
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether its last projection is, whose kernels leave sums to be added up."""
+        return self.down_proj.scales is not None
 
 
 class PlainMLP(nnx.Module):

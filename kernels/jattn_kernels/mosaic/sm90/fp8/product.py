@@ -31,6 +31,7 @@ from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
 from jattn_kernels.splits import Splits
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
+_EARLY_ROWS = 64  # of a work tile, up to which the scales of all are in registers while it is multiplied
 _NEIGHBOURS = 16  # blocks of rows whose tiles of the same columns are computed at about the same time
 
 
@@ -198,6 +199,11 @@ class _Product:
         own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
 
         def multiply_tile(tile: ProductTile, done):
+            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            # Before they are waited for, where registers allow it.
+            early = self.sizes.block_rows <= _EARLY_ROWS
+            factors = self._factors(x_scales, scales, layer, tile, begin) if early else None
+
             def product(acc):
                 @pl.loop(0, tile.steps)
                 def multiply_step(k):
@@ -214,8 +220,9 @@ class _Product:
 
             result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + tile.steps - 1, stages)])
-            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
-            result = self._scaled(result, x_scales, scales, layer, tile, begin)
+            of_rows, of_columns = factors or self._factors(x_scales, scales, layer, tile, begin)
+            result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
+            result *= lax.broadcast_in_dim(of_columns, result.shape, [0])
             if self.in_splits:
                 self._store_sums(result, out, tile, begin)
             else:
@@ -225,14 +232,14 @@ class _Product:
         if not self.in_splits:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _scaled(self, result: Any, x_scales: Any, scales: Any, layer: Any, tile: ProductTile, begin: Any) -> Any:
-        """The result in the numbers' own size. Columns past the last are not stored: their factor is any."""
+    def _factors(self, x_scales: Any, scales: Any, layer: Any, tile: ProductTile, begin: Any) -> tuple[Any, Any]:
+        """Of a tile's rows and columns. Columns past the last are not stored: their factor is any."""
         of_tile = pl.ds(tile.row_block * self.sizes.block_rows, self.sizes.block_rows)
-        of_rows = plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         own = pl.ds(jnp.minimum(begin, self.columns - WGMMA_ROWS), WGMMA_ROWS)
-        of_columns = plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
-        return result * lax.broadcast_in_dim(of_columns, result.shape, [0])
+        return (
+            plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False),
+            plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False),
+        )
 
     def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
         if self.split_rows > self.own_rows:
