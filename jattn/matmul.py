@@ -15,6 +15,7 @@ from jattn_kernels import (
     matmul_splits,
     quantize_groups,
     quantize_kernel,
+    with_bias,
 )
 from jattn_kernels.mxfp4 import GROUP as MXFP4_GROUP
 from jattn_kernels.mxfp4 import dequantize_mxfp4
@@ -38,6 +39,7 @@ __all__ = [
     "precision",
     "quantize_groups",
     "quantize_kernel",
+    "with_bias",
 ]
 
 

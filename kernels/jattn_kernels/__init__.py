@@ -6,7 +6,7 @@ from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
 from jattn_kernels.latent_write import mla_write
-from jattn_kernels.matmul import matmul, matmul_splits
+from jattn_kernels.matmul import matmul, matmul_splits, with_bias
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import add_rms_norm, rms_norm, taken
@@ -68,6 +68,7 @@ __all__ = [
     "shared_prefix_decode",
     "shared_prefix_schedule",
     "taken",
+    "with_bias",
     "write_latent_pages",
     "write_pages",
 ]

@@ -16,6 +16,7 @@ from jattn_kernels.operands import NormOperands
 from jattn_kernels.quantized import QuantizedRows
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unnormed import Unnormed
 
 
@@ -83,10 +84,10 @@ def add_rms_norm(
     return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
 
 
-def taken(x: Float[Array, "..."] | Unnormed, *, implementation: str | None = None) -> Float[Array, "..."]:
-    """The rows as they are read: normed."""
+def taken(x: Float[Array, "..."] | Unnormed | Ungated, *, implementation: str | None = None) -> Float[Array, "..."]:
+    """The rows as they are read: normed, or activated."""
     if not isinstance(x, Unnormed):
-        return x
+        return gated(x)
     options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
     return rms_norm(x.rows, x.scale, eps=x.eps, offset=x.offset, **options)
 

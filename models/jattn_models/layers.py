@@ -9,7 +9,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, INT4, QuantizedKernel, QuantizedRows, Splits, Ungated, added, matmul, matmul_splits
+from jattn.matmul import (
+    FP8,
+    INT4,
+    QuantizedKernel,
+    QuantizedRows,
+    Splits,
+    Ungated,
+    added,
+    matmul,
+    matmul_splits,
+    with_bias,
+)
 from jattn.norm import Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
@@ -151,9 +162,7 @@ class Linear(nnx.Module):
     ) -> Float[Array, "*batch F"]:
         weights, layer = self._weights()
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
-        if self.bias is None:
-            return y
-        return y + jnp.broadcast_to(self.summed_over.once(self.bias.of_layer).astype(y.dtype), y.shape)
+        return y if self.bias is None else with_bias(y, self.summed_over.once(self.bias.of_layer))
 
     def splits(self, x: Float[Array, "T D"] | Unnormed | Ungated | QuantizedRows) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""

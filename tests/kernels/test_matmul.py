@@ -312,3 +312,13 @@ def test_kernel_norms_rows_on_a_gpu(rows, depth, columns, dtype):
     x = unnormed(x)
     product = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")
     assert_product_of_normed(product(x, kernel, jnp.int32(1)), x, kernel[1])
+
+
+def test_bias_of_a_layer_is_kept_from_the_product():
+    """XLA would have cuBLAS add it, and copy the layer's weights for that."""
+    x, kernel, bias = jnp.ones((64, 128)), jnp.ones((2, 128, 64)), jnp.arange(128.0).reshape(2, 64)
+    run = jax.jit(lambda layer: matmul_splits(x, kernel, bias=bias, layer_index=layer, implementation="xla"))
+    np.testing.assert_array_equal(run(1), 128 + jnp.broadcast_to(bias[1], (64, 64)))
+    names = ("stablehlo.dot_general", "stablehlo.optimization_barrier", "stablehlo.add")
+    found = [name for line in run.lower(1).as_text().splitlines() for name in names if name in line]
+    assert found[found.index(names[0]) :] == list(names)
