@@ -29,10 +29,8 @@ from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, unpacked
 
 _REGISTERS = {2: (40, 232), 4: (32, 112)}  # by consumer warpgroups: of a thread of the producer, and of theirs
-_ROWS_UNDER_WAY, _MOST_UNDER_WAY = (
-    128,
-    4,
-)  # of products whose sums fit the registers beside the weights; and such products
+_ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
+_MOST_UNDER_WAY = 4  # of these products
 
 
 class _Scratch(NamedTuple):
@@ -41,7 +39,7 @@ class _Scratch(NamedTuple):
     x: Any  # (stages, block_rows, block_depth)
     full: Any
     empty: Any
-    wide: Any  # (consumers, columns, block_depth): where the interpreter keeps weights that were made wider; None on a GPU
+    wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
 
 
 def int4_matmul(
@@ -211,7 +209,7 @@ class _Product:
         self._for_each_tile(multiply_tile)
 
     def _of_parts(self, begins: range, packed: Any, scratch: _Scratch, stage: Any, own: Any, number: Any) -> Any:
-        """The sums of parts' products, each times its group's scales; a part is made wider while the one before runs."""
+        """The sums of parts' products, each times its group's scales; one is made wider while another runs."""
         depth, layout = self.part_depth, plgpu.Layout.WGMMA.reduce(1)
         scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
         factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
@@ -241,7 +239,7 @@ class _Product:
 
 
 def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in which rows of 64 or 128 bytes lie so that threads read 8 of them without waiting for each other."""
+    """Shared memory whose rows of 64 or 128 bytes lie so that threads read 8 without waiting for each other."""
     tiling: Any = plgpu.TilingTransform  # typed as abstract
     swizzling: Any = plgpu.SwizzleTransform
     depth = shape[-1]
