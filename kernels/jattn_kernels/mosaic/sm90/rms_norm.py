@@ -57,13 +57,15 @@ def rms_norm(
                 of_piece[0] = total.astype(jnp.float32)
         squares = [piece.once(numbers * numbers).sum() for piece, (numbers, _) in zip(of_row, loaded, strict=True)]
         inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
-        normed = [(numbers * inverse * (factor + offset)).astype(x.dtype) for numbers, factor in loaded]
+        normed = []
+        for piece, (numbers, factor) in zip(of_row, loaded, strict=True):
+            of_piece = (numbers * inverse * (factor + offset)).astype(x.dtype)
+            if call.rounded:
+                normed.append((piece, of_piece.astype(jnp.float32)))
+            else:
+                piece.of(out_refs[0].at[row])[...] = of_piece
         if call.rounded:
-            wide = [numbers.astype(jnp.float32) for numbers in normed]
-            store_rounded(out_refs, row, list(zip(of_row, wide, strict=True)))
-            return
-        for piece, numbers in zip(of_row, normed, strict=True):
-            piece.of(out_refs[0].at[row])[...] = numbers
+            store_rounded(out_refs, row, normed)
 
     total = jax.ShapeDtypeStruct(x.shape, x.dtype)
     out = rounded_type(*x.shape, x.dtype) if call.rounded else total
