@@ -22,6 +22,7 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
+from jattn.mailbox import connect
 from jattn.matmul import FP8, INT4, MXFP4
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
@@ -137,7 +138,9 @@ def random_model(
         made(functools.partial(filled, number, path, leaf), parallel, shares=True)
         for number, (path, leaf) in enumerate(leaves)
     ]
-    weights = jax.tree.unflatten(tree, weights)
+    model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+    connect(model, parallel)
+    graph, weights = nnx.split(model)
     return Model(config, graph, weights, abstract.kv_groups, abstract.attention_layers, parallel)
 
 

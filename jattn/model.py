@@ -12,6 +12,7 @@ from jattn.checkpoint import Checkpoint
 from jattn.device_mesh import mesh_of, side_by_side
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
+from jattn.mailbox import connect
 from jattn.parallel import ONE_DEVICE, Parallel
 
 # Models that are near relatives of those that are built, and what keeps them from being served.
@@ -25,8 +26,8 @@ _NOT_BUILT: dict[str, str] = {
 class CausalLM(Protocol):
     """A Flax nnx module that turns tokens into logits through a backend and a pool.
 
-    One that several devices share has a method `local_logits` too: `compute_logits` of the device's own tokens, which
-    `Parallel.gather_logits` makes whole rows of. One whose weights may be quantised while they are loaded has a tuple
+    One that several devices share has a method `best_token` too: `Parallel.best_token` of its logits after hidden states;
+    and, if its kernels may exchange by a mailbox, an attribute `peers` (`jattn.mailbox`), None at first. One whose weights may be quantised while they are loaded has a tuple
     `quantizations` of what to, and minds its checkpoint's `quantization`.
     """
 
@@ -87,7 +88,9 @@ def load_model(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_D
     for rank, device in enumerate(mesh_of(parallel).devices.flat):
         with jax.default_device(device):
             parts.append(nnx.split(from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)))
-    return nnx.merge(parts[0][0], side_by_side([state for _, state in parts], parallel))
+    model = nnx.merge(parts[0][0], side_by_side([state for _, state in parts], parallel))
+    connect(model, parallel)
+    return model
 
 
 def model_without_weights(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_DEVICE) -> CausalLM | None:

@@ -1,10 +1,15 @@
 """Parallel: how one model is split over devices, and the only place where a model meets a collective."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt32
+
+from jattn_kernels import added, peers, rms_norm
+from jattn_kernels.peers import Inbox
+from jattn_kernels.splits import Splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +23,14 @@ class Parallel:
         axis: Name of the mesh axis; None on one device.
         size: Devices along the axis.
         by_expert: Whether each device has some of a mixture's experts whole, not some of each one's hidden units.
+        table: This device's row of a mailbox's, while a step is traced: then kernels exchange what XLA's collectives
+            do else. Exchanges of a program must depend on one another.
     """
 
     axis: str | None = None
     size: int = 1
     by_expert: bool = False
+    table: UInt32[Array, " columns"] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         if self.size < 1 or (self.axis is None and self.size != 1):
@@ -58,9 +66,44 @@ class Parallel:
         """The number of the first of this device's heads or units, of which each device has `share`."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis) * share
 
+    def connected(self, table: UInt32[Array, " columns"] | None) -> "Parallel":
+        """The same devices, exchanging by a mailbox if there is one."""
+        return dataclasses.replace(self, table=table)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether they exchange by a mailbox, and so add up, norm and exchange in one kernel."""
+        return self.table is not None
+
+    @property
+    def inbox(self) -> Inbox:
+        """The inbox of each of several devices."""
+        return Inbox(self.size)
+
     def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Sum over the devices of what each computed from its share."""
-        return partial if self.axis is None else jax.lax.psum(partial, self.axis)
+        """Sum over the devices of what each computed from its share; all get the same bits."""
+        if self.axis is None:
+            return partial
+        if self.table is None:
+            return jax.lax.psum(partial, self.axis)
+        return peers.all_reduce(partial, self.table, inbox=self.inbox)
+
+    def add_and_norm(
+        self,
+        x: Float[Array, "T D"],
+        partial: Float[Array, "T D"] | Splits,
+        scale: Float[Array, "..."],
+        *,
+        eps: float,
+        offset: float,
+        layer_index: Int[Array, ""] | int | None,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+        """x and the sum over the devices of what each adds to it, and the `rms_norm` of that."""
+        options: dict[str, Any] = {"eps": eps, "offset": offset, "layer_index": layer_index}
+        if self.table is not None:
+            return peers.all_reduce_add_norm(x, partial, scale, self.table, inbox=self.inbox, **options)
+        total = x + self.all_reduce(added(partial))
+        return total, rms_norm(total, scale, **options)
 
     def once(self, whole: Float[Array, "..."]) -> Float[Array, "..."]:
         """What every device has all of, as a part of what is summed over them: itself on the first, 0 on the others."""
@@ -70,7 +113,9 @@ class Parallel:
         """Whole rows of logits from each device's part of the vocabulary."""
         if self.axis is None:
             return logits
-        return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
+        if self.table is None:
+            return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
+        return jnp.concatenate(list(self._gathered(logits)), axis=-1)
 
     def best_token(self, logits: Float32[Array, "B V_local"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
         """The likeliest token of each row, and its logit; devices exchange these two numbers a row, not the logits.
@@ -83,11 +128,17 @@ class Parallel:
         if self.axis is None:
             return token, best
         pair = jnp.stack([token, jax.lax.bitcast_convert_type(best, jnp.int32)])
-        tokens, words = jnp.moveaxis(jax.lax.all_gather(pair, self.axis), 1, 0)
+        tokens, words = jnp.moveaxis(self._gathered(pair), 1, 0)
         logits_of_devices = jax.lax.bitcast_convert_type(words, jnp.float32)
         winner = jnp.argmax(logits_of_devices, axis=0)[None]
         token, best = (jnp.take_along_axis(each, winner, axis=0)[0] for each in (tokens, logits_of_devices))
         return token, best
+
+    def _gathered(self, x: Shaped[Array, "..."]) -> Shaped[Array, "devices ..."]:
+        """The devices' arrays of numbers of 32 bits."""
+        if self.table is None:
+            return jax.lax.all_gather(x, self.axis)
+        return peers.all_gather(x, self.table, inbox=self.inbox)
 
 
 ONE_DEVICE = Parallel()

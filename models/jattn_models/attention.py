@@ -14,7 +14,7 @@ from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
 from jattn.matmul import QuantizedRows, Splits
 from jattn.norm import HeadNorms, Unnormed, normed_heads, taken
-from jattn.parallel import Parallel
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind, RopeName
@@ -27,12 +27,14 @@ class Pass:
 
     Attributes:
         angles: Of each rotary embedding, for the batch's positions.
+        parallel: The devices that share the model, as they exchange in this pass.
     """
 
     forward_batch: ForwardBatch
     metadata: Any
     backend: AttentionBackend
     angles: Mapping[RopeName, Angles]
+    parallel: Parallel = ONE_DEVICE
 
 
 class Attention(nnx.Module):
@@ -46,7 +48,6 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
-        self.parallel = parallel
         self.head_dim = config.head_dim
         self.window_left = kind.window_left
         self.chunk_size = kind.chunk_size
@@ -65,7 +66,7 @@ class Attention(nnx.Module):
         self.qkv_clip = config.qkv_clip
         self.norms_heads = config.qk_norm in ("head", "unit")
         self.q_norm, self.k_norm = (
-            _norm(config, kind, heads, dtype, parallel) for heads in (self.num_q_heads, self.num_kv_heads)
+            _norm(config, kind, heads, dtype) for heads in (self.num_q_heads, self.num_kv_heads)
         )
 
     def layer(self, layer_index: Int[Array, ""] | int) -> AttentionLayer:
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "T D"] | Unnormed | QuantizedRows, layer_index: Int[Array, ""], this_pass: Pass, pool: Any
     ):
-        """The layer's addition to the residual stream, and the pool as the backend returned it."""
+        """This device's part of what the layer adds to the residual stream, and the pool as the backend returned it."""
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
             layer = dataclasses.replace(layer, sinks=self.sinks[...])
@@ -106,7 +107,7 @@ class Attention(nnx.Module):
             heads = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads)
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
         if isinstance(self.q_norm, ProjectionNorm) and isinstance(self.k_norm, ProjectionNorm):
-            q, k = ProjectionNorm.of_all((self.q_norm, q), (self.k_norm, k))
+            q, k = ProjectionNorm.of_all((self.q_norm, q), (self.k_norm, k), parallel=this_pass.parallel)
         if self.qkv_clip is not None:
             q, k, v = (jnp.clip(part, -self.qkv_clip, self.qkv_clip) for part in (q, k, v))
         if self.temperature is not None:
@@ -130,10 +131,7 @@ class Attention(nnx.Module):
         return self.qkv_clip is None and self.temperature is None and not isinstance(self.q_norm, ProjectionNorm)
 
     def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits:
-        rows = out.reshape(out.shape[0], -1)
-        if self.parallel.axis is None:
-            return self.o_proj.splits(rows)
-        return self.parallel.all_reduce(self.o_proj(rows))
+        return self.o_proj.splits(out.reshape(out.shape[0], -1))
 
     def _head_norms(self) -> HeadNorms | None:
         """The norms of each head by itself."""
@@ -146,7 +144,7 @@ class Attention(nnx.Module):
         return HeadNorms(eps=self.q_norm.eps, offset=self.q_norm.offset, **scales)
 
 
-def _norm(config: DecoderConfig, kind: LayerKind, heads: int, dtype: Any, parallel: Parallel) -> RMSNorm | None:
+def _norm(config: DecoderConfig, kind: LayerKind, heads: int, dtype: Any) -> RMSNorm | None:
     """Of queries or keys, before they turn; `heads` are this device's."""
     match config.qk_norm:
         case "head":
@@ -154,5 +152,5 @@ def _norm(config: DecoderConfig, kind: LayerKind, heads: int, dtype: Any, parall
         case "unit" if kind.rope:
             return RMSNorm(config.head_dim, eps=config.rms_norm_eps, scaled=False, dtype=dtype)
         case "projection":
-            return ProjectionNorm(heads * config.head_dim, eps=config.rms_norm_eps, dtype=dtype, parallel=parallel)
+            return ProjectionNorm(heads * config.head_dim, eps=config.rms_norm_eps, dtype=dtype)
     return None

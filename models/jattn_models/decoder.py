@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import QUANTIZATIONS, Checkpoint
@@ -60,42 +60,50 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm() if after else None
 
     def __call__(self, stream: Stream, layer_index: Int[Array, ""], this_pass: Pass, pool: Any) -> tuple[Stream, Any]:
-        hidden, given = self._given(stream)
+        parallel = this_pass.parallel
+        hidden, given = self._given(stream, parallel)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
-        hidden, normed = self._between(hidden, attended)
-        addition = self.mlp.splits(normed) if self.defers and isinstance(self.mlp, GatedMLP) else self.mlp(normed)
-        if isinstance(addition, Splits):
-            return Stream(hidden, addition), pool
+        hidden, normed = self._between(hidden, attended, parallel)
+        if self.defers(parallel):
+            addition = self.mlp.splits(normed) if isinstance(self.mlp, GatedMLP) else self.mlp(normed)
+            if parallel.exchanges or isinstance(addition, Splits):
+                return Stream(hidden, addition), pool
+            addition = parallel.all_reduce(addition)
+        else:
+            addition = parallel.all_reduce(self.mlp(normed))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
 
-    @property
-    def defers(self) -> bool:
-        """Whether it may leave what its MLP adds to the next layer's norm, which is taken before a product."""
-        as_it_is = self.mlp_norm is None and self.residual_scale == 1.0
-        return (
-            as_it_is
-            and isinstance(self.input_norm, RMSNorm)
-            and isinstance(self.mlp, GatedMLP)
-            and self.mlp.in_few_bits
-        )
+    def defers(self, parallel: Parallel) -> bool:
+        """Whether it may leave what its MLP adds to the next layer's norm, which is taken before a product.
 
-    def _given(self, stream: Stream) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Unnormed | QuantizedRows]:
+        It does where that norm adds it up: as splits, and as parts of devices that exchange them in it.
+        """
+        if self.mlp_norm is not None or self.residual_scale != 1.0 or not isinstance(self.input_norm, RMSNorm):
+            return False
+        if parallel.axis is not None:
+            return parallel.exchanges
+        return isinstance(self.mlp, GatedMLP) and self.mlp.in_few_bits
+
+    def _given(
+        self, stream: Stream, parallel: Parallel
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Unnormed | QuantizedRows]:
         """The residual stream, and what attention is given of it."""
         norm = self.input_norm
         if stream.addition is not None and isinstance(norm, RMSNorm):
             rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
-            return norm.of_sum(stream.rows, stream.addition, rounded=rounded)
-        hidden = stream.summed()
+            return norm.of_sum(stream.rows, stream.addition, parallel=parallel, rounded=rounded)
+        hidden = stream.summed(parallel)
         return hidden, norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
 
     def _between(
-        self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits
+        self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
         """The residual stream after attention, and what the MLP is given of it."""
         norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
-        if as_it_is and isinstance(attended, Splits) and isinstance(norm, RMSNorm):
-            return norm.of_sum(hidden, attended, rounded=isinstance(self.mlp, GatedMLP) and self.mlp.rounds_rows)
-        hidden = self._added(hidden, _normed(self.attended_norm, added(attended)))
+        if as_it_is and isinstance(norm, RMSNorm) and (parallel.exchanges or isinstance(attended, Splits)):
+            rounded = isinstance(self.mlp, GatedMLP) and self.mlp.rounds_rows
+            return norm.of_sum(hidden, attended, parallel=parallel, rounded=rounded)
+        hidden = self._added(hidden, _normed(self.attended_norm, parallel.all_reduce(added(attended))))
         return hidden, _normed(norm, hidden)
 
     def _added(self, hidden: Float[Array, "T D"], more: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -116,6 +124,7 @@ class Decoder(nnx.Module):
         config_class: Reads the family's config.json.
         layer_class: Takes what DecoderLayer takes.
         layers: One module a stack of layers of the same kind (`DecoderConfig.stacks`).
+        peers: A variable with the device's row of a mailbox's table, where several devices have one (`jattn.mailbox`).
     """
 
     quantizations: ClassVar[tuple[str, ...]] = QUANTIZATIONS
@@ -137,6 +146,7 @@ class Decoder(nnx.Module):
 
             return make(rngs)
 
+        self.peers: Any = None
         self.layers = nnx.List([stacked(layers, kind) for layers, kind in config.stacks])
         self.norm = _norm(config, dtype)
 
@@ -213,9 +223,13 @@ class Decoder(nnx.Module):
         """
         positions = forward_batch.positions
         this_pass = Pass(
-            forward_batch, metadata, backend, {name: rope.angles(positions) for name, rope in self.config.ropes.items()}
+            forward_batch,
+            metadata,
+            backend,
+            {name: rope.angles(positions) for name, rope in self.config.ropes.items()},
+            self._connected,
         )
-        hidden = self.vocabulary.embed(forward_batch.input_ids)
+        hidden = self.vocabulary.embed(forward_batch.input_ids, this_pass.parallel)
         if self.config.embedding_scale != 1.0:
             hidden *= jnp.asarray(self.config.embedding_scale, hidden.dtype)
         stacks = list(self.layers)
@@ -226,9 +240,18 @@ class Decoder(nnx.Module):
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """float32 logits of the chosen hidden states."""
-        return self.parallel.gather_logits(self.local_logits(hidden))
+        return self._connected.gather_logits(self._local_logits(hidden))
 
-    def local_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V_local"]:
+    def best_token(self, hidden: Float[Array, "B D"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
+        """The likeliest token after each, and its logit (`Parallel.best_token`); no logits go between devices."""
+        return self._connected.best_token(self._local_logits(hidden))
+
+    @property
+    def _connected(self) -> Parallel:
+        """The devices, as they exchange where this is traced."""
+        return self.parallel if self.peers is None else self.parallel.connected(self.peers[...])
+
+    def _local_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V_local"]:
         """Those of this device's part of the vocabulary."""
         logits, cap = self.vocabulary.logits(hidden) * self.config.logit_scale, self.config.logit_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -263,9 +286,11 @@ def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: 
         return stream, pool
 
     stream = Stream(hidden)
-    if any(stack.defers for stack in period):  # a loop's carry has one shape: nothing is left before the first layer
+    if any(
+        stack.defers(this_pass.parallel) for stack in period
+    ):  # a loop's carry has one shape: nothing is left before the first layer
         after, _ = jax.eval_shape(body, 0, (stream, pool))
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), after.addition)
         stream = stream._replace(addition=nothing)
     stream, pool = jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (stream, pool))
-    return stream.summed(), pool
+    return stream.summed(this_pass.parallel), pool

@@ -129,9 +129,9 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = Linear(hidden_size, 1, dtype=dtype, rngs=rngs) if experts.shared_gated else None
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """This device's part: one sum over devices for both kinds of experts, as two could overlap."""
         mixed = self.mixed(x)
-        # One sum over devices for both: two that do not depend on each other could overlap.
-        return self.parallel.all_reduce(mixed if self.shared is None else mixed + self.shared_expert(x, self.shared))
+        return mixed if self.shared is None else mixed + self.shared_expert(x, self.shared)
 
     def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """The weighted sum of what each token's experts return; this device's part of it."""
@@ -160,6 +160,6 @@ class MixtureOfExperts(nnx.Module):
     def shared_expert(self, x: Float[Array, "T D"], shared: GatedMLP) -> Float[Array, "T D"]:
         """What the expert that every token goes to returns; this device's part of it."""
         if self.shared_gate is None:
-            return shared.partial(x)
+            return shared(x)
         weights = jax.nn.sigmoid(self.shared_gate(x, out_dtype=jnp.float32))
-        return (shared.partial(x).astype(jnp.float32) * weights).astype(x.dtype)
+        return (shared(x).astype(jnp.float32) * weights).astype(x.dtype)

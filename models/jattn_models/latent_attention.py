@@ -57,7 +57,6 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, config: LatentConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
         del kind
-        self.parallel = parallel
         self.num_heads = heads = parallel.share(config.num_q_heads, "`num_attention_heads`")
         self.kv_rank, self.rope_dim = config.kv_rank, config.rope_dim
         scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.logit_factor
@@ -113,4 +112,4 @@ class LatentAttention(nnx.Module):
         attended = (q_nope, rotate(q_pe, *angles), rows, LatentHeads(self.k_up[...], self.v_up[...]))
         rest = (self.layer(layer_index), this_pass.forward_batch, this_pass.metadata, pool)
         out, pool = forward_latent(this_pass.backend, *attended, *rest)
-        return self.parallel.all_reduce(self.o_proj(out.reshape(x.shape[0], -1))), pool
+        return self.o_proj.splits(out.reshape(x.shape[0], -1)), pool

@@ -60,15 +60,16 @@ class Stream(NamedTuple):
 
     Attributes:
         rows: As far as they are added up.
-        addition: What the layer before adds to them, for the next norm to add; None if nothing is left.
+        addition: What the layer before adds to them, for the next norm to add, of several devices each one's part; None
+            if nothing is left.
     """
 
     rows: Float[Array, "T D"]
-    addition: Splits | None = None
+    addition: Float[Array, "T D"] | Splits | None = None
 
-    def summed(self) -> Float[Array, "T D"]:
+    def summed(self, parallel: Parallel) -> Float[Array, "T D"]:
         """The rows with what is left."""
-        return self.rows if self.addition is None else self.rows + added(self.addition)
+        return self.rows if self.addition is None else self.rows + parallel.all_reduce(added(self.addition))
 
 
 class ReadInPlace(nnx.Param):
@@ -211,12 +212,24 @@ class RMSNorm(nnx.Module):
         return Unnormed(rows=x, scale=stack, layer_index=number, eps=self.eps, offset=self.offset)
 
     def of_sum(
-        self, x: Float[Array, "T D"], splits: Splits, *, rounded: bool
+        self,
+        x: Float[Array, "T D"],
+        addition: Float[Array, "T D"] | Splits,
+        *,
+        parallel: Parallel = ONE_DEVICE,
+        rounded: bool,
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
-        """x and what the splits add to it, and the norm of that, which may be rounded to fp8 if asked."""
+        """x and what is added to it, and the norm of that, which may be rounded to fp8 if asked.
+
+        Args:
+            addition: Of several devices, this one's part.
+        """
         assert self.scale is not None
         stack, number = self.scale.stack_and_layer
-        return add_rms_norm(x, splits, stack, eps=self.eps, offset=self.offset, layer_index=number, rounded=rounded)
+        options: dict[str, Any] = {"eps": self.eps, "offset": self.offset, "layer_index": number}
+        if parallel.axis is not None:
+            return parallel.add_and_norm(x, addition, stack, **options)
+        return add_rms_norm(x, addition, stack, rounded=rounded, **options)
 
 
 class ProjectionNorm(RMSNorm):
@@ -224,32 +237,33 @@ class ProjectionNorm(RMSNorm):
 
     Args:
         size: Numbers of this device's heads.
-        parallel: The other devices', which have the other heads.
     """
 
-    def __init__(self, size: int, *, eps: float, dtype: Any, parallel: Parallel):
+    def __init__(self, size: int, *, eps: float, dtype: Any):
         super().__init__(size, eps=eps, dtype=dtype)
-        self.parallel = parallel
 
     @classmethod
-    def of_all(cls, *normed: tuple["ProjectionNorm", Float[Array, "T N H"]]) -> list[Float[Array, "T N H"]]:
+    def of_all(
+        cls, *normed: tuple["ProjectionNorm", Float[Array, "T N H"]], parallel: Parallel
+    ) -> list[Float[Array, "T N H"]]:
         """Each projection by its norm; one sum over devices for all, as two might overlap."""
-        parallel, rows = normed[0][0].parallel, [x.reshape(x.shape[0], -1) for _, x in normed]
+        rows = [x.reshape(x.shape[0], -1) for _, x in normed]
         if parallel.axis is None:
             results = [norm(x) for (norm, _), x in zip(normed, rows, strict=True)]
         else:
             squares = [jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) for x in rows]
             squares = jnp.split(parallel.all_reduce(jnp.concatenate(squares, axis=-1)), len(rows), axis=-1)
-            results = [norm._of_share(*each) for (norm, _), *each in zip(normed, rows, squares, strict=True)]
+            shares = zip(normed, rows, squares, strict=True)
+            results = [norm._of_share(*each, devices=parallel.size) for (norm, _), *each in shares]
         return [result.reshape(x.shape) for result, (_, x) in zip(results, normed, strict=True)]
 
-    def _of_share(self, x: Float[Array, "T D"], squares: Float32[Array, "T 1"]) -> Float[Array, "T D"]:
+    def _of_share(self, x: Float[Array, "T D"], squares: Float32[Array, "T 1"], *, devices: int) -> Float[Array, "T D"]:
         """The norm of this device's part of rows, given the sums of squares of all parts."""
         assert self.scale is not None
         scale, wide = self.scale.get_value(), x.astype(jnp.float32)
         if isinstance(scale, OfLayer):
             scale = scale.stack[scale.number]
-        wide *= jax.lax.rsqrt(squares / (self.parallel.size * x.shape[-1]) + self.eps)
+        wide *= jax.lax.rsqrt(squares / (devices * x.shape[-1]) + self.eps)
         return (wide * scale.astype(jnp.float32)[None]).astype(x.dtype)
 
 
@@ -286,20 +300,16 @@ class GatedMLP(nnx.Module):
     ):
         self.activation = activation
         units = parallel.share(intermediate_size, units_name)
-        self.parallel = parallel
         self.gate_up_proj = Linear(hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"]:
-        return self.parallel.all_reduce(self.partial(x))
-
-    def partial(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"]:
         """What this device's hidden units add to the result."""
         return self.down_proj(self._activated(x))
 
     def splits(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"] | Splits:
-        """The result, for who adds it up."""
-        return self(x) if self.parallel.axis is not None else self.down_proj.splits(self._activated(x))
+        """The same, for who adds it up."""
+        return self.down_proj.splits(self._activated(x))
 
     def _activated(self, x: Float[Array, "T D"] | QuantizedRows) -> Ungated:
         return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])
@@ -331,12 +341,12 @@ class PlainMLP(nnx.Module):
     ):
         self.activation = activation
         units = parallel.share(intermediate_size, "`intermediate_size`")
-        self.parallel = parallel
         self.up_proj = Linear(hidden_size, units, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.parallel.all_reduce(self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x))))
+        """What this device's hidden units add to the result."""
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
 
 
 class Vocabulary(nnx.Module):
@@ -346,17 +356,16 @@ class Vocabulary(nnx.Module):
         self, vocab_size: int, hidden_size: int, *, tied: bool, dtype: Any, rngs: nnx.Rngs, parallel: Parallel
     ):
         self.share = parallel.share(vocab_size, "`vocab_size`")
-        self.parallel = parallel
         self.embedding = random_weights(rngs, (self.share, hidden_size), dtype)
         self.lm_head = None if tied else Linear(hidden_size, self.share, dtype=dtype, rngs=rngs)
 
-    def embed(self, input_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        if self.parallel.axis is None:
+    def embed(self, input_ids: Int[Array, " T"], parallel: Parallel) -> Float[Array, "T D"]:
+        if parallel.axis is None:
             return self.embedding[...][input_ids]
-        row = input_ids - jax.lax.axis_index(self.parallel.axis) * self.share
+        row = input_ids - parallel.first_of(self.share)
         mine = (row >= 0) & (row < self.share)
         rows = self.embedding[...][jnp.where(mine, row, 0)]
-        return self.parallel.all_reduce(jnp.where(mine[:, None], rows, jnp.zeros_like(rows)))
+        return parallel.all_reduce(jnp.where(mine[:, None], rows, jnp.zeros_like(rows)))
 
     def logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V_local"]:
         """Of this device's tokens; float32 whatever the dtype of the weights: close logits stay apart."""

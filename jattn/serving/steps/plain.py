@@ -310,7 +310,7 @@ class Steps:
         if self.parallel.axis is None or variant != "greedy" or masks is not None:
             logits = self._logits(weights, hidden)
             return choose(logits, values, variant, masks), logits
-        tokens, best = self.parallel.best_token(self._model(weights).local_logits(hidden))
+        tokens, best = self._model(weights).best_token(hidden)
         stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
         return Choice(tokens=tokens, broken=~jnp.isfinite(best), stopped=stopped), None
 

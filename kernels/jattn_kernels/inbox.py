@@ -1,0 +1,81 @@
+"""Where lies what in the memory through which the devices of a host hand each other numbers.
+
+Each device has an inbox, into which the others store:
+
+    words 0 to 127      of each block, how many exchanges it has done
+    word 128            1 once a block has waited in vain: from then on none waits
+    word 256 on         of each block two slots, which exchanges take in turn; a slot has a lane for each other device,
+                        and with more than two devices another one for each, for sums that are handed on
+
+A word of a lane is EMPTY until it is stored to, and EMPTY again once it is read: what is stored is its own sign that it
+has arrived.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import UInt32
+
+EMPTY = 0x80008000  # a word of two numbers -0.0 in 16 bits; senders store something else in its place
+MOST_BLOCKS = 128  # all of which a GPU has room for at once
+FAILED = MOST_BLOCKS
+HEADER = 2 * MOST_BLOCKS
+WORD_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Inbox:
+    """An inbox as every device of a group has one; static.
+
+    Attributes:
+        devices: Of the group.
+        lane_words: Words of 32 bits that one device stores at most in an exchange of a block.
+    """
+
+    devices: int
+    lane_words: int = 8192
+
+    def __post_init__(self):
+        if self.devices < 2 or self.lane_words < 4 or self.lane_words % 4:
+            raise ValueError(
+                "`devices` must be at least 2, and `lane_words` a multiple of 4 from 4 on. "
+                f"Got devices={self.devices}, lane_words={self.lane_words}."
+            )
+
+    @property
+    def lanes(self) -> int:
+        """Of a slot."""
+        others = self.devices - 1
+        return others if self.devices == 2 else 2 * others
+
+    @property
+    def words(self) -> int:
+        """Of the whole inbox."""
+        return HEADER + 2 * MOST_BLOCKS * self.lanes * self.lane_words
+
+    def lane(self, sender: int, reader: int) -> int:
+        """Where a device finds what another one stored, by their numbers in the group."""
+        return sender - (sender > reader)
+
+    def table(self, addresses: Sequence[int], *, loopback: bool = False) -> UInt32[np.ndarray, "devices columns"]:
+        """What each device must know to exchange: a row for each, addresses as two words, the low one first.
+
+        Its own inbox; its lane in the first slot of each other device's, the device behind it first; its number.
+
+        Args:
+            addresses: Of the inboxes, in bytes.
+            loopback: Whether each device stores into its own inbox, in the others' place: it waits for none of them,
+                and what it computes is of no use.
+        """
+        rows = []
+        for own in range(self.devices):
+            places = [addresses[own]]
+            for distance in range(1, self.devices):
+                other = (own + distance) % self.devices
+                lane = self.lane(other, own) if loopback else self.lane(own, other)
+                inbox = addresses[own] if loopback else addresses[other]
+                places.append(inbox + WORD_BYTES * lane * self.lane_words)
+            words = [word for place in places for word in (place & 0xFFFFFFFF, place >> 32)]
+            rows.append([*words, own, 0])
+        return np.array(rows, np.uint32)

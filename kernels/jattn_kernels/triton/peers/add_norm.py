@@ -1,0 +1,220 @@
+"""What the GPUs of a host add to the residual stream, and the norm of that, in one kernel: a block a row.
+
+What each device adds may come in splits of a product, which are added up as they are read. All but the others' part is
+asked for before that is waited for.
+"""
+
+import dataclasses
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, UInt32
+
+from jattn_kernels.call import NormCall
+from jattn_kernels.inbox import MOST_BLOCKS, Inbox
+from jattn_kernels.operands import NormOperands
+from jattn_kernels.splits import Splits
+from jattn_kernels.triton.launch import launch
+from jattn_kernels.triton.peers.exchange import (
+    PIECE_BYTES,
+    PIECE_WORDS,
+    Exchange,
+    begun,
+    ended,
+    exchange_of,
+    fence,
+    inbox_at,
+    load,
+    receive,
+    send,
+    sendable,
+    slot_at,
+    store,
+)
+from jattn_kernels.triton.peers.numbers import added, chosen, nothing, rounded, wide
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AddNormConfig:
+    """Constants of the kernel.
+
+    Attributes:
+        exchange, wide: Those of its exchanges, and of splits, which are float32.
+        rows, columns: Of the residual stream.
+        pieces: Of 16 bytes, of a row.
+        tile: The power of two that they fit.
+        splits: Of what a device adds; 0 if it is added up already.
+        split_pieces: Pieces of one of them.
+        rounds: Rows of a block.
+        threads: Of a block.
+        eps, offset: As of `rms_norm`.
+    """
+
+    exchange: Exchange
+    wide: Exchange
+    rows: int
+    columns: int
+    pieces: int
+    tile: int
+    splits: int
+    split_pieces: int
+    rounds: int
+    threads: int
+    eps: float
+    offset: float
+
+
+def fits(columns: int, dtype: object, inbox: Inbox) -> bool:
+    """Whether there is a kernel for rows of so many numbers."""
+    row_bytes = columns * jnp.dtype(dtype).itemsize
+    return row_bytes % PIECE_BYTES == 0 and triton.next_power_of_2(row_bytes // 4) <= inbox.lane_words
+
+
+def add_norm(
+    call: NormCall,
+    operands: NormOperands,
+    addition: Float[Array, "T D"] | Splits,
+    table: UInt32[Array, " columns"],
+    inbox: Inbox,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """x and the sum over the devices of what they add to it, and the norm of that.
+
+    Args:
+        operands: Their scale has x's dtype.
+        table: This device's row of `Inbox.table`.
+    """
+    x = operands.x
+    exchange = exchange_of(inbox, x)
+    pieces = x.shape[1] * x.dtype.itemsize // PIECE_BYTES
+    tile = triton.next_power_of_2(pieces)
+    blocks = min(len(x), MOST_BLOCKS)
+    warps = min(max(tile // 64, 4), 16)
+    in_splits = isinstance(addition, Splits)
+    parts = addition.parts if isinstance(addition, Splits) else addition
+    config = AddNormConfig(
+        exchange=exchange,
+        wide=exchange_of(inbox, jax.ShapeDtypeStruct((), jnp.float32)),
+        rows=x.shape[0],
+        columns=x.shape[1],
+        pieces=pieces,
+        tile=tile,
+        splits=len(parts) if in_splits else 0,
+        split_pieces=parts[0].size // PIECE_WORDS if in_splits else 0,
+        rounds=triton.cdiv(len(x), blocks),
+        threads=32 * warps,
+        eps=float(call.eps),
+        offset=float(call.offset),
+    )
+    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    total, normed = launch(
+        add_norm_rows,
+        x,
+        parts,
+        operands.scale,
+        operands.layer_index.reshape(1),
+        table,
+        config=config,
+        grid=blocks,
+        out_type=[out_type, out_type],
+        warps=warps,
+    )
+    return total, normed
+
+
+@triton.jit
+@no_type_check
+def add_norm_rows(
+    x_ptr,  # [T, D]
+    parts_ptr,  # [T, D], or float32 [S, R, D]
+    scale_ptr,  # [L, D]
+    layer_ptr,  # int32 [1]
+    table_ptr,
+    total_ptr,  # [T, D]
+    normed_ptr,  # [T, D]
+    C: tl.constexpr,  # AddNormConfig
+):
+    E: tl.constexpr = C.exchange
+    devices: tl.constexpr = C.exchange.devices
+    own, rank, calls, polls = begun(table_ptr, E)
+    piece = tl.arange(0, C.tile)
+    within = piece < C.pieces
+    scale = load(scale_ptr, tl.load(layer_ptr) * C.pieces + piece, within, E)
+    for number in range(C.rounds):
+        row = number * tl.num_programs(0) + tl.program_id(0)
+        inside = within & (row < C.rows)
+        place = row * C.pieces + piece
+        before = load(x_ptr, place, inside, E)
+        if C.splits > 0:
+            mine = _summed(parts_ptr, place, inside, C)
+        else:
+            mine = load(parts_ptr, place, inside, E)
+        mine = sendable(mine, E)
+        slot = slot_at(calls + number, E)
+        for distance in tl.static_range(1, devices):
+            send(inbox_at(table_ptr, distance) + slot, piece, mine, inside, E)
+        sums = nothing(piece)
+        for device in tl.static_range(devices):
+            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
+            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
+            sums = added(sums, chosen(rank == device, mine, theirs), E)
+        sums = added(added(nothing(piece), rounded(sums, E), E), before, E)
+        words = rounded(sums, E)
+        store(total_ptr, place, words, inside, E)
+        numbers = added(nothing(piece), words, E)
+        squares = tl.zeros([C.tile], tl.float32)
+        for i in tl.static_range(8):
+            squares += numbers[i] * numbers[i]
+        root = tl.rsqrt(tl.sum(tl.where(inside, squares, 0.0)) / C.columns + C.eps)
+        store(normed_ptr, place, rounded(_scaled(numbers, root, scale, C), E), inside, E)
+        if C.rounds > 1:
+            fence(C.threads, E)
+    ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def _summed(parts_ptr, place, inside, C: tl.constexpr):
+    """What the splits of each piece add up to, in the rows' dtype."""
+    sums = nothing(place)
+    splits: tl.constexpr = C.splits
+    for split in tl.static_range(splits):
+        if C.exchange.bits == 32:
+            words = load(parts_ptr, split * C.split_pieces + place, inside, C.wide)
+            sums = added(sums, words, C.wide)
+        else:
+            first = load(parts_ptr, split * C.split_pieces + 2 * place, inside, C.wide)
+            second = load(parts_ptr, split * C.split_pieces + 2 * place + 1, inside, C.wide)
+            sums = (
+                sums[0] + first[0].to(tl.float32, bitcast=True),
+                sums[1] + first[1].to(tl.float32, bitcast=True),
+                sums[2] + first[2].to(tl.float32, bitcast=True),
+                sums[3] + first[3].to(tl.float32, bitcast=True),
+                sums[4] + second[0].to(tl.float32, bitcast=True),
+                sums[5] + second[1].to(tl.float32, bitcast=True),
+                sums[6] + second[2].to(tl.float32, bitcast=True),
+                sums[7] + second[3].to(tl.float32, bitcast=True),
+            )
+    return rounded(sums, C.exchange)
+
+
+@triton.jit
+@no_type_check
+def _scaled(numbers, root, scale, C: tl.constexpr):
+    """Numbers of a piece over their row's root mean square, times its scale and the offset."""
+    a0, a1 = wide(scale[0], C.exchange)
+    b0, b1 = wide(scale[1], C.exchange)
+    c0, c1 = wide(scale[2], C.exchange)
+    d0, d1 = wide(scale[3], C.exchange)
+    return (
+        numbers[0] * root * (a0 + C.offset),
+        numbers[1] * root * (a1 + C.offset),
+        numbers[2] * root * (b0 + C.offset),
+        numbers[3] * root * (b1 + C.offset),
+        numbers[4] * root * (c0 + C.offset),
+        numbers[5] * root * (c1 + C.offset),
+        numbers[6] * root * (d0 + C.offset),
+        numbers[7] * root * (d1 + C.offset),
+    )

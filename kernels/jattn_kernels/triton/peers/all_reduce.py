@@ -1,0 +1,196 @@
+"""The sum of an array over the GPUs of a host, and each one's array on all of them.
+
+program (block)     some pieces of 16 bytes, a round of exchanges after another where they do not fit a lane
+    one shot        each device stores its pieces into all others' inboxes, and adds up what it gets
+    two shots       each device adds up its share of the pieces, and stores the sums into all others' inboxes
+
+Sums are made in float32 in the order of the devices and rounded once: all devices hold the same bits, and a row's do not
+depend on how many rows there are.
+"""
+
+import dataclasses
+from typing import Any, Literal, no_type_check
+
+import jax
+import triton
+import triton.language as tl
+from jaxtyping import Array, Shaped, UInt32
+
+from jattn_kernels.inbox import MOST_BLOCKS, Inbox
+from jattn_kernels.triton.launch import launch
+from jattn_kernels.triton.peers.exchange import (
+    PIECE_BYTES,
+    PIECE_WORDS,
+    Exchange,
+    begun,
+    ended,
+    exchange_of,
+    fence,
+    inbox_at,
+    load,
+    receive,
+    send,
+    sendable,
+    slot_at,
+    store,
+)
+from jattn_kernels.triton.peers.numbers import added, chosen, nothing, rounded
+
+# Bytes up to which more than two devices send everything to everybody: an exchange less, and more to store.
+_ONE_SHOT_BYTES = 256 * 1024
+_LEAST_TILE = 128  # pieces of a block at a time: 2 KB
+_PIECES_PER_THREAD = 4
+_MOST_WARPS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PiecesConfig:
+    """Constants of a kernel over pieces.
+
+    Attributes:
+        exchange: Those of its exchanges.
+        pieces: Of 16 bytes, of the array; of two shots, of a device's share of it.
+        whole: Pieces of the whole array.
+        tile: Pieces of a block's round, a power of two.
+        rounds: Exchanges of a block.
+        threads: Of a block.
+    """
+
+    exchange: Exchange
+    pieces: int
+    whole: int
+    tile: int
+    rounds: int
+    threads: int
+
+
+def all_reduce(
+    x: Shaped[Array, " N"],
+    table: UInt32[Array, " columns"],
+    inbox: Inbox,
+    *,
+    shots: Literal[1, 2] | None = None,
+) -> Shaped[Array, " N"]:
+    """The sum over the devices of arrays of a multiple of 16 bytes.
+
+    Args:
+        table: This device's row of `Inbox.table`.
+        shots: None for what is faster.
+    """
+    if shots is None:
+        shots = 1 if inbox.devices == 2 or x.nbytes <= _ONE_SHOT_BYTES else 2
+    whole = x.nbytes // PIECE_BYTES
+    pieces = whole if shots == 1 else triton.cdiv(whole, inbox.devices)
+    kernel = sum_in_one_shot if shots == 1 else sum_in_two_shots
+    return _launched(kernel, x, table, inbox, pieces, whole, jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+
+def all_gather(x: Shaped[Array, " N"], table: UInt32[Array, " columns"], inbox: Inbox) -> Shaped[Array, "devices N"]:
+    """The arrays of all devices, each of a multiple of 16 bytes."""
+    pieces = x.nbytes // PIECE_BYTES
+    out_type = jax.ShapeDtypeStruct((inbox.devices, *x.shape), x.dtype)
+    return _launched(gather, x, table, inbox, pieces, pieces, out_type)
+
+
+def _launched(kernel: Any, x: Any, table: Any, inbox: Inbox, pieces: int, whole: int, out_type: Any) -> Any:
+    most = inbox.lane_words // PIECE_WORDS
+    tile = min(max(triton.next_power_of_2(triton.cdiv(pieces, MOST_BLOCKS)), _LEAST_TILE), most)
+    blocks = min(triton.cdiv(pieces, tile), MOST_BLOCKS)
+    warps = min(max(tile // (32 * _PIECES_PER_THREAD), 4), _MOST_WARPS)
+    config = PiecesConfig(
+        exchange=exchange_of(inbox, x),
+        pieces=pieces,
+        whole=whole,
+        tile=tile,
+        rounds=triton.cdiv(pieces, blocks * tile),
+        threads=32 * warps,
+    )
+    (out,) = launch(kernel, x, table, config=config, grid=blocks, out_type=[out_type], warps=warps)
+    return out
+
+
+@triton.jit
+@no_type_check
+def sum_in_one_shot(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
+    E: tl.constexpr = C.exchange
+    devices: tl.constexpr = C.exchange.devices
+    own, rank, calls, polls = begun(table_ptr, E)
+    piece = tl.arange(0, C.tile)
+    for number in range(C.rounds):
+        place = (number * tl.num_programs(0) + tl.program_id(0)) * C.tile + piece
+        inside = place < C.pieces
+        mine = sendable(load(x_ptr, place, inside, E), E)
+        slot = slot_at(calls + number, E)
+        for distance in tl.static_range(1, devices):
+            send(inbox_at(table_ptr, distance) + slot, piece, mine, inside, E)
+        sums = nothing(piece)
+        for device in tl.static_range(devices):
+            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
+            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
+            sums = added(sums, chosen(rank == device, mine, theirs), E)
+        store(out_ptr, place, rounded(sums, E), inside, E)
+        if C.rounds > 1:
+            fence(C.threads, E)
+    ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
+    E: tl.constexpr = C.exchange
+    devices: tl.constexpr = C.exchange.devices
+    own, rank, calls, polls = begun(table_ptr, E)
+    piece = tl.arange(0, C.tile)
+    second = (E.devices - 1) * E.lane_words  # where the lanes of sums begin
+    for number in range(C.rounds):
+        within = (number * tl.num_programs(0) + tl.program_id(0)) * C.tile + piece
+        slot = slot_at(calls + number, E)
+        for distance in tl.static_range(1, devices):
+            place = within + ((rank + distance) % E.devices) * C.pieces
+            inside = (within < C.pieces) & (place < C.whole)
+            words = sendable(load(x_ptr, place, inside, E), E)
+            send(inbox_at(table_ptr, distance) + slot, piece, words, inside, E)
+        place = within + rank * C.pieces
+        inside = (within < C.pieces) & (place < C.whole)
+        mine = sendable(load(x_ptr, place, inside, E), E)
+        sums = nothing(piece)
+        for device in tl.static_range(devices):
+            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
+            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
+            sums = added(sums, chosen(rank == device, mine, theirs), E)
+        total = sendable(rounded(sums, E), E)
+        store(out_ptr, place, total, inside, E)
+        for distance in tl.static_range(1, devices):
+            send(inbox_at(table_ptr, distance) + slot + second, piece, total, inside, E)
+        for device in tl.static_range(devices):
+            place = within + device * C.pieces
+            inside = (within < C.pieces) & (place < C.whole) & (rank != device)
+            lane = slot + second + (device - (device > rank).to(tl.int32)) * E.lane_words
+            store(out_ptr, place, receive(own, lane, piece, inside, polls, E), inside, E)
+        if C.rounds > 1:
+            fence(C.threads, E)
+    ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def gather(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
+    E: tl.constexpr = C.exchange
+    devices: tl.constexpr = C.exchange.devices
+    own, rank, calls, polls = begun(table_ptr, E)
+    piece = tl.arange(0, C.tile)
+    for number in range(C.rounds):
+        place = (number * tl.num_programs(0) + tl.program_id(0)) * C.tile + piece
+        inside = place < C.pieces
+        mine = sendable(load(x_ptr, place, inside, E), E)
+        slot = slot_at(calls + number, E)
+        for distance in tl.static_range(1, devices):
+            send(inbox_at(table_ptr, distance) + slot, piece, mine, inside, E)
+        for device in tl.static_range(devices):
+            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
+            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
+            words = chosen(rank == device, mine, theirs)
+            store(out_ptr, place + device * C.pieces, words, inside, E)
+        if C.rounds > 1:
+            fence(C.threads, E)
+    ended(own, calls + C.rounds, E)

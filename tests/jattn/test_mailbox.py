@@ -1,0 +1,103 @@
+"""The mailbox of GPUs that share a model: what they exchange, on two GPUs; elsewhere there is none."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.device_mesh import OnAll
+from jattn.mailbox import can_exchange, mailbox_of
+from jattn.parallel import ONE_DEVICE, Parallel
+
+TWO = Parallel("tensor", 2)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def test_devices_that_are_no_gpus_have_no_mailbox():
+    assert not can_exchange(ONE_DEVICE)
+    if jax.default_backend() != "gpu":
+        assert mailbox_of(TWO) is None
+
+
+@pytest.fixture(scope="module")
+def mailbox():
+    found = mailbox_of(TWO) if len(jax.devices()) > 1 else None
+    if found is None:
+        pytest.skip("needs two GPUs that store into each other's memory")
+    return found
+
+
+@functools.cache
+def program(kind, shape, dtype):
+    """One exchange, as all devices run it."""
+
+    def run(parts, x, scale, table):
+        parallel = TWO.connected(table)
+        if kind == "sum":
+            return parallel.all_reduce(parts[0])
+        if kind == "logits":
+            return parallel.gather_logits(parts[0].astype(jnp.float32))
+        return parallel.add_and_norm(x, parts[0], scale, eps=1e-5, offset=0.0, layer_index=None)
+
+    return jax.jit(OnAll(run, TWO, takes_shares=(True, False, False, True), gives_shares=True))
+
+
+def drawn(rng, kind, shape, dtype):
+    """The arguments of a program, and what each device must give."""
+    parts = rng.standard_normal((2, *shape)).astype(jnp.dtype(dtype))
+    x, scale = (rng.standard_normal(size).astype(jnp.dtype(dtype)) for size in (shape, shape[-1:]))
+    summed = (parts[0].astype(np.float32) + parts[1].astype(np.float32)).astype(parts.dtype)
+    if kind == "logits":
+        return (parts, x, scale), np.concatenate(parts.astype(np.float32), axis=-1)
+    total = summed if kind == "sum" else (x.astype(np.float32) + summed.astype(np.float32)).astype(x.dtype)
+    return (parts, x, scale), total
+
+
+@pytest.mark.gpu
+def test_two_gpus_exchange_for_thousands_of_programs_without_a_wrong_bit(mailbox):
+    """Of mixed kinds, shapes and dtypes, not waited for; every result of every device is compared."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, 4096), (3, 2880), (8, 4096), (64, 4096), (130, 1024), (256, 4096), (1, 40), (2048, 4096)]
+    kinds = [(k, s, d) for k in ("sum", "norm", "logits") for s in shapes for d in DTYPES]
+    cases = {kind: drawn(rng, *kind) for kind in kinds}
+    for kind, (arguments, _) in cases.items():
+        jax.block_until_ready(program(*kind)(*arguments, mailbox.loopback))
+    pending = []
+    for number in range(3000):
+        kind = kinds[rng.integers(len(kinds))]
+        arguments, total = cases[kind]
+        pending.append((kind, total, program(*kind)(*arguments, mailbox.table)))
+        if len(pending) == 25 or number == 2999:
+            for kind, total, found in pending:
+                given = found[0] if kind[0] == "norm" else found
+                for shard in given.addressable_shards:
+                    np.testing.assert_array_equal(np.asarray(shard.data), total, err_msg=str(kind))
+                if kind[0] == "norm":
+                    one, other = (np.asarray(shard.data) for shard in found[1].addressable_shards)
+                    np.testing.assert_array_equal(one, other)
+            pending.clear()
+    mailbox.check()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_waits_in_vain_says_so_and_goes_on_once_the_mailbox_is_emptied(mailbox):
+    kind = ("sum", (8, 4096), "bfloat16")
+    arguments, total = drawn(np.random.default_rng(1), *kind)
+    jax.block_until_ready(program(*kind)(*arguments, mailbox.table))
+
+    def alone(part, table):
+        return TWO.connected(table).all_reduce(part)
+
+    first = jax.devices()[0]
+    row = np.asarray(mailbox.table.addressable_shards[0].data)
+    part, table = jax.device_put((arguments[0][0], row), first)
+    waited = jax.jit(alone)(part, table)  # the other device runs nothing
+    assert np.isnan(np.asarray(waited).astype(np.float32)).all()
+    with pytest.raises(RuntimeError, match="Device 0 of 2 that share the model waited some seconds for another one"):
+        mailbox.check()
+    mailbox.empty()
+    mailbox.check()
+    for shard in program(*kind)(*arguments, mailbox.table).addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), total)
