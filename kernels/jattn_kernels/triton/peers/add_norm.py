@@ -164,8 +164,8 @@ def add_norm_rows(
         words = rounded(sums, E)
         store(total_ptr, place, words, inside, E)
         numbers = added(nothing(piece), words, E)
-        squares = tl.zeros([C.tile], tl.float32)
-        for i in tl.static_range(8):
+        squares = numbers[0] * numbers[0]
+        for i in tl.static_range(1, 8):
             squares += numbers[i] * numbers[i]
         root = tl.rsqrt(tl.sum(tl.where(inside, squares, 0.0)) / C.columns + C.eps)
         store(normed_ptr, place, rounded(_scaled(numbers, root, scale, C), E), inside, E)
@@ -178,15 +178,17 @@ def add_norm_rows(
 @no_type_check
 def _summed(parts_ptr, place, inside, C: tl.constexpr):
     """What the splits of each piece add up to, in the rows' dtype."""
-    sums = nothing(place)
+    E: tl.constexpr = C.exchange
+    W: tl.constexpr = C.wide
     splits: tl.constexpr = C.splits
+    sums = nothing(place)
     for split in tl.static_range(splits):
-        if C.exchange.bits == 32:
-            words = load(parts_ptr, split * C.split_pieces + place, inside, C.wide)
-            sums = added(sums, words, C.wide)
+        if E.bits == 32:
+            words = load(parts_ptr, split * C.split_pieces + place, inside, W)
+            sums = added(sums, words, W)
         else:
-            first = load(parts_ptr, split * C.split_pieces + 2 * place, inside, C.wide)
-            second = load(parts_ptr, split * C.split_pieces + 2 * place + 1, inside, C.wide)
+            first = load(parts_ptr, split * C.split_pieces + 2 * place, inside, W)
+            second = load(parts_ptr, split * C.split_pieces + 2 * place + 1, inside, W)
             sums = (
                 sums[0] + first[0].to(tl.float32, bitcast=True),
                 sums[1] + first[1].to(tl.float32, bitcast=True),
@@ -197,17 +199,18 @@ def _summed(parts_ptr, place, inside, C: tl.constexpr):
                 sums[6] + second[2].to(tl.float32, bitcast=True),
                 sums[7] + second[3].to(tl.float32, bitcast=True),
             )
-    return rounded(sums, C.exchange)
+    return rounded(sums, E)
 
 
 @triton.jit
 @no_type_check
 def _scaled(numbers, root, scale, C: tl.constexpr):
     """Numbers of a piece over their row's root mean square, times its scale and the offset."""
-    a0, a1 = wide(scale[0], C.exchange)
-    b0, b1 = wide(scale[1], C.exchange)
-    c0, c1 = wide(scale[2], C.exchange)
-    d0, d1 = wide(scale[3], C.exchange)
+    E: tl.constexpr = C.exchange
+    a0, a1 = wide(scale[0], E)
+    b0, b1 = wide(scale[1], E)
+    c0, c1 = wide(scale[2], E)
+    d0, d1 = wide(scale[3], E)
     return (
         numbers[0] * root * (a0 + C.offset),
         numbers[1] * root * (a1 + C.offset),
