@@ -23,7 +23,7 @@ _SIZES = (2, 4, 8)  # groups of devices that the kernels are tested for
 
 
 class PeerTable(nnx.Variable):
-    """Of each device its row of `Inbox.table`, one behind the other: uint32; a leaf of a model, so that steps get it."""
+    """Of each device its row of `Inbox.table`, one behind the other: a leaf of a model, so that steps get it."""
 
 
 @dataclasses.dataclass
@@ -42,6 +42,10 @@ class Mailbox:
     table: jax.Array
     loopback: jax.Array
 
+    def looped(self, leaf: Any) -> Any:
+        """A model's leaf; the loopback table in the place of the table."""
+        return self.loopback if leaf is self.table else leaf
+
     def waited_in_vain(self) -> list[int]:
         """The numbers of devices that gave up waiting for another."""
         shards = sorted(self.words.addressable_shards, key=lambda shard: shard.index[0].start or 0)
@@ -55,8 +59,8 @@ class Mailbox:
         """
         if devices := self.waited_in_vain():
             raise RuntimeError(
-                f"Device {', '.join(map(str, devices))} of {self.inbox.devices} that share the model waited some seconds "
-                "for another one, which did not take part in a step: it hangs or has failed."
+                f"Device {', '.join(map(str, devices))} of {self.inbox.devices} that share the model waited some "
+                "seconds for another one, which did not take part in a step: it hangs or has failed."
             )
 
     def empty(self) -> None:
@@ -78,7 +82,7 @@ def mailbox_of(parallel: Parallel) -> Mailbox | None:
     """The mailbox of devices, made once in a process; None where they exchange by XLA's collectives."""
     if not can_exchange(parallel):
         return None
-    inbox, sharding = Inbox(parallel.size), NamedSharding(mesh_of(parallel), PartitionSpec(parallel.axis))
+    inbox, sharding = parallel.inbox, NamedSharding(mesh_of(parallel), PartitionSpec(parallel.axis))
     words = jax.block_until_ready(jax.jit(functools.partial(_as_at_first, inbox), out_shardings=sharding)())
     tables = (inbox.table(_addresses(words), loopback=loopback) for loopback in (False, True))
     table, loopback = (jax.device_put(rows.reshape(-1), sharding) for rows in tables)

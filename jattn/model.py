@@ -26,9 +26,10 @@ _NOT_BUILT: dict[str, str] = {
 class CausalLM(Protocol):
     """A Flax nnx module that turns tokens into logits through a backend and a pool.
 
-    One that several devices share has a method `best_token` too: `Parallel.best_token` of its logits after hidden states;
-    and, if its kernels may exchange by a mailbox, an attribute `peers` (`jattn.mailbox`), None at first. One whose weights may be quantised while they are loaded has a tuple
-    `quantizations` of what to, and minds its checkpoint's `quantization`.
+    One that several devices share has a method `best_token` too: `Parallel.best_token` of its logits after hidden
+    states; and, if its kernels may exchange by a mailbox, an attribute `peers` (`jattn.mailbox`), None at first. One
+    whose weights may be quantised while they are loaded has a tuple `quantizations` of what to, and minds its
+    checkpoint's `quantization`.
     """
 
     @property

@@ -78,7 +78,7 @@ class Parallel:
     @property
     def inbox(self) -> Inbox:
         """The inbox of each of several devices."""
-        return Inbox(self.size)
+        return Inbox.of(self.size)
 
     def all_reduce(self, partial: Float[Array, "..."]) -> Float[Array, "..."]:
         """Sum over the devices of what each computed from its share; all get the same bits."""

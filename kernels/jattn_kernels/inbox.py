@@ -22,6 +22,8 @@ MOST_BLOCKS = 128  # all of which a GPU has room for at once
 FAILED = MOST_BLOCKS
 HEADER = 2 * MOST_BLOCKS
 WORD_BYTES = 4
+_SLOTS_WORDS = 2**23  # of all slots, about
+_LEAST_LANE = 4096  # words: a row of 8,192 numbers in 16 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,18 +32,25 @@ class Inbox:
 
     Attributes:
         devices: Of the group.
-        lane_words: Words of 32 bits that one device stores at most in an exchange of a block.
+        lane_words: Words of 32 bits that one device stores at most in an exchange of a block, a power of two.
     """
 
     devices: int
-    lane_words: int = 8192
+    lane_words: int
 
     def __post_init__(self):
-        if self.devices < 2 or self.lane_words < 4 or self.lane_words % 4:
+        if self.devices < 2 or self.lane_words < 4 or self.lane_words & (self.lane_words - 1):
             raise ValueError(
-                "`devices` must be at least 2, and `lane_words` a multiple of 4 from 4 on. "
+                "`devices` must be at least 2, and `lane_words` a power of two from 4 on. "
                 f"Got devices={self.devices}, lane_words={self.lane_words}."
             )
+
+    @classmethod
+    def of(cls, devices: int) -> "Inbox":
+        """The one that so many devices use: some 32 MiB, or more where lanes would be shorter than a row."""
+        lanes = cls(devices, 4).lanes
+        fitting = _SLOTS_WORDS // (2 * MOST_BLOCKS * lanes)
+        return cls(devices, max(2 ** (fitting.bit_length() - 1), _LEAST_LANE))
 
     @property
     def lanes(self) -> int:

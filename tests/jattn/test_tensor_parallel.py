@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec
 
 import jattn
 from jattn.checkpoint import Checkpoint
-from jattn.device_mesh import OnAll
+from jattn.compiled_steps import CompiledSteps
+from jattn.device_mesh import OnAll, made
+from jattn.mailbox import Mailbox
 from jattn.model import load_model, model_class
 from jattn.parallel import Parallel
 from jattn.serving.engine import Engine
@@ -23,6 +25,7 @@ from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn.serving.structured.params import StructuredOutputsParams
 from jattn_kernels.call import Device
+from jattn_kernels.inbox import FAILED
 from tests.jattn.harness.several_devices import (
     CONFIG,
     DRAWN,
@@ -244,3 +247,47 @@ def test_a_checkpoint_becomes_the_same_text_on_several_devices():
         outputs = jattn.LLM(point.load()(), **knobs).generate(prompts, params)
         written.append([output.outputs[0].text for output in outputs])
     assert written[1:] == written[:1] * 2
+
+
+@pytest.fixture
+def fake_mailbox(monkeypatch):
+    """One that devices of a CPU do not exchange by: an engine keeps it as it would that of GPUs."""
+    parallel = Parallel("tensor", 2)
+    words = made(lambda: jnp.zeros(parallel.inbox.words, jnp.uint32), parallel, shares=True)
+    table = made(lambda: jnp.zeros(6, jnp.uint32), parallel, shares=True)
+    mailbox = Mailbox(parallel.inbox, words, table, table)
+    monkeypatch.setattr("jattn.serving.executor.executor.mailbox_of", lambda _: mailbox)
+    return mailbox
+
+
+def test_steps_run_once_on_an_empty_batch_before_devices_wait_for_each_other(llama, on_one, fake_mailbox, monkeypatch):
+    calls = []
+    monkeypatch.setattr(CompiledSteps, "__call__", lambda steps, key, *args: calls.append(key) or steps[key](*args))
+    engine = engine_of(llama, 2)
+    assert sorted(calls) == sorted(key for key in engine.executor.compiled_steps.records if key.kind != "note")
+    assert texts(engine, PROMPTS, GREEDY) + texts(engine, PROMPTS, DRAWN) == on_one
+
+
+def test_a_device_that_waited_in_vain_starts_the_engine_over(llama, on_one, fake_mailbox, monkeypatch):
+    """What it computed since is NaN; the mailbox is emptied before anything runs again."""
+    engine = engine_of(llama, 2)
+    request = engine.make_request(PROMPTS[2], GREEDY)
+    engine.add(request)
+    for _ in range(3):
+        engine.step()
+    weights, broken = engine.executor.weights, jax.tree.map(lambda leaf: leaf * jnp.nan, engine.executor.weights)
+    empty = fake_mailbox.empty
+
+    def mended():
+        empty()
+        engine.executor.weights = weights
+
+    monkeypatch.setattr(fake_mailbox, "empty", mended)
+    engine.executor.weights, before = broken, fake_mailbox.words
+    fake_mailbox.words = before.at[FAILED].set(1)
+    with pytest.raises(RuntimeError, match="Device 0 of 2 that share the model waited some seconds for another one"):
+        while engine.has_work:
+            engine.step()
+    run(engine)
+    assert fake_mailbox.waited_in_vain() == []
+    assert request.generated == on_one[2]

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -14,11 +14,13 @@ import jax
 from jattn.compiled_steps import CompiledSteps, StepPlan, described, smallest_bucket
 from jattn.device_mesh import held_by_all
 from jattn.lowering import LoweringProcesses, processes_for
+from jattn.mailbox import mailbox_of
 from jattn.matmul import FP8, INT4
 from jattn.model import CausalLM
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
+from jattn.serving.executor.first_runs import FirstRuns
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for
 from jattn.serving.executor.masks import masks_of
@@ -35,6 +37,7 @@ from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import packed
+from jattn.serving.steps.plain import NO_TOKEN
 from jattn.step_compilation import compile_steps
 
 
@@ -89,8 +92,12 @@ class Executor:
         self._is_prepared = config.structured_steps
         plans |= self._structured_plans() if config.structured_steps else {}
         self._merging = threading.Lock()
+        self._mailbox = mailbox_of(config.parallel)
+        self._first_runs = None if self._mailbox is None else FirstRuns(self._mailbox)
+        self._expect_first_runs(plans)
         self.compiled_steps, later = _compiled(plans, config, have, processes)
         self.pool = self._make_pool()
+        self._run_first(plans)
         self.background = BackgroundCompilation(len(later))
         if later:
             # Without a reference to the executor, which may go while steps are compiled for it.
@@ -113,7 +120,9 @@ class Executor:
         """Compiles the steps of launches with grammars, unless they are; from any thread, while others run."""
         with self._preparing:
             if not self._is_prepared:
-                self.add_steps(compile_steps(self._structured_plans(), progress=self.config.progress))
+                plans = self._structured_plans()
+                self._expect_first_runs(plans)
+                self.add_steps(compile_steps(plans, progress=self.config.progress))
                 self._is_prepared = True
 
     def add_steps(self, steps: CompiledSteps) -> None:
@@ -150,11 +159,17 @@ class Executor:
         return [request for request in requests if not request.finished]
 
     def read(self, keep: int) -> Iterator[Launch]:
-        """The launches under way, oldest first, but for the `keep` newest: each once it has run."""
+        """The launches under way, oldest first, but for the `keep` newest: each once it has run.
+
+        Raises:
+            RuntimeError: A device waited in vain for another one.
+        """
         while len(self.in_flight) > keep:
             start = time.perf_counter()
             launch = self.in_flight[0].read()  # under way until it is read: `restart` waits for it
             self.stats.waited_seconds += time.perf_counter() - start
+            if self._mailbox is not None and NO_TOKEN in launch.output.tokens:
+                self._mailbox.check()
             self.in_flight.popleft()
             yield launch
 
@@ -164,6 +179,8 @@ class Executor:
         self.in_flight.clear()
         self._forwards.clear()
         self.pool = self.state = None  # their memory is needed for the new ones
+        if self._mailbox is not None:
+            self._mailbox.empty()  # devices may have got out of step
         self.pool, self.state = self._make_pool(), self._make_state()
         self._on_device = self._nothing_sent()  # what was sent may be what failed
 
@@ -221,6 +238,7 @@ class Executor:
         It consumes the state and pool that the launch before it gives, so launches run in this order on the device: a
         page freed while a launch still writes to it is safe in the hands of its next owner.
         """
+        self._run_first((key,))
         self.stats.launches += 1
         self.stats.found_idle += bool(self.in_flight) and not self._forwards and self.in_flight[-1].has_run
         output, self.state, self.pool = self.compiled_steps(key, self.weights, self.state, self.pool, *arguments)
@@ -228,6 +246,16 @@ class Executor:
             self._forwards.append(Forward(output, sample_key(key, self.config), requests, plan.chunks))
         else:
             self._enqueued(Launch(output, requests, plan.chunks))
+
+    def _expect_first_runs(self, plans: dict[Any, StepPlan]) -> None:
+        if self._first_runs is not None:
+            self._first_runs.expect(plans)
+
+    def _run_first(self, keys: Iterable[StepKey]) -> None:
+        """Runs steps that have not run yet as a first run is to be."""
+        if self._first_runs is not None:
+            held = self.weights, self.state, self.pool
+            self.state, self.pool = self._first_runs.run(keys, self.compiled_steps, *held)
 
     def _enqueued(self, launch: Launch) -> None:
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), launch.output)

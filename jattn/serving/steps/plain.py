@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -173,6 +174,8 @@ class Steps:
         forward_batch = ragged_pass(pool, values.page_table, tokens, seq_lens, cu_q_lens, mode=mode)
         hidden, pool = self._forward(weights, pool, forward_batch)
         prompt, state = self._noted(weights, hidden, state, batch, forward_batch.positions, variant=variant)
+        if self.parallel.axis is not None:  # their logits are exchanged before those that tokens are chosen from
+            hidden, prompt = jax.lax.optimization_barrier((hidden, prompt))
         # A row is in one sequence here at most: by row, there are the fewest tokens to choose.
         last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(cu_q_lens[1:] - 1, 0), mode="drop")
         gives = jnp.concatenate([batch.is_last, live])

@@ -20,10 +20,12 @@ from jattn_kernels.call import NormCall
 from jattn_kernels.inbox import EMPTY, HEADER, Inbox
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.splits import Splits
+from jattn_kernels.triton.peers import all_reduce as kernels
 from jattn_kernels.triton.peers.add_norm import add_norm
 from jattn_kernels.triton.peers.all_reduce import all_gather, all_reduce
 
-LANE_WORDS = 512  # two KB: arrays of a few KB take several rounds
+LANE_WORDS = 512  # two KB: long arrays take several rounds
+TILE = 32  # pieces: a lane takes several
 EPS = 1e-5
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -127,6 +129,7 @@ CHECKS = (_check_sum, _check_sum, _check_gather, _check_norm)
 def main(path: str, devices: int, rank: int, calls: int) -> None:
     """One device's part."""
     inbox = Inbox(devices, LANE_WORDS)
+    kernels._MOST_TILE = TILE
     words = _inboxes(pathlib.Path(path), inbox, "r+")
     table = jnp.asarray(inbox.table([row.ctypes.data for row in words])[rank])
     rng = np.random.default_rng(devices)  # the same on all

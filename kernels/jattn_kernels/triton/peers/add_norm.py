@@ -26,15 +26,13 @@ from jattn_kernels.triton.peers.exchange import (
     ended,
     exchange_of,
     fence,
-    inbox_at,
     load,
-    receive,
     send,
     sendable,
     slot_at,
     store,
 )
-from jattn_kernels.triton.peers.numbers import added, chosen, nothing, rounded, wide
+from jattn_kernels.triton.peers.numbers import added, nothing, rounded, summed, wide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ def add_norm(
     pieces = x.shape[1] * x.dtype.itemsize // PIECE_BYTES
     tile = triton.next_power_of_2(pieces)
     blocks = min(len(x), MOST_BLOCKS)
-    warps = min(max(tile // 64, 4), 16)
+    warps = min(max(tile // 32, 4), 16)  # a piece a thread
     in_splits = isinstance(addition, Splits)
     parts = addition.parts if isinstance(addition, Splits) else addition
     config = AddNormConfig(
@@ -138,7 +136,7 @@ def add_norm_rows(
 ):
     E: tl.constexpr = C.exchange
     devices: tl.constexpr = C.exchange.devices
-    own, rank, calls, polls = begun(table_ptr, E)
+    own, others, rank, calls, polls = begun(table_ptr, E)
     piece = tl.arange(0, C.tile)
     within = piece < C.pieces
     scale = load(scale_ptr, tl.load(layer_ptr) * C.pieces + piece, within, E)
@@ -154,13 +152,9 @@ def add_norm_rows(
         mine = sendable(mine, E)
         slot = slot_at(calls + number, E)
         for distance in tl.static_range(1, devices):
-            send(inbox_at(table_ptr, distance) + slot, piece, mine, inside, E)
-        sums = nothing(piece)
-        for device in tl.static_range(devices):
-            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
-            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
-            sums = added(sums, chosen(rank == device, mine, theirs), E)
-        sums = added(added(nothing(piece), rounded(sums, E), E), before, E)
+            send(others[distance - 1] + slot, piece, mine, inside, E)
+        addition = summed(own, slot, rank, piece, mine, inside, polls, E)
+        sums = added(added(nothing(piece), addition, E), before, E)
         words = rounded(sums, E)
         store(total_ptr, place, words, inside, E)
         numbers = added(nothing(piece), words, E)

@@ -4,8 +4,8 @@ program (block)     some pieces of 16 bytes, a round of exchanges after another 
     one shot        each device stores its pieces into all others' inboxes, and adds up what it gets
     two shots       each device adds up its share of the pieces, and stores the sums into all others' inboxes
 
-Sums are made in float32 in the order of the devices and rounded once: all devices hold the same bits, and a row's do not
-depend on how many rows there are.
+Sums are made in float32 in the order of the devices and rounded once: all devices hold the same bits, and a row's do
+not depend on how many rows there are.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jattn_kernels.triton.peers.exchange import (
     ended,
     exchange_of,
     fence,
-    inbox_at,
+    lane_of,
     load,
     receive,
     send,
@@ -34,12 +34,11 @@ from jattn_kernels.triton.peers.exchange import (
     slot_at,
     store,
 )
-from jattn_kernels.triton.peers.numbers import added, chosen, nothing, rounded
+from jattn_kernels.triton.peers.numbers import summed
 
 # Bytes up to which more than two devices send everything to everybody: an exchange less, and more to store.
 _ONE_SHOT_BYTES = 256 * 1024
-_LEAST_TILE = 128  # pieces of a block at a time: 2 KB
-_PIECES_PER_THREAD = 4
+_LEAST_TILE, _MOST_TILE = 128, 2048  # pieces of a block at a time: a piece a thread, and four of many
 _MOST_WARPS = 16
 
 
@@ -51,7 +50,8 @@ class PiecesConfig:
         exchange: Those of its exchanges.
         pieces: Of 16 bytes, of the array; of two shots, of a device's share of it.
         whole: Pieces of the whole array.
-        tile: Pieces of a block's round, a power of two.
+        tile: Pieces of a block at a time, a power of two.
+        tiles: Of an exchange: all are sent before one is waited for.
         rounds: Exchanges of a block.
         threads: Of a block.
     """
@@ -60,6 +60,7 @@ class PiecesConfig:
     pieces: int
     whole: int
     tile: int
+    tiles: int
     rounds: int
     threads: int
 
@@ -93,16 +94,19 @@ def all_gather(x: Shaped[Array, " N"], table: UInt32[Array, " columns"], inbox: 
 
 
 def _launched(kernel: Any, x: Any, table: Any, inbox: Inbox, pieces: int, whole: int, out_type: Any) -> Any:
-    most = inbox.lane_words // PIECE_WORDS
-    tile = min(max(triton.next_power_of_2(triton.cdiv(pieces, MOST_BLOCKS)), _LEAST_TILE), most)
+    lane = inbox.lane_words // PIECE_WORDS
+    of_block = max(triton.next_power_of_2(triton.cdiv(pieces, MOST_BLOCKS)), _LEAST_TILE)
+    tile = min(of_block, lane, _MOST_TILE)
     blocks = min(triton.cdiv(pieces, tile), MOST_BLOCKS)
-    warps = min(max(tile // (32 * _PIECES_PER_THREAD), 4), _MOST_WARPS)
+    tiles = min(triton.cdiv(pieces, blocks * tile), lane // tile)
+    warps = min(max(tile // 32, 4), _MOST_WARPS)
     config = PiecesConfig(
         exchange=exchange_of(inbox, x),
         pieces=pieces,
         whole=whole,
         tile=tile,
-        rounds=triton.cdiv(pieces, blocks * tile),
+        tiles=tiles,
+        rounds=triton.cdiv(pieces, blocks * tile * tiles),
         threads=32 * warps,
     )
     (out,) = launch(kernel, x, table, config=config, grid=blocks, out_type=[out_type], warps=warps)
@@ -114,21 +118,22 @@ def _launched(kernel: Any, x: Any, table: Any, inbox: Inbox, pieces: int, whole:
 def sum_in_one_shot(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
     E: tl.constexpr = C.exchange
     devices: tl.constexpr = C.exchange.devices
-    own, rank, calls, polls = begun(table_ptr, E)
-    piece = tl.arange(0, C.tile)
+    own, others, rank, calls, polls = begun(table_ptr, E)
     for number in range(C.rounds):
-        place = (number * tl.num_programs(0) + tl.program_id(0)) * C.tile + piece
-        inside = place < C.pieces
-        mine = sendable(load(x_ptr, place, inside, E), E)
         slot = slot_at(calls + number, E)
-        for distance in tl.static_range(1, devices):
-            send(inbox_at(table_ptr, distance) + slot, piece, mine, inside, E)
-        sums = nothing(piece)
-        for device in tl.static_range(devices):
-            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
-            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
-            sums = added(sums, chosen(rank == device, mine, theirs), E)
-        store(out_ptr, place, rounded(sums, E), inside, E)
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            place = first_place(number, C) + piece
+            inside = place < C.pieces
+            mine = sendable(load(x_ptr, place, inside, E), E)
+            for distance in tl.static_range(1, devices):
+                send(others[distance - 1] + slot, piece, mine, inside, E)
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            place = first_place(number, C) + piece
+            inside = place < C.pieces
+            mine = sendable(load(x_ptr, place, inside, E), E)
+            store(out_ptr, place, summed(own, slot, rank, piece, mine, inside, polls, E), inside, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
@@ -139,34 +144,36 @@ def sum_in_one_shot(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
 def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
     E: tl.constexpr = C.exchange
     devices: tl.constexpr = C.exchange.devices
-    own, rank, calls, polls = begun(table_ptr, E)
-    piece = tl.arange(0, C.tile)
+    own, others, rank, calls, polls = begun(table_ptr, E)
     second = (E.devices - 1) * E.lane_words  # where the lanes of sums begin
     for number in range(C.rounds):
-        within = (number * tl.num_programs(0) + tl.program_id(0)) * C.tile + piece
         slot = slot_at(calls + number, E)
-        for distance in tl.static_range(1, devices):
-            place = within + ((rank + distance) % E.devices) * C.pieces
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            within = first_place(number, C) + piece
+            for distance in tl.static_range(1, devices):
+                place = within + ((rank + distance) % E.devices) * C.pieces
+                inside = (within < C.pieces) & (place < C.whole)
+                words = sendable(load(x_ptr, place, inside, E), E)
+                send(others[distance - 1] + slot, piece, words, inside, E)
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            within = first_place(number, C) + piece
+            place = within + rank * C.pieces
             inside = (within < C.pieces) & (place < C.whole)
-            words = sendable(load(x_ptr, place, inside, E), E)
-            send(inbox_at(table_ptr, distance) + slot, piece, words, inside, E)
-        place = within + rank * C.pieces
-        inside = (within < C.pieces) & (place < C.whole)
-        mine = sendable(load(x_ptr, place, inside, E), E)
-        sums = nothing(piece)
-        for device in tl.static_range(devices):
-            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
-            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
-            sums = added(sums, chosen(rank == device, mine, theirs), E)
-        total = sendable(rounded(sums, E), E)
-        store(out_ptr, place, total, inside, E)
-        for distance in tl.static_range(1, devices):
-            send(inbox_at(table_ptr, distance) + slot + second, piece, total, inside, E)
-        for device in tl.static_range(devices):
-            place = within + device * C.pieces
-            inside = (within < C.pieces) & (place < C.whole) & (rank != device)
-            lane = slot + second + (device - (device > rank).to(tl.int32)) * E.lane_words
-            store(out_ptr, place, receive(own, lane, piece, inside, polls, E), inside, E)
+            mine = sendable(load(x_ptr, place, inside, E), E)
+            total = sendable(summed(own, slot, rank, piece, mine, inside, polls, E), E)
+            store(out_ptr, place, total, inside, E)
+            for distance in tl.static_range(1, devices):
+                send(others[distance - 1] + slot + second, piece, total, inside, E)
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            within = first_place(number, C) + piece
+            for device in tl.static_range(devices):
+                place = within + device * C.pieces
+                inside = (within < C.pieces) & (place < C.whole) & (rank != device)
+                lane = slot + second + lane_of(device, rank, E)
+                store(out_ptr, place, receive(own, lane, piece, inside, polls, E), inside, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
@@ -177,20 +184,31 @@ def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
 def gather(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
     E: tl.constexpr = C.exchange
     devices: tl.constexpr = C.exchange.devices
-    own, rank, calls, polls = begun(table_ptr, E)
-    piece = tl.arange(0, C.tile)
+    own, others, rank, calls, polls = begun(table_ptr, E)
     for number in range(C.rounds):
-        place = (number * tl.num_programs(0) + tl.program_id(0)) * C.tile + piece
-        inside = place < C.pieces
-        mine = sendable(load(x_ptr, place, inside, E), E)
         slot = slot_at(calls + number, E)
-        for distance in tl.static_range(1, devices):
-            send(inbox_at(table_ptr, distance) + slot, piece, mine, inside, E)
-        for device in tl.static_range(devices):
-            lane = slot + (device - (device > rank).to(tl.int32)) * E.lane_words
-            theirs = receive(own, lane, piece, inside & (rank != device), polls, E)
-            words = chosen(rank == device, mine, theirs)
-            store(out_ptr, place + device * C.pieces, words, inside, E)
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            place = first_place(number, C) + piece
+            inside = place < C.pieces
+            mine = sendable(load(x_ptr, place, inside, E), E)
+            for distance in tl.static_range(1, devices):
+                send(others[distance - 1] + slot, piece, mine, inside, E)
+            store(out_ptr, place + rank * C.pieces, mine, inside, E)
+        for tile in range(C.tiles):
+            piece = tile * C.tile + tl.arange(0, C.tile)
+            place = first_place(number, C) + piece
+            for device in tl.static_range(devices):
+                inside = (place < C.pieces) & (rank != device)
+                words = receive(own, slot + lane_of(device, rank, E), piece, inside, polls, E)
+                store(out_ptr, place + device * C.pieces, words, inside, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def first_place(number, C: tl.constexpr):
+    """Of this block's pieces of an exchange."""
+    return (number * tl.num_programs(0) + tl.program_id(0)) * (C.tiles * C.tile)

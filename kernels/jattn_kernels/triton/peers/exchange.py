@@ -74,12 +74,20 @@ def inbox_at(table_ptr, number):
 @triton.jit
 @no_type_check
 def begun(table_ptr, E: tl.constexpr):
-    """The own inbox, the device's number, how many exchanges this block has done, and how often to look for more."""
+    """What an exchange begins with.
+
+    The own inbox, the device's lanes in the others', its number, how many exchanges this block has done, and how often
+    to look for what is to come.
+    """
     own = inbox_at(table_ptr, 0)
-    rank = tl.load(table_ptr + 2 * E.devices).to(tl.int32)
     calls = tl.load(own + tl.program_id(0), volatile=True)
     polls = tl.where(tl.load(own + _failed, volatile=True) == 0, E.polls, 1)
-    return own, rank, calls, polls
+    devices: tl.constexpr = E.devices
+    others = (inbox_at(table_ptr, 1),)
+    for distance in tl.static_range(2, devices):
+        others = others + (inbox_at(table_ptr, distance),)  # noqa: RUF005, which Triton does not know
+    rank = tl.load(table_ptr + 2 * E.devices).to(tl.int32)
+    return own, others, rank, calls, polls
 
 
 @triton.jit
@@ -97,6 +105,13 @@ def slot_at(calls, E: tl.constexpr):
     """Where this block's slot for its next exchange begins, in words."""
     slot = tl.program_id(0) * 2 + (calls % 2).to(tl.int32)
     return _header + slot.to(tl.int64) * (E.lanes * E.lane_words)
+
+
+@triton.jit
+@no_type_check
+def lane_of(device, rank, E: tl.constexpr):
+    """Where another device's lane begins in a slot, in words (`Inbox.lane`)."""
+    return (device - (device > rank).to(tl.int32)) * E.lane_words
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from jattn_kernels.triton.peers.exchange import lane_of, receive
+
 
 @triton.jit
 @no_type_check
@@ -85,3 +87,15 @@ def chosen(condition, words, others):
         tl.where(condition, words[2], others[2]),
         tl.where(condition, words[3], others[3]),
     )
+
+
+@triton.jit
+@no_type_check
+def summed(own, slot, rank, piece, mine, mask, polls, E: tl.constexpr):
+    """The four words of each piece's sum over the devices, made in float32 in their order."""
+    devices: tl.constexpr = E.devices
+    sums = nothing(piece)
+    for device in tl.static_range(devices):
+        theirs = receive(own, slot + lane_of(device, rank, E), piece, mask & (rank != device), polls, E)
+        sums = added(sums, chosen(rank == device, mine, theirs), E)
+    return rounded(sums, E)

@@ -1,0 +1,42 @@
+"""First runs of the steps of several GPUs: each device by itself, before one waits for another in a kernel.
+
+A step that runs for the first time loads kernels and makes graphs, for which a GPU may wait for what others are doing;
+and these may be waiting for it, in an exchange. So a step runs once on the loopback table and an empty batch, which
+leaves state and pool as they are.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jattn.compiled_steps import CompiledSteps, StepPlan
+from jattn.mailbox import Mailbox
+
+_KINDS = ("decode", "prefill", "forward_decode", "forward_prefill")  # those with layers, that take weights, state, pool
+_HELD = 3
+
+
+class FirstRuns:
+    """Which steps have run, and runs others.
+
+    Args:
+        mailbox: The devices'.
+    """
+
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
+        self._empty_batches: dict[Any, tuple[Any, ...]] = {}
+
+    def expect(self, plans: Mapping[Any, StepPlan]) -> None:
+        """Takes note of steps that have not run."""
+        self._empty_batches |= {key: plan.arguments[_HELD:] for key, plan in plans.items() if key.kind in _KINDS}
+
+    def run(self, keys: Iterable[Any], steps: CompiledSteps, weights: Any, state: Any, pool: Any) -> tuple[Any, Any]:
+        """Runs those of these steps that have not run, if they are compiled; returns state and pool."""
+        for key in keys:
+            if key not in self._empty_batches or key not in steps:
+                continue
+            batch, alone = self._empty_batches.pop(key), jax.tree.map(self._mailbox.looped, weights)
+            _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))
+        return state, pool
