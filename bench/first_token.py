@@ -1,6 +1,6 @@
 """How long a long prompt waits for its first token, beside what its products and its attention take.
 
-python -m bench.first_token [--prompt N] [--prefill-tokens N ...] [--weights fp8|int4]
+python -m bench.first_token [--prompt N] [--prefill-tokens N ...] [--weights fp8|int4] [--tensor-parallel N]
 """
 
 import argparse
@@ -15,6 +15,7 @@ from bench.decode_step import Model, random_model
 from bench.inter_token import Arrival
 from bench.step_workload import LLAMA_3_8B
 from bench.timing import Profile, profiled
+from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 
@@ -87,9 +88,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument("--prefill-tokens", type=int, nargs="+", default=[8192], help="tokens a launch, one run each")
     parser.add_argument("--weights", choices=("fp8", "int4"), help="what projections are held in; bf16 by default")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the model")
     options = parser.parse_args(arguments)
+    parallel = Parallel("tensor", options.tensor_parallel) if options.tensor_parallel > 1 else ONE_DEVICE
     shapes = LLAMA_3_8B | {"max_position_embeddings": 2 * options.prompt}
-    model = random_model(shapes, quantization=options.weights)
+    model = random_model(shapes, parallel=parallel, quantization=options.weights)
     for prefill_tokens in options.prefill_tokens:
         print(sentence(measured(model, prompt=options.prompt, prefill_tokens=prefill_tokens)), flush=True)
 

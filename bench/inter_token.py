@@ -66,6 +66,7 @@ class Arrival:
             mixed_steps=self.mixed_steps,
             full_sampling=False,
             enable_prefix_caching=False,  # a prompt that comes twice is measured twice
+            tensor_parallel=model.parallel.size,
         )
         return Engine(nnx.merge(model.graph, model.weights), config)
 

@@ -13,7 +13,7 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
-from jattn_kernels.quantized import QuantizedRows
+from jattn_kernels.quantized import NormedRows
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.ungated import Ungated, gated
@@ -58,7 +58,7 @@ def add_rms_norm(
     layer_index: Int[Array, ""] | int | None = None,
     rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
+) -> tuple[Float[Array, "T D"], NormedRows]:
     """x + addition, and the `rms_norm` of that; one kernel where the addition comes in splits.
 
     Args:

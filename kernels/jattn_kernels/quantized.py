@@ -104,6 +104,9 @@ class QuantizedRows:
         return 2
 
 
+NormedRows = Float[Array, "T D"] | QuantizedRows  # of a norm, which may have rounded them
+
+
 def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], Float32[Array, "*rows 1"]]:
     """Rows in FP8, and the float32 factor of each: its largest number's size times 1 / 448, or 1 of a row of zeros.
 

@@ -14,7 +14,7 @@ from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.matmul import QuantizedRows, Splits, added
-from jattn.norm import Unnormed
+from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
@@ -64,13 +64,11 @@ class DecoderLayer(nnx.Module):
         hidden, given = self._given(stream, parallel)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
         hidden, normed = self._between(hidden, attended, parallel)
-        if self.defers(parallel):
-            addition = self.mlp.splits(normed) if isinstance(self.mlp, GatedMLP) else self.mlp(normed)
-            if parallel.exchanges or isinstance(addition, Splits):
-                return Stream(hidden, addition), pool
-            addition = parallel.all_reduce(addition)
-        else:
-            addition = parallel.all_reduce(self.mlp(normed))
+        defers = self.defers(parallel)
+        addition = self._of_mlp(normed, in_splits=defers)
+        if defers and (parallel.exchanges or isinstance(addition, Splits)):
+            return Stream(hidden, addition), pool
+        addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
 
     def defers(self, parallel: Parallel) -> bool:
@@ -84,9 +82,14 @@ class DecoderLayer(nnx.Module):
             return parallel.exchanges
         return isinstance(self.mlp, GatedMLP) and self.mlp.in_few_bits
 
-    def _given(
-        self, stream: Stream, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Unnormed | QuantizedRows]:
+    def _of_mlp(self, normed: NormedRows, *, in_splits: bool) -> Float[Array, "T D"] | Splits:
+        """This device's part of what the MLP adds to the residual stream; in splits perhaps, if asked."""
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.splits(normed) if in_splits else self.mlp(normed)
+        assert not isinstance(normed, QuantizedRows)
+        return self.mlp(normed)
+
+    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Float[Array, "T D"], NormedRows | Unnormed]:
         """The residual stream, and what attention is given of it."""
         norm = self.input_norm
         if stream.addition is not None and isinstance(norm, RMSNorm):
@@ -97,7 +100,7 @@ class DecoderLayer(nnx.Module):
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
+    ) -> tuple[Float[Array, "T D"], NormedRows]:
         """The residual stream after attention, and what the MLP is given of it."""
         norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
         if as_it_is and isinstance(norm, RMSNorm) and (parallel.exchanges or isinstance(attended, Splits)):
@@ -268,7 +271,7 @@ def _normed(norm: RMSNorm | LayerNorm | None, hidden: Float[Array, "T D"]) -> Fl
     return hidden if norm is None else norm(hidden)
 
 
-def _scanned(period: Sequence[nnx.Module], segment: Segment, hidden, this_pass: Pass, pool):
+def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass: Pass, pool):
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would

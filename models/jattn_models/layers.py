@@ -21,7 +21,7 @@ from jattn.matmul import (
     matmul_splits,
     with_bias,
 )
-from jattn.norm import Unnormed, add_rms_norm, rms_norm
+from jattn.norm import NormedRows, Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
@@ -156,7 +156,8 @@ class Linear(nnx.Module):
     @property
     def rounds_rows(self) -> bool:
         """Whether rows are rounded to fp8 before they are multiplied, each by one scale."""
-        return self.scales is not None and self._weights()[0].scales_kind == "channel"
+        weights, _ = self._weights()
+        return isinstance(weights, QuantizedKernel) and weights.scales_kind == "channel"
 
     def __call__(
         self, x: Float[Array, "*batch D"] | Ungated | QuantizedRows, *, out_dtype: Any = None
@@ -165,7 +166,7 @@ class Linear(nnx.Module):
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         return y if self.bias is None else with_bias(y, self.summed_over.once(self.bias.of_layer))
 
-    def splits(self, x: Float[Array, "T D"] | Unnormed | Ungated | QuantizedRows) -> Float[Array, "T F"] | Splits:
+    def splits(self, x: NormedRows | Unnormed | Ungated) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
@@ -218,7 +219,7 @@ class RMSNorm(nnx.Module):
         *,
         parallel: Parallel = ONE_DEVICE,
         rounded: bool,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
+    ) -> tuple[Float[Array, "T D"], NormedRows]:
         """x and what is added to it, and the norm of that, which may be rounded to fp8 if asked.
 
         Args:
@@ -303,15 +304,15 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"]:
+    def __call__(self, x: NormedRows) -> Float[Array, "T D"]:
         """What this device's hidden units add to the result."""
         return self.down_proj(self._activated(x))
 
-    def splits(self, x: Float[Array, "T D"] | QuantizedRows) -> Float[Array, "T D"] | Splits:
+    def splits(self, x: NormedRows) -> Float[Array, "T D"] | Splits:
         """The same, for who adds it up."""
         return self.down_proj.splits(self._activated(x))
 
-    def _activated(self, x: Float[Array, "T D"] | QuantizedRows) -> Ungated:
+    def _activated(self, x: NormedRows) -> Ungated:
         return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])
 
     @property

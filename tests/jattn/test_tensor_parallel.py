@@ -286,8 +286,7 @@ def test_a_device_that_waited_in_vain_starts_the_engine_over(llama, on_one, fake
     engine.executor.weights, before = broken, fake_mailbox.words
     fake_mailbox.words = before.at[FAILED].set(1)
     with pytest.raises(RuntimeError, match="Device 0 of 2 that share the model waited some seconds for another one"):
-        while engine.has_work:
-            engine.step()
+        run(engine)
     run(engine)
     assert fake_mailbox.waited_in_vain() == []
     assert request.generated == on_one[2]

@@ -181,8 +181,8 @@ def test_router_of_bfloat16_rounds_no_logit():
 
 @pytest.mark.parametrize("shared_size", [None, UNITS])
 def test_two_devices_count_each_bias_once(shared_size):
-    whole, x = filled(gpt_oss(shared_size=shared_size)), tokens(13)
-    graph = nnx.graphdef(gpt_oss(shared_size=shared_size, parallel=Parallel("tensor", 2)))
+    whole, x, parallel = filled(gpt_oss(shared_size=shared_size)), tokens(13), Parallel("tensor", 2)
+    graph = nnx.graphdef(gpt_oss(shared_size=shared_size, parallel=parallel))
     parts = [jax.tree.map(np.array, nnx.state(whole)) for _ in range(2)]  # the state itself is the mixture's
     for rank, part in enumerate(parts):
         for path, variable in nnx.to_flat_state(part):
@@ -195,7 +195,8 @@ def test_two_devices_count_each_bias_once(shared_size):
                 leaf = leaf[..., rank * half :, :][..., :half, :]
             variable.set_value(leaf)
     both = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
-    out = jax.jit(jax.vmap(lambda state: nnx.merge(graph, state)(x), axis_name="tensor"))(both)
+    summed = jax.vmap(lambda state: parallel.all_reduce(nnx.merge(graph, state)(x)), axis_name="tensor")
+    out = jax.jit(summed)(both)
     for device in out:
         assert_is_plain(whole, x, softmax_of(2, normalised=True), device)
 

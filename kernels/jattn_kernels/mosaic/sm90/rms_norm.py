@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_type, store_rounded
+from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
 from jattn_kernels.operands import NormOperands
-from jattn_kernels.quantized import QuantizedRows
+from jattn_kernels.quantized import NormedRows, QuantizedRows
 
 _MOST_COLUMNS = 8192  # 64 a thread
 
@@ -32,9 +32,7 @@ def supports(columns: int, *dtypes: Any) -> bool:
     )
 
 
-def rms_norm(
-    call: NormCall, operands: NormOperands
-) -> Float[Array, "T D"] | QuantizedRows | tuple[Float[Array, "T D"], Float[Array, "T D"] | QuantizedRows]:
+def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float[Array, "T D"], NormedRows]:
     """Rows over their root mean square, times a layer's scale and an offset; if something is added, the sum before."""
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
@@ -67,14 +65,17 @@ def rms_norm(
         if call.rounded:
             store_rounded(out_refs, row, normed)
 
-    total = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    out = rounded_type(*x.shape, x.dtype) if call.rounded else total
-    results, tree = jax.tree.flatten((total, out) if parts else out)
+    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    sum_types, out_types = [like_x for _ in parts], rounded_types(*x.shape) if call.rounded else (like_x,)
     run = launch.kernel(
         kernel,
-        out_type=tuple(results),
+        out_type=(*sum_types, *out_types),
         grid=(x.shape[0],),
         grid_names=("row",),
         kernel_name="rms_norm",
     )
-    return jax.tree.unflatten(tree, run(x, operands.scale, operands.layer_index.reshape(1), *parts))
+    results = run(x, operands.scale, operands.layer_index.reshape(1), *parts)
+    sums, (out, *scales) = results[: len(parts)], results[len(parts) :]
+    if call.rounded:
+        out = QuantizedRows(values=out, scales=scales[0], num_rows=x.shape[0], dtype=x.dtype)
+    return (*sums, out) if parts else out

@@ -5,7 +5,7 @@ asked for before that is waited for.
 """
 
 import dataclasses
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ class AddNormConfig:
     offset: float
 
 
-def fits(columns: int, dtype: object, inbox: Inbox) -> bool:
+def fits(columns: int, dtype: Any, inbox: Inbox) -> bool:
     """Whether there is a kernel for rows of so many numbers."""
     row_bytes = columns * jnp.dtype(dtype).itemsize
     return row_bytes % PIECE_BYTES == 0 and triton.next_power_of_2(row_bytes // 4) <= inbox.lane_words

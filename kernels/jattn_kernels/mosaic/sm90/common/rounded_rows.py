@@ -10,20 +10,16 @@ import jax.numpy as jnp
 
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
-from jattn_kernels.quantized import FP8, LARGEST, QuantizedRows, scale_of
+from jattn_kernels.quantized import FP8, LARGEST, scale_of
 
 _SCALES = 256  # of the rows of a product's work tile, at most: so many are read at a time
 
 
-def rounded_type(num_rows: int, columns: int, dtype: Any) -> QuantizedRows:
-    """So many rows as a kernel's result: whole tiles of them, which TMA copies, unless there is less than one."""
+def rounded_types(num_rows: int, columns: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Values and scales of so many rows: whole tiles of values, which TMA copies, unless there is less than one."""
     whole = num_rows if num_rows <= TILED_ROWS else pl.cdiv(num_rows, TILED_ROWS) * TILED_ROWS
-    return QuantizedRows(
-        values=jax.ShapeDtypeStruct((whole, columns), FP8),
-        scales=jax.ShapeDtypeStruct((pl.cdiv(num_rows, _SCALES) * _SCALES,), jnp.float32),
-        num_rows=num_rows,
-        dtype=jnp.dtype(dtype),
-    )
+    scales = pl.cdiv(num_rows, _SCALES) * _SCALES
+    return jax.ShapeDtypeStruct((whole, columns), FP8), jax.ShapeDtypeStruct((scales,), jnp.float32)
 
 
 def store_rounded(refs: Sequence[Any], row: Any, numbers: Sequence[tuple[Piece, jax.Array]]) -> None:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.mosaic.sm90 import rms_norm
-from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_type
+from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.fp8 import rows
 from jattn_kernels.mosaic.sm90.fp8.product import fp8_matmul
@@ -53,15 +53,17 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
 
 def _rounded(call: MatmulCall, operands: MatmulOperands) -> QuantizedRows:
     """A call's rows, with what is to be done before."""
-    if operands.row_scales is not None:
-        return QuantizedRows(
-            values=operands.x, scales=operands.row_scales, num_rows=call.num_rows, dtype=jnp.dtype(call.dtype)
-        )
     if call.norm is not None:
         assert operands.norm is not None
-        return rms_norm.rms_norm(dataclasses.replace(call.norm, rounded=True), operands.norm)
-    if rows.supports(call.depth):
+        normed = rms_norm.rms_norm(dataclasses.replace(call.norm, rounded=True), operands.norm)
+        assert isinstance(normed, QuantizedRows)
+        return normed
+    if operands.row_scales is None and rows.supports(call.depth):
         return rows.quantized_rows(operands.x, call.activation, call.depth)
-    (x, x_scales), held = quantize_rows(operands.x), rounded_type(*operands.x.shape, call.dtype)
-    x = jnp.pad(x, ((0, len(held.values) - call.num_rows), (0, 0)))
-    return dataclasses.replace(held, values=x, scales=jnp.pad(x_scales[:, 0], (0, len(held.scales) - call.num_rows)))
+    values, scales = operands.x, operands.row_scales
+    if scales is None:
+        (values, scales), types = quantize_rows(operands.x), rounded_types(call.num_rows, call.depth)
+        whole, num_scales = (each.shape[0] for each in types)
+        values = jnp.pad(values, ((0, whole - call.num_rows), (0, 0)))
+        scales = jnp.pad(scales[:, 0], (0, num_scales - call.num_rows))
+    return QuantizedRows(values=values, scales=scales, num_rows=call.num_rows, dtype=jnp.dtype(call.dtype))

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_type, store_rounded
+from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, Piece
 from jattn_kernels.quantized import QuantizedRows
 
@@ -38,11 +37,15 @@ def quantized_rows(
             numbers.append((piece, of_piece))
         store_rounded(refs, row, numbers)
 
-    result, tree = jax.tree.flatten(rounded_type(x.shape[0], columns, x.dtype))
     run = launch.kernel(
-        kernel, out_type=tuple(result), grid=(x.shape[0],), grid_names=("row",), kernel_name="quantize_rows"
+        kernel,
+        out_type=rounded_types(x.shape[0], columns),
+        grid=(x.shape[0],),
+        grid_names=("row",),
+        kernel_name="quantize_rows",
     )
-    return jax.tree.unflatten(tree, run(x))
+    values, scales = run(x)
+    return QuantizedRows(values=values, scales=scales, num_rows=x.shape[0], dtype=x.dtype)
 
 
 def _pieces(columns: int, halves: int) -> list[list[Piece]]:
