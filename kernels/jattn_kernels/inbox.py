@@ -2,9 +2,9 @@
 
 Each device has an inbox, into which the others store:
 
-    words 0 to 127      of each block, how many exchanges it has done
-    word 128            1 once a block has waited in vain: from then on none waits
-    word 256 on         of each block two slots, which exchanges take in turn; a slot has a lane for each other device,
+    words 0 to 255      of each block, how many exchanges it has done
+    word 256            1 once a block has waited in vain: from then on none waits
+    word 512 on         of each block two slots, which exchanges take in turn; a slot has a lane for each other device,
                         and with more than two devices another one for each, for sums that are handed on
 
 A word of a lane is EMPTY until it is stored to, and EMPTY again once it is read: what is stored is its own sign that it
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import UInt32
 
 EMPTY = 0x80008000  # a word of two numbers -0.0 in 16 bits; senders store something else in its place
-MOST_BLOCKS = 128  # all of which a GPU has room for at once
+MOST_BLOCKS = 256  # which a GPU has room for at once, or runs in their order
 FAILED = MOST_BLOCKS
 HEADER = 2 * MOST_BLOCKS
 WORD_BYTES = 4

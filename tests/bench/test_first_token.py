@@ -28,7 +28,9 @@ def test_parts_are_products_and_attention():
 
 
 def test_command_line_runs_each_size(monkeypatch, capsys):
-    monkeypatch.setattr(first_token, "random_model", lambda shapes, parallel, quantization: shapes["max_position_embeddings"])
+    monkeypatch.setattr(
+        first_token, "random_model", lambda shapes, parallel, quantization: shapes["max_position_embeddings"]
+    )
     monkeypatch.setattr(
         first_token,
         "measured",

@@ -20,12 +20,14 @@ from jattn_kernels.call import NormCall
 from jattn_kernels.inbox import EMPTY, HEADER, Inbox
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.splits import Splits
-from jattn_kernels.triton.peers import all_reduce as kernels
+from jattn_kernels.triton.peers import add_norm as norms
+from jattn_kernels.triton.peers import all_reduce as sums
 from jattn_kernels.triton.peers.add_norm import add_norm
 from jattn_kernels.triton.peers.all_reduce import all_gather, all_reduce
 
 LANE_WORDS = 512  # two KB: long arrays take several rounds
 TILE = 32  # pieces: a lane takes several
+BLOCKS = 4
 EPS = 1e-5
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -87,7 +89,7 @@ def _check_sum(rng: np.random.Generator, rank: int, table: jax.Array, inbox: Inb
 
 def _check_long_sum(rng: np.random.Generator, rank: int, table: jax.Array, inbox: Inbox) -> None:
     """More than a lane of all blocks."""
-    parts = [drawn(rng, (140 * LANE_WORDS,), "float32") for _ in range(inbox.devices)]
+    parts = [drawn(rng, (3 * BLOCKS * LANE_WORDS,), "float32") for _ in range(inbox.devices)]
     with interpreted():
         out = all_reduce(jnp.asarray(parts[rank]), table, inbox, shots=1)
     _same(out, _sum(parts))
@@ -103,6 +105,8 @@ def _check_gather(rng: np.random.Generator, rank: int, table: jax.Array, inbox: 
 def _check_norm(rng: np.random.Generator, rank: int, table: jax.Array, inbox: Inbox) -> None:
     dtype, rows = str(rng.choice(DTYPES)), int(rng.integers(1, 6))
     columns = 8 * int(rng.integers(1, 60))
+    if rng.integers(3) == 0:
+        rows, columns = 50, 96  # some of a block's rows are of one exchange, others of the next
     num_splits = int(rng.integers(0, 3))
     x, scale = drawn(rng, (rows, columns), dtype), drawn(rng, (2, columns), dtype)
     shape = (num_splits, -(-rows // 4) * 4, columns) if num_splits else (rows, columns)
@@ -129,7 +133,7 @@ CHECKS = (_check_sum, _check_sum, _check_gather, _check_norm)
 def main(path: str, devices: int, rank: int, calls: int) -> None:
     """One device's part."""
     inbox = Inbox(devices, LANE_WORDS)
-    kernels._MOST_TILE = TILE
+    sums._MOST_TILE, sums.MOST_BLOCKS, norms.MOST_BLOCKS = TILE, BLOCKS, BLOCKS
     words = _inboxes(pathlib.Path(path), inbox, "r+")
     table = jnp.asarray(inbox.table([row.ctypes.data for row in words])[rank])
     rng = np.random.default_rng(devices)  # the same on all

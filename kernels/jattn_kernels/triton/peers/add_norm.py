@@ -1,7 +1,10 @@
-"""What the GPUs of a host add to the residual stream, and the norm of that, in one kernel: a block a row.
+"""What the GPUs of a host add to the residual stream, and the norm of that, in one kernel.
 
-What each device adds may come in splits of a product, which are added up as they are read. All but the others' part is
-asked for before that is waited for.
+program (block)     a row, or several: it stores its parts of as many as a lane holds into the others' inboxes, and then
+                    adds up and norms one after the other
+
+What each device adds may come in splits of a product, which are added up as they are read. All but the others' part of
+a row is asked for before that is waited for.
 """
 
 import dataclasses
@@ -46,7 +49,8 @@ class AddNormConfig:
         tile: The power of two that they fit.
         splits: Of what a device adds; 0 if it is added up already.
         split_pieces: Pieces of one of them.
-        rounds: Rows of a block.
+        rows_at_once: Of a block, in an exchange.
+        rounds: Exchanges of a block.
         threads: Of a block.
         eps, offset: As of `rms_norm`.
     """
@@ -59,6 +63,7 @@ class AddNormConfig:
     tile: int
     splits: int
     split_pieces: int
+    rows_at_once: int
     rounds: int
     threads: int
     eps: float
@@ -89,6 +94,7 @@ def add_norm(
     pieces = x.shape[1] * x.dtype.itemsize // PIECE_BYTES
     tile = triton.next_power_of_2(pieces)
     blocks = min(len(x), MOST_BLOCKS)
+    rows_at_once = min(triton.cdiv(len(x), blocks), inbox.lane_words // (PIECE_WORDS * tile))
     warps = min(max(tile // 32, 4), 16)  # a piece a thread
     in_splits = isinstance(addition, Splits)
     parts = addition.parts if isinstance(addition, Splits) else addition
@@ -101,7 +107,8 @@ def add_norm(
         tile=tile,
         splits=len(parts) if in_splits else 0,
         split_pieces=parts[0].size // PIECE_WORDS if in_splits else 0,
-        rounds=triton.cdiv(len(x), blocks),
+        rows_at_once=rows_at_once,
+        rounds=triton.cdiv(len(x), blocks * rows_at_once),
         threads=32 * warps,
         eps=float(call.eps),
         offset=float(call.offset),
@@ -141,31 +148,46 @@ def add_norm_rows(
     within = piece < C.pieces
     scale = load(scale_ptr, tl.load(layer_ptr) * C.pieces + piece, within, E)
     for number in range(C.rounds):
-        row = number * tl.num_programs(0) + tl.program_id(0)
-        inside = within & (row < C.rows)
-        place = row * C.pieces + piece
-        before = load(x_ptr, place, inside, E)
-        if C.splits > 0:
-            mine = _summed(parts_ptr, place, inside, C)
-        else:
-            mine = load(parts_ptr, place, inside, E)
-        mine = sendable(mine, E)
         slot = slot_at(calls + number, E)
-        for distance in tl.static_range(1, devices):
-            send(others[distance - 1] + slot, piece, mine, inside, E)
-        addition = summed(own, slot, rank, piece, mine, inside, polls, E)
-        sums = added(added(nothing(piece), addition, E), before, E)
-        words = rounded(sums, E)
-        store(total_ptr, place, words, inside, E)
-        numbers = added(nothing(piece), words, E)
-        squares = numbers[0] * numbers[0]
-        for i in tl.static_range(1, 8):
-            squares += numbers[i] * numbers[i]
-        root = tl.rsqrt(tl.sum(tl.where(inside, squares, 0.0)) / C.columns + C.eps)
-        store(normed_ptr, place, rounded(_scaled(numbers, root, scale, C), E), inside, E)
+        first = (number * tl.num_programs(0) + tl.program_id(0)) * C.rows_at_once
+        if C.rows_at_once > 1:
+            for i in range(C.rows_at_once):
+                inside = within & (first + i < C.rows)
+                mine = _part(parts_ptr, (first + i) * C.pieces + piece, inside, C)
+                for distance in tl.static_range(1, devices):
+                    send(others[distance - 1] + slot, i * C.tile + piece, mine, inside, E)
+        for i in range(C.rows_at_once):
+            inside = within & (first + i < C.rows)
+            place = (first + i) * C.pieces + piece
+            before = load(x_ptr, place, inside, E)
+            mine = _part(parts_ptr, place, inside, C)
+            if C.rows_at_once == 1:
+                for distance in tl.static_range(1, devices):
+                    send(others[distance - 1] + slot, piece, mine, inside, E)
+            addition = summed(own, slot, rank, i * C.tile + piece, mine, inside, polls, E)
+            words = rounded(added(added(nothing(piece), addition, E), before, E), E)
+            store(total_ptr, place, words, inside, E)
+            numbers = added(nothing(piece), words, E)
+            squares = numbers[0] * numbers[0]
+            for j in tl.static_range(1, 8):
+                squares += numbers[j] * numbers[j]
+            root = tl.rsqrt(tl.sum(tl.where(inside, squares, 0.0)) / C.columns + C.eps)
+            store(normed_ptr, place, rounded(_scaled(numbers, root, scale, C), E), inside, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def _part(parts_ptr, place, inside, C: tl.constexpr):
+    """What this device adds to each piece, as it sends it."""
+    E: tl.constexpr = C.exchange
+    if C.splits > 0:
+        words = _summed(parts_ptr, place, inside, C)
+    else:
+        words = load(parts_ptr, place, inside, E)
+    return sendable(words, E)
 
 
 @triton.jit

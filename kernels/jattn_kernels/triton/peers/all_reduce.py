@@ -38,7 +38,7 @@ from jattn_kernels.triton.peers.numbers import summed
 
 # Bytes up to which more than two devices send everything to everybody: an exchange less, and more to store.
 _ONE_SHOT_BYTES = 256 * 1024
-_LEAST_TILE, _MOST_TILE = 128, 2048  # pieces of a block at a time: a piece a thread, and four of many
+_LEAST_TILE, _MOST_TILE = 128, 1024  # pieces of a block at a time: a piece a thread, and two of many
 _MOST_WARPS = 16
 
 
