@@ -177,6 +177,7 @@ def engine_of(served: Path | Model, batch: int, steps: int, dtype: str) -> Engin
         "smallest_decode_bucket": batch,
         "max_context_len": _WARM_UP_STEPS + 5 * steps + _PROFILED_STEPS * 3 + batch + 64,
         "prefill_tokens": 64,
+        "compile_in_background": False,
     }
     if isinstance(served, Path):
         return jattn.LLM(served, dtype=dtype, progress=False, **knobs).engine

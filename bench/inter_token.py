@@ -65,6 +65,7 @@ class Arrival:
             smallest_prefill_bucket=self.prefill_tokens,
             mixed_steps=self.mixed_steps,
             full_sampling=False,
+            compile_in_background=False,
             enable_prefix_caching=False,  # a prompt that comes twice is measured twice
             tensor_parallel=model.parallel.size,
         )

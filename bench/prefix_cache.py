@@ -65,6 +65,7 @@ class Traffic:
             prefill_tokens=self.prefill_tokens,
             enable_prefix_caching=enable_prefix_caching,
             full_sampling=False,
+            compile_in_background=False,
         )
         return Engine(nnx.merge(model.graph, model.weights), config)
 

@@ -45,7 +45,8 @@ def random_llm(model: Model, **knobs: Any) -> LLM:
         knobs: Of `EngineConfig`.
     """
     use_persistent_cache()
-    engine = Engine(nnx.merge(model.graph, model.weights), EngineConfig(**knobs))
+    config = EngineConfig(compile_in_background=False, **knobs)
+    engine = Engine(nnx.merge(model.graph, model.weights), config)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), model.config.vocab_size)
         return LLM.over(engine, Tokenizer(folder), ChatTemplate(folder))

@@ -1,7 +1,7 @@
 """Where the seconds of a start go, the first time and the second: the command line, and an engine at full size.
 
 python -m bench.startup [--only generate|engine] [--full-sampling] [--no-greedy-steps] [--compile-threads N]
-    [--in-background]
+    [--all-first]
 
 Each start is a process of its own over one new cache folder; `plain` ones, that nobody looks into, keep steps of their
 own there. Seconds of tracing, lowering and loading are added up over threads, so they may exceed the span `steps` that
@@ -127,7 +127,7 @@ def engine(options: argparse.Namespace) -> None:
     from jattn.serving.request import SamplingParams
 
     if options.compile_threads:
-        step_compilation._COMPILING_AT_ONCE = options.compile_threads
+        step_compilation.COMPILING_AT_ONCE = options.compile_threads
     step_cache.use_persistent_cache()
     with figures.span("weights"):
         model = random_model()
@@ -138,7 +138,7 @@ def engine(options: argparse.Namespace) -> None:
         prefill_tokens=_PREFILL_TOKENS,
         full_sampling=options.full_sampling,
         greedy_steps=not options.no_greedy_steps,
-        compile_in_background=options.in_background,
+        compile_in_background=False if options.all_first else None,
     )
     with figures.span("engine"):
         served = Engine(nnx.merge(model.graph, model.weights), config)
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--full-sampling", action="store_true", help="steps for penalties and log-probabilities too")
     parser.add_argument("--no-greedy-steps", action="store_true", help="no steps for launches in which nobody draws")
     parser.add_argument("--compile-threads", type=int, metavar="N", help="steps that XLA compiles at once")
-    parser.add_argument("--in-background", action="store_true", help="but the largest steps, compiled while it serves")
+    parser.add_argument("--all-first", action="store_true", help="no step compiled while it serves")
     parser.add_argument("--child", choices=("generate", "engine"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

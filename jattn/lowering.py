@@ -11,9 +11,9 @@ import pickle
 import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import jax
@@ -86,6 +86,7 @@ class LoweringProcesses:
         self._facts = default_device(), settings, implementations()
         self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
         self._begun: list[subprocess.Popen[bytes]] = []
+        self._closed = threading.Event()
         self.count = count
         for _ in range(count):
             self._idle.put(None)
@@ -111,27 +112,53 @@ class LoweringProcesses:
         finally:
             self._idle.put(process)
         if isinstance(answer, str):
+            if self._closed.is_set():
+                return function
             logger.info("A step is lowered here: %s", " ".join(answer.split()))
             return function
         return answer.call
 
-    def as_done[Key](self, steps: Mapping[Key, Step]) -> Iterator[tuple[Key, Callable[..., Any], float]]:
-        """Functions of the same arguments by key, in the order in which they are lowered, with the seconds of each."""
-        if not self.count:
-            yield from ((key, function, 0.0) for key, (function, _) in steps.items())
+    def as_done[Key](
+        self, steps: Mapping[Key, Step], *, elsewhere: bool = True
+    ) -> Iterator[tuple[Key, Callable[..., Any], float]]:
+        """Functions of the same arguments by key, in the order in which they are lowered, with the seconds of each.
+
+        No more of them once this is closed, by whatever thread.
+
+        Args:
+            elsewhere: Whether processes may lower them; if not, every function is given back as it is.
+        """
+        if not self.count or not elsewhere:
+            for key, (function, _) in steps.items():
+                if self._closed.is_set():
+                    return
+                yield key, function, 0.0
             return
+        waiting: queue.SimpleQueue[tuple[Key, Step]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[Key, Callable[..., Any], float] | None] = queue.SimpleQueue()
+        left = threading.Event()
+        for key_and_step in steps.items():
+            waiting.put(key_and_step)
 
-        def lowered(step: Step) -> tuple[Callable[..., Any], float]:
-            start = time.perf_counter()
-            return self.lowered(*step), time.perf_counter() - start
+        def lower() -> None:
+            with contextlib.suppress(queue.Empty):
+                while not left.is_set() and not self._closed.is_set():
+                    key, step = waiting.get_nowait()
+                    start = time.perf_counter()
+                    done.put((key, self.lowered(*step), time.perf_counter() - start))
+                done.put(None)  # whoever waits may go
 
-        threads = ThreadPoolExecutor(self.count)
+        # Not a pool's threads, whose work an interpreter that ends waits for.
+        for _ in range(min(self.count, len(steps))):
+            threading.Thread(target=lower, daemon=True).start()
         try:
-            waiting = {threads.submit(lowered, step): key for key, step in steps.items()}
-            for done in as_completed(waiting):
-                yield waiting[done], *done.result()
+            for _ in steps:
+                found = done.get()
+                if found is None or self._closed.is_set():
+                    return
+                yield found
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            left.set()
 
     def _begin(self) -> "subprocess.Popen[bytes]":
         unset = ("XLA_FLAGS", "CUDA_VISIBLE_DEVICES")
@@ -145,6 +172,7 @@ class LoweringProcesses:
 
     def close(self) -> None:
         """Ends them; who waits for one is given the function itself."""
+        self._closed.set()
         for process in self._begun:
             process.kill()
             process.wait()
@@ -157,7 +185,7 @@ def processes_for(num_steps: int, *, most: int = 8) -> int:
     """How many processes gain time for so many steps: none but for a GPU, and for several steps."""
     if num_steps < _FEWEST_STEPS or default_device().platform != "gpu":
         return 0
-    return min(num_steps // 2, (os.cpu_count() or 1) // 2, most)
+    return min(num_steps, (os.cpu_count() or 1) // 2, most)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

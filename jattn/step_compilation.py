@@ -17,7 +17,7 @@ from jattn.progress import logger, shown
 from jattn.step_cache import StepCache, step_cache, without_jax_cache
 from jattn.step_keys import StepNames
 
-_COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python's lock
+COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
 Compilation = Future[tuple[jax.stages.Compiled, StepRecord]]
 
@@ -49,7 +49,7 @@ def compile_steps(
         missing = {key: plan for key, plan in plans_left.items() if key not in found and (only is None or key in only)}
         if missing:
             bar = shown("Compiling steps", len(missing), wanted=progress)
-            with bar as advance, contextlib.closing(_in_turn(missing, kept, processes, _COMPILING_AT_ONCE)) as in_turn:
+            with bar as advance, contextlib.closing(_in_turn(missing, kept, processes, COMPILING_AT_ONCE)) as in_turn:
                 for key, compilation in in_turn:
                     step, record = compilation.result()
                     found |= CompiledSteps({key: step}, {key: record})
@@ -93,7 +93,7 @@ class _Kept(NamedTuple):
         """Those that are there."""
         if self.cache is None or not self.names:
             return CompiledSteps({})
-        with ThreadPoolExecutor(_COMPILING_AT_ONCE, threading.current_thread().name) as pool:
+        with ThreadPoolExecutor(COMPILING_AT_ONCE, threading.current_thread().name) as pool:
             devices = [plans[key].devices for key in self.names]
             timed = zip(self.names, pool.map(_timed(self.cache.load), self.names.values(), devices), strict=True)
             there = {key: (step, seconds) for key, (step, seconds) in timed if step is not None}
@@ -109,10 +109,6 @@ class _Kept(NamedTuple):
 def _in_turn(
     plans: Mapping[Hashable, StepPlan], kept: _Kept, processes: LoweringProcesses, at_once: int
 ) -> Generator[tuple[Hashable, Compilation]]:
-    # A step without a name is of code that no other process can be known to have.
-    if not plans.keys() <= kept.names.keys():
-        processes = LoweringProcesses(0)
-
     def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[jax.stages.Compiled, StepRecord]:
         step, seconds = _timed(lowered.compile)()
         kept.store(key, step)
@@ -124,7 +120,9 @@ def _in_turn(
     with without_jax_cache() if kept.cache is not None and kept.names else contextlib.nullcontext():
         try:
             steps = {key: (plan.function, plan.arguments) for key, plan in plans.items()}
-            for key, function, elsewhere in processes.as_done(steps):
+            # A step without a name is of code that no other process can be known to have.
+            in_turn = processes.as_done(steps, elsewhere=plans.keys() <= kept.names.keys())
+            for key, function, elsewhere in in_turn:
                 try:
                     lowered, here = _timed(_lowered)(dataclasses.replace(plans[key], function=function))
                 except Exception as error:
@@ -132,6 +130,7 @@ def _in_turn(
                     failed.set_exception(error)
                     pending[failed] = key
                 else:
+                    yield from _done(pending, most_left=at_once - 1)
                     pending[pool.submit(compiled, key, lowered, elsewhere + here)] = key
                 yield from _done(pending, most_left=at_once)
             yield from _done(pending, most_left=0)

@@ -151,7 +151,7 @@ def _own_server(checkpoint: Path | None, knobs: dict[str, Any], workload: Any, l
 
         if knobs["max_context_len"] is None:
             knobs["max_context_len"] = workload.longest
-        llm = LLM(path, **sizes_for_device(knobs))
+        llm = LLM(path, compile_in_background=False, **sizes_for_device(knobs))
         workload = dataclasses.replace(workload, vocab_size=llm.tokenizer.vocab_size)
         return list(_shown(measured_served(llm, workload, levels)))
 

@@ -31,7 +31,7 @@ def compile_checkpoint(
             from jattn.server.device_sizes import sizes_for_device
             from jattn.serving.frontend.llm import LLM
 
-            llm = LLM(path, **sizes_for_device(knobs))
+            llm = LLM(path, compile_in_background=False, **sizes_for_device(knobs))
         import jax
         from rich.console import Console
 

@@ -173,13 +173,14 @@ class EngineConfig:
         ),
     ] = None
     compile_in_background: Annotated[
-        bool,
+        bool | None,
         Knob(
             "Whether the engine serves once its largest steps are compiled, and smaller ones follow meanwhile: until "
-            "then a launch takes the next larger step, padded.",
+            "then a launch takes the next larger step, padded. By default on a GPU, for more steps than are compiled "
+            "at once.",
             flag=True,
         ),
-    ] = False
+    ] = None
     debug_checks: Annotated[
         bool,
         Knob("Whether to check page tables, lengths and slots before each launch, and wait for it; slow.", flag=True),

@@ -9,8 +9,10 @@ import pytest
 
 from jattn import step_compilation
 from jattn.serving.engine import Engine
-from jattn.serving.executor import background
-from jattn.serving.executor.step_plans import StepKey, largest_steps
+from jattn.serving.executor import background, executor
+from jattn.serving.executor.step_plans import StepKey, in_order_of_need, largest_steps, step_keys
+from jattn.serving.resolved_config import resolved
+from jattn_kernels.call import Device
 from tests.jattn.harness.tiny import CONFIG, one_variant, plans_of, run, sampled, tiny_model
 
 SMALLER = {StepKey("decode", 2, "plain"), StepKey("prefill", 8, "plain")}
@@ -86,19 +88,54 @@ def test_engine_that_goes_stops_compiling(held):
         gc.collect()
         held.set()
         assert not compiling.wait(60.0)
-        assert compiling.left == 1  # the one under way was finished
+        assert compiling.left == 2  # none was under way
 
 
-def test_interpreter_that_ends_waits_for_the_step_under_way(held, monkeypatch):
+def test_interpreter_that_ends_waits_for_the_step_under_way(monkeypatch):
     at_exit = []
     monkeypatch.setattr(background, "atexit", types.SimpleNamespace(register=at_exit.append, unregister=at_exit.remove))
+    begun, gate, store = threading.Event(), threading.Event(), step_compilation._Kept.store
+
+    def when_let(*arguments):
+        if threading.current_thread().name.startswith(background.THREAD):
+            begun.set()
+            assert gate.wait(60)
+        store(*arguments)
+
+    monkeypatch.setattr(step_compilation._Kept, "store", when_let)
     with one_variant("plain"):
         compiling = Engine(tiny_model(), SIZES).executor.background
         (end,) = at_exit
-        held.set()
+        assert begun.wait(60)
+        threading.Timer(0.2, gate.set).start()
         end()
     assert compiling.left == 1
     assert not at_exit
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "at_once", "expected"),
+    [
+        (None, "gpu", 2, True),
+        (None, "gpu", 16, False),
+        (None, "cpu", 2, False),
+        (True, "cpu", 16, True),
+        (False, "gpu", 2, False),
+    ],
+)
+def test_steps_are_left_to_the_background_where_they_would_wait_for_each_other(
+    monkeypatch, asked, platform, at_once, expected
+):
+    config = resolved(dataclasses.replace(SIZES, compile_in_background=asked), tiny_model())
+    monkeypatch.setattr(executor, "COMPILING_AT_ONCE", at_once)
+    monkeypatch.setattr(executor, "default_device", lambda: Device(platform))
+    assert len(step_keys(config)) == 12
+    assert executor.compiles_in_background(config) == expected
+
+
+def test_small_steps_without_rules_come_first():
+    keys = [StepKey("decode", 8, "full"), StepKey("prefill", 64, "plain"), StepKey("decode", 8, "plain")]
+    assert in_order_of_need(keys) == [keys[2], keys[1], keys[0]]
 
 
 def test_largest_steps_are_one_of_each_kind_and_variant():

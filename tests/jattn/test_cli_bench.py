@@ -67,7 +67,8 @@ def test_bench_serves_a_checkpoint_itself(llm, asked, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "vocab_size", 77, raising=False)
     result = bench("folder", "--input-len", 30, "--output-len", 4, "--concurrency", 2, "--max-num-seqs", 3)
     assert result.exit_code == 0, result.stderr
-    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=3, max_context_len=34)
+    expected = EngineConfig(max_num_seqs=3, max_context_len=34, compile_in_background=False)
+    assert EngineConfig(**llm.options) == expected
     ((_, workload, levels),) = asked
     assert (workload.vocab_size, levels) == (77, [Level(num_prompts=16, concurrency=2)])
     assert "50.0%" in result.stdout

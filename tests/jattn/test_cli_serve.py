@@ -64,7 +64,9 @@ def test_serve_hands_on_every_flag(llm, served, tmp_path):
     assert (options.model_names, options.api_keys) == (("a", "b"), ("one", "two"))
     assert (options.max_queued, options.max_body_bytes, options.chat_template) == (3, 2**19, "{{ messages }}")
     assert served["lifetime"] == Lifetime(drain_seconds=2.0, watchdog_seconds=9.0)
-    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=2, prefill_tokens=32, enable_prefix_caching=False)
+    assert EngineConfig(**llm.options) == EngineConfig(
+        max_num_seqs=2, prefill_tokens=32, enable_prefix_caching=False, compile_in_background=False
+    )
 
 
 def test_serve_takes_a_template_as_it_stands(llm, served):
@@ -125,6 +127,6 @@ def test_serve_tells_which_steps_there_are_and_how_many_follow(llm, served):
 def test_compile_tells_what_it_has_kept(llm, monkeypatch):
     result = run("compile", "folder", "--max-num-seqs", 7)
     assert result.exit_code == 0, result.stderr
-    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=7)
+    assert EngineConfig(**llm.options) == EngineConfig(max_num_seqs=7, compile_in_background=False)
     assert "1 of 2" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("Kept in ")

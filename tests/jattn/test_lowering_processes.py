@@ -43,7 +43,7 @@ def test_compiled_steps_are_those_of_this_process(one):
 
 @pytest.mark.parametrize(
     ("platform", "num_steps", "most", "count"),
-    [("cpu", 34, 8, 0), ("gpu", 3, 8, 0), ("gpu", 4, 8, 2), ("gpu", 34, 8, 8), ("gpu", 34, 1, 1)],
+    [("cpu", 34, 8, 0), ("gpu", 3, 8, 0), ("gpu", 4, 8, 4), ("gpu", 34, 8, 8), ("gpu", 34, 1, 1)],
 )
 def test_processes_are_begun_where_they_gain_time(monkeypatch, platform, num_steps, most, count):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
@@ -117,6 +117,16 @@ def test_steps_come_as_they_are_done_each_with_its_key(one):
     for size, (function, seconds) in found.items():
         np.testing.assert_array_equal(jax.jit(function)(jnp.eye(size)), np.eye(size))
         assert seconds > 0
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_no_more_steps_come_once_processes_are_closed(count):
+    processes = LoweringProcesses(count)
+    steps = dict.fromkeys(range(3), (steps_elsewhere.product, (X,)))
+    in_turn = processes.as_done(steps)
+    assert next(in_turn)[0] == 0
+    processes.close()
+    assert not list(in_turn)
 
 
 @pytest.mark.parametrize(

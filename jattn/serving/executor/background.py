@@ -13,6 +13,7 @@ from jattn.progress import logger
 from jattn.step_compilation import Compilation, steps_in_turn
 
 THREAD = "jattn-compile"  # how the names of the threads that compile here begin
+_AT_ONCE = 1  # XLA tries each product in memory that is spared for one at a time
 
 
 @dataclasses.dataclass
@@ -28,6 +29,7 @@ class BackgroundCompilation:
     failed: dict[Hashable, str] = dataclasses.field(default_factory=dict)
     _stopping: threading.Event = dataclasses.field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _processes: LoweringProcesses | None = None
 
     def start(
         self,
@@ -41,13 +43,17 @@ class BackgroundCompilation:
             add: Takes each step once it is compiled, in the thread.
             processes: That lower them; closed in the end.
         """
+        self._processes = processes
         self._thread = threading.Thread(target=self._run, args=(dict(plans), add, processes), name=THREAD, daemon=True)
         atexit.register(self._end)
         self._thread.start()
+        logger.info("Compiling %d more steps in the background; larger ones serve until they are there", len(plans))
 
     def stop(self) -> None:
         """Compiles no step after the one under way; does not wait for that."""
         self._stopping.set()
+        if self._processes is not None:
+            self._processes.close()
 
     def _end(self) -> None:
         """Stops, and waits for the step under way: an interpreter that goes meanwhile dies of it."""
@@ -67,19 +73,20 @@ class BackgroundCompilation:
         processes: LoweringProcesses,
     ) -> None:
         start, num_plans = time.perf_counter(), len(plans)
-        # XLA tries each product in memory that is spared for one at a time.
-        in_turn = steps_in_turn(plans, processes=processes, at_once=1)
+        in_turn = steps_in_turn(plans, processes=processes, at_once=_AT_ONCE)
         with contextlib.closing(processes), contextlib.closing(in_turn), contextlib.ExitStack() as stack:
             stack.callback(atexit.unregister, self._end)
             try:
                 for key, compilation in in_turn:
                     self._take(key, compilation, add)
                     if self._stopping.is_set():
-                        return
-            except RuntimeError:
-                if threading.main_thread().is_alive():
+                        break
+            except RuntimeError as error:
+                if threading.main_thread().is_alive() and "shutdown" not in str(error):
                     raise
                 return  # the interpreter ends, and lets nothing begin
+        if self._stopping.is_set():
+            return
         logger.info(
             "Compiled in the background: %d of %d steps in %.1f s",
             num_plans - len(self.failed),

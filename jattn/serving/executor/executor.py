@@ -31,14 +31,23 @@ from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.pool_size import beside_steps
 from jattn.serving.executor.served_model import served_model
 from jattn.serving.executor.state import made_state
-from jattn.serving.executor.step_plans import StepKey, largest_steps, note_key, step_key, step_plans
+from jattn.serving.executor.step_plans import (
+    StepKey,
+    in_order_of_need,
+    largest_steps,
+    note_key,
+    step_key,
+    step_keys,
+    step_plans,
+)
 from jattn.serving.executor.structured_plans import forward_key, sample_key, structured_plans
 from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import packed
 from jattn.serving.steps.plain import NO_TOKEN
-from jattn.step_compilation import compile_steps
+from jattn.step_compilation import COMPILING_AT_ONCE, compile_steps
+from jattn_kernels.call import default_device
 
 
 class Executor:
@@ -75,7 +84,8 @@ class Executor:
         served = served_model(model, config, draft_model=draft_model)
         self.weights, steps, self._mixed_rows = served.weights, served.steps, served.mixed_rows
         _check_loaded(self.weights, config)
-        have, processes = CompiledSteps({}), LoweringProcesses(_num_processes(config))
+        in_background = compiles_in_background(config)
+        have, processes = CompiledSteps({}), LoweringProcesses(_num_processes(config, in_background))
         if fit_pool:
             config, have = beside_steps(served, config, model.vocab_size, processes)
         self.config = config
@@ -95,7 +105,7 @@ class Executor:
         self._mailbox = mailbox_of(config.parallel)
         self._first_runs = None if self._mailbox is None else FirstRuns(self._mailbox)
         self._expect_first_runs(plans)
-        self.compiled_steps, later = _compiled(plans, config, have, processes)
+        self.compiled_steps, later = _compiled(plans, config, have, processes, in_background)
         self.pool = self._make_pool()
         self._run_first(plans)
         self.background = BackgroundCompilation(len(later))
@@ -262,21 +272,31 @@ class Executor:
         self.in_flight.append(launch)
 
 
-def _num_processes(config: ResolvedConfig) -> int:
+def compiles_in_background(config: ResolvedConfig) -> bool:
+    """Whether smaller steps are compiled while larger ones serve."""
+    if config.compile_in_background is not None:
+        return config.compile_in_background
+    # On a CPU they would take it from those that serve; so few that none waits for another come as soon as the largest.
+    return default_device().platform == "gpu" and len(step_keys(config)) > COMPILING_AT_ONCE
+
+
+def _num_processes(config: ResolvedConfig, in_background: bool) -> int:
     """How many lower the steps of an engine; half as many beside others that are served."""
-    num_steps = len(config.decode_buckets) + len(config.prefill_buckets)
-    return processes_for(num_steps, most=4 if config.compile_in_background else 8)
+    return processes_for(len(step_keys(config)), most=4 if in_background else 8)
 
 
 def _compiled(
-    plans: dict[Any, StepPlan], config: ResolvedConfig, have: CompiledSteps, processes: LoweringProcesses
+    plans: dict[Any, StepPlan],
+    config: ResolvedConfig,
+    have: CompiledSteps,
+    processes: LoweringProcesses,
+    in_background: bool,
 ) -> tuple[Any, dict[Any, StepPlan]]:
     """The steps without which nobody is served, and those that are on disk; and the plans of the others."""
-    only = largest_steps(plans) if config.compile_in_background else None
+    only = largest_steps(plans) if in_background else None
     steps = compile_steps(plans, progress=config.progress, only=only, have=have, processes=processes)
-    if only is None:
-        return steps, {}
-    return steps, {key: plan.without_arrays() for key, plan in plans.items() if key not in steps}
+    left = in_order_of_need(key for key in plans if key not in steps)
+    return steps, {key: plans[key].without_arrays() for key in left}
 
 
 def _check_loaded(weights: Any, config: ResolvedConfig) -> None:

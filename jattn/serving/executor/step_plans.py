@@ -43,23 +43,32 @@ def step_plans(
     """
     unrolled = config.speculative is None  # a draft model's loop over tokens holds one over its layers
     plans = {}
-    for variant in VARIANTS if config.full_sampling else VARIANTS[:2]:
-        if _served(variant, config) != variant:
-            continue
-        decode = functools.partial(steps.decode, variant=variant)
-        prefill = functools.partial(steps.prefill, variant=variant)
-        for size in config.decode_buckets:
-            arguments = (*held, decode_batch([], size, config))
-            plans[StepKey("decode", size, variant)] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
-        for size in config.prefill_buckets:
-            sent = decode_batch([], mixed_rows, config), prefill_batch([], size, config, variant)
-            plans[StepKey("prefill", size, variant)] = taking_packed(prefill, held, sent, donate=(1, 2))
-    if config.enable_prefix_caching and (config.full_sampling or config.speculative):
-        key = note_key(config)
-        note = functools.partial(steps.note, variant=key.variant)
-        sent = (prefill_batch([], key.size, config, key.variant),)
-        plans[key] = taking_packed(note, held[1:2], sent, donate=(0,))
+    for key in step_keys(config):
+        if key.kind == "decode":
+            decode = functools.partial(steps.decode, variant=key.variant)
+            arguments = (*held, decode_batch([], key.size, config))
+            plans[key] = StepPlan(decode, arguments, donate=(1, 2), unrolled=unrolled)
+        elif key.kind == "prefill":
+            prefill = functools.partial(steps.prefill, variant=key.variant)
+            sent = decode_batch([], mixed_rows, config), prefill_batch([], key.size, config, key.variant)
+            plans[key] = taking_packed(prefill, held, sent, donate=(1, 2))
+        else:
+            note = functools.partial(steps.note, variant=key.variant)
+            sent = (prefill_batch([], key.size, config, key.variant),)
+            plans[key] = taking_packed(note, held[1:2], sent, donate=(0,))
     return on_mesh(plans, config.parallel)
+
+
+def step_keys(config: ResolvedConfig) -> list[StepKey]:
+    """All steps of an engine, but for those of structured output."""
+    keys = []
+    for variant in VARIANTS if config.full_sampling else VARIANTS[:2]:
+        if _served(variant, config) == variant:
+            keys += [StepKey("decode", size, variant) for size in config.decode_buckets]
+            keys += [StepKey("prefill", size, variant) for size in config.prefill_buckets]
+    if config.enable_prefix_caching and (config.full_sampling or config.speculative):
+        keys.append(note_key(config))
+    return keys
 
 
 def largest_steps(keys: Collection[StepKey]) -> set[StepKey]:
@@ -68,6 +77,11 @@ def largest_steps(keys: Collection[StepKey]) -> set[StepKey]:
     for key in keys:
         most[key.kind] = max(key.size, most.get(key.kind, 0))
     return {key for key in keys if key.size == most[key.kind]}
+
+
+def in_order_of_need(keys: Iterable[StepKey]) -> list[StepKey]:
+    """Those that most launches would take first: small ones, and those without rules."""
+    return sorted(keys, key=lambda key: (key.variant == "full", key.size))
 
 
 def taking_packed(step: Callable[..., Any], held: tuple[Any, ...], sent: Any, *, donate: tuple[int, ...]) -> StepPlan:

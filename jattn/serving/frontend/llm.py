@@ -175,6 +175,10 @@ class LLM:
         """
         return self._serve(self._requests(prompts, sampling_params))
 
+    def wait_for_steps(self, timeout: float | None = None) -> bool:
+        """Whether all steps are compiled within so many seconds, or as long as it takes (`compile_in_background`)."""
+        return self.engine.executor.background.wait(timeout)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all that the prefix cache has; False, and nothing happens, while requests are served."""
         with self._lock:
