@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,27 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
 from jattn_models.layer_pattern import LayerKind, Segment
-from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Stream, Vocabulary
+from jattn_models.layers import OfLayer, ReadInPlace, Vocabulary
+from jattn_models.mlp import GatedMLP, PlainMLP
+from jattn_models.norms import LayerNorm, RMSNorm
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers.
+
+    Attributes:
+        rows: As far as they are added up.
+        addition: What the layer before adds to them, for the next norm to add; None if nothing is left.
+    """
+
+    rows: Float[Array, "T D"]
+    addition: Splits | None = None
+
+    def summed(self) -> Float[Array, "T D"]:
+        """The rows with what is left."""
+        return self.rows if self.addition is None else self.rows + added(self.addition)
 
 
 class DecoderLayer(nnx.Module):
@@ -63,7 +81,7 @@ class DecoderLayer(nnx.Module):
         hidden, given = self._given(stream)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
         hidden, normed = self._between(hidden, attended)
-        addition = self._of_mlp(normed)
+        addition = self.of_mlp(normed)
         if isinstance(addition, Splits):
             return Stream(hidden, addition), pool
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
@@ -79,7 +97,8 @@ class DecoderLayer(nnx.Module):
             and self.mlp.in_few_bits
         )
 
-    def _of_mlp(self, normed: NormedRows) -> Float[Array, "T D"] | Splits:
+    def of_mlp(self, normed: NormedRows) -> Float[Array, "T D"] | Splits:
+        """What the MLP makes of rows, to be added up by the next layer where it may be."""
         if isinstance(self.mlp, GatedMLP):
             return self.mlp.splits(normed) if self.defers else self.mlp(normed)
         assert not isinstance(normed, QuantizedRows)
@@ -259,19 +278,22 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
     """
     stacks = [nnx.split(stack, ReadInPlace, ...) for stack in period]
 
+    def layer_of(stack, number) -> DecoderLayer:
+        graph, in_place, others = stack
+        in_place = jax.tree.map(lambda leaf: OfLayer(leaf, number), in_place)
+        others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
+        return nnx.merge(graph, in_place, others)
+
     def body(number, carry):
         stream, pool = carry
-        for offset, (graph, in_place, others) in enumerate(stacks):
-            in_place = jax.tree.map(lambda leaf: OfLayer(leaf, number), in_place)
-            others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
+        for offset, stack in enumerate(stacks):
             layer = number * len(period) + (segment.layers.start + offset)
-            stream, pool = nnx.merge(graph, in_place, others)(stream, layer, this_pass, pool)
+            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool)
         return stream, pool
 
-    stream = Stream(hidden)
-    if any(stack.defers for stack in period):  # a loop's carry has one shape: nothing is left before the first layer
-        after, _ = jax.eval_shape(body, 0, (stream, pool))
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), after.addition)
-        stream = stream._replace(addition=nothing)
-    stream, pool = jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (stream, pool))
+    # What goes round a loop has one shape: the first layer is left nothing in the shape of what the last one leaves.
+    left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).of_mlp(hidden), 0) if period[-1].defers else None
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left) if isinstance(left, Splits) else None
+    carry = Stream(hidden, nothing), pool
+    stream, pool = jax.lax.fori_loop(0, len(segment.layers) // len(period), body, carry)
     return stream.summed(), pool
