@@ -20,6 +20,8 @@ from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
 
+_ROUNDED = "Rows that are QuantizedRows need a QuantizedKernel in fp8 with scales of output channels."
+
 
 def matmul(
     x: Float[Array, "*rows D"] | Ungated | QuantizedRows,
@@ -118,6 +120,8 @@ def _bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -
 def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
     if isinstance(kernel, QuantizedKernel):
         return _quantized_operands(x, kernel, layer_index)
+    if isinstance(x, QuantizedRows):
+        raise ValueError(_ROUNDED)
     check_are_arrays(x=x, kernel=kernel)
     same_dtype("x", x, "kernel", kernel)
     if x.dtype.name not in FLOATS:
@@ -145,6 +149,9 @@ def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
 def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> MatmulOperands:
     check_are_arrays(x=x)
     check_quantized(kernel)
+    is_rounded = isinstance(x, QuantizedRows)
+    if is_rounded and kernel.scales_kind != "channel":
+        raise ValueError(_ROUNDED)
     values, scales, zero_points = jax.tree.map(jnp.asarray, (kernel.values, kernel.scales, kernel.zero_points))
     if (values.ndim == 3) != (layer_index is not None):
         raise ValueError(
@@ -163,7 +170,8 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
     if kernel.scales_kind == "channel":
         scales = jnp.broadcast_to(scales, (*values.shape[:2], 1))
     return MatmulOperands(
-        x=jnp.asarray(x).reshape(-1, x.shape[-1]),
+        x=x.values if is_rounded else jnp.asarray(x).reshape(-1, x.shape[-1]),
+        row_scales=x.scales if is_rounded else None,
         kernel=values,
         scales=scales,
         zero_points=zero_points,
@@ -175,47 +183,34 @@ def _packed(
     x: Any, kernel: Any, layer_index: Any, out_dtype: Any, implementation: str | None, **facts: Any
 ) -> tuple[MatmulCall, MatmulOperands]:
     """A call and its operands, once they are checked; x's activation is the call's where a kernel takes it."""
-    if isinstance(x, QuantizedRows):
-        return _packed_rounded(x, kernel, layer_index, out_dtype, **facts)
-    if isinstance(x, Ungated):
-        call, operands = _packed_of(gated(x), kernel, layer_index, out_dtype, **facts)
-        lazy = dataclasses.replace(call, activation=x.activation)
-        if isinstance(x.rows, Splits) or not serves(lazy, implementation):
-            return call, operands
-        return lazy, dataclasses.replace(operands, x=x.rows)
-    return _packed_of(x, kernel, layer_index, out_dtype, **facts)
-
-
-def _packed_rounded(
-    x: QuantizedRows, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
-) -> tuple[MatmulCall, MatmulOperands]:
-    if not isinstance(kernel, QuantizedKernel) or kernel.scales_kind != "channel":
-        raise ValueError("Rows that are QuantizedRows need a QuantizedKernel in fp8 with scales of output channels.")
-    like_rows = jnp.zeros(x.shape, x.dtype)
-    call, operands = _packed_of(like_rows, kernel, layer_index, out_dtype, **facts)
-    return (
-        dataclasses.replace(call, rounded=True),
-        dataclasses.replace(operands, x=x.values, row_scales=x.scales),
-    )
+    if not isinstance(x, Ungated):
+        return _packed_of(x, kernel, layer_index, out_dtype, **facts)
+    call, operands = _packed_of(gated(x), kernel, layer_index, out_dtype, **facts)
+    lazy = dataclasses.replace(call, activation=x.activation)
+    if isinstance(x.rows, Splits) or not serves(lazy, implementation):
+        return call, operands
+    return lazy, dataclasses.replace(operands, x=x.rows)
 
 
 def _packed_of(
     x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
 ) -> tuple[MatmulCall, MatmulOperands]:
     operands = _operands(x, kernel, layer_index)
-    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
+    rows = x if isinstance(x, QuantizedRows) else operands.x
+    out_dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
     if out_dtype.name not in FLOATS:
         raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
-    num_rows, depth = operands.x.shape
+    num_rows, depth = rows.shape
     call = MatmulCall(
         num_rows=num_rows,
         depth=depth,
         columns=operands.kernel.shape[2 if operands.scales is None else 1],
-        dtype=operands.x.dtype.name,
+        dtype=rows.dtype.name,
         kernel_dtype=operands.kernel.dtype.name,
         out_dtype=out_dtype.name,
         scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
         group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
+        rounded=isinstance(x, QuantizedRows),
         modes=modes_of(operands),
         **facts,
     )

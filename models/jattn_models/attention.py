@@ -18,7 +18,8 @@ from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind, RopeName
-from jattn_models.layers import Linear, ProjectionNorm, RMSNorm
+from jattn_models.layers import Linear
+from jattn_models.norms import ProjectionNorm, RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.matmul import precision
 from jattn_models import weights
 from jattn_models.config_fields import boolean, positive, refuse, with_defaults
-from jattn_models.layers import LayerNorm, Linear, random_weights
+from jattn_models.layers import Linear, random_weights
+from jattn_models.norms import LayerNorm
 from jattn_models.stored_tensors import StoredTensors
 
 _FIRST_POSITION = 2  # of the table of positions; the rows before it are never used

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,28 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
 from jattn_models.layer_pattern import LayerKind, Segment
-from jattn_models.layers import GatedMLP, LayerNorm, OfLayer, PlainMLP, ReadInPlace, RMSNorm, Stream, Vocabulary
+from jattn_models.layers import OfLayer, ReadInPlace, Vocabulary
+from jattn_models.mlp import GatedMLP, PlainMLP
+from jattn_models.norms import LayerNorm, RMSNorm
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers.
+
+    Attributes:
+        rows: As far as they are added up.
+        addition: What the layer before adds to them, for the next norm to add, of several devices each one's part; None
+            if nothing is left.
+    """
+
+    rows: Float[Array, "T D"]
+    addition: Float[Array, "T D"] | Splits | None = None
+
+    def summed(self, parallel: Parallel) -> Float[Array, "T D"]:
+        """The rows with what is left."""
+        return self.rows if self.addition is None else self.rows + parallel.all_reduce(added(self.addition))
 
 
 class DecoderLayer(nnx.Module):
@@ -64,30 +83,35 @@ class DecoderLayer(nnx.Module):
         hidden, given = self._given(stream, parallel)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
         hidden, normed = self._between(hidden, attended, parallel)
-        defers = self.defers(parallel)
-        addition = self._of_mlp(normed, in_splits=defers)
-        if defers and (parallel.exchanges or isinstance(addition, Splits)):
+        addition = self._of_mlp(normed, parallel)
+        if self._leaves(addition, parallel):
             return Stream(hidden, addition), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
 
-    def defers(self, parallel: Parallel) -> bool:
-        """Whether it may leave what its MLP adds to the next layer's norm, which is taken before a product.
+    def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
+        """What it leaves to be added up of such rows; None if nothing."""
+        addition = self._of_mlp(normed, parallel)
+        return addition if self._leaves(addition, parallel) else None
 
-        It does where that norm adds it up: as splits, and as parts of devices that exchange them in it.
-        """
+    def _of_mlp(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits:
+        """This device's part of what the MLP adds to the residual stream; in splits perhaps where it may leave it."""
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.splits(normed) if self._defers(parallel) else self.mlp(normed)
+        assert not isinstance(normed, QuantizedRows)
+        return self.mlp(normed)
+
+    def _leaves(self, addition: Float[Array, "T D"] | Splits, parallel: Parallel) -> bool:
+        """Whether it is left to the next layer's norm, which adds up splits, and parts that devices exchange in it."""
+        return self._defers(parallel) and (parallel.exchanges or isinstance(addition, Splits))
+
+    def _defers(self, parallel: Parallel) -> bool:
+        """Whether what the MLP adds may be left to the next layer's norm, which is taken before a product."""
         if self.mlp_norm is not None or self.residual_scale != 1.0 or not isinstance(self.input_norm, RMSNorm):
             return False
         if parallel.axis is not None:
             return parallel.exchanges
         return isinstance(self.mlp, GatedMLP) and self.mlp.in_few_bits
-
-    def _of_mlp(self, normed: NormedRows, *, in_splits: bool) -> Float[Array, "T D"] | Splits:
-        """This device's part of what the MLP adds to the residual stream; in splits perhaps, if asked."""
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp.splits(normed) if in_splits else self.mlp(normed)
-        assert not isinstance(normed, QuantizedRows)
-        return self.mlp(normed)
 
     def _given(self, stream: Stream, parallel: Parallel) -> tuple[Float[Array, "T D"], NormedRows | Unnormed]:
         """The residual stream, and what attention is given of it."""
@@ -279,21 +303,22 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
     """
     stacks = [nnx.split(stack, ReadInPlace, ...) for stack in period]
 
+    def layer_of(stack, number) -> DecoderLayer:
+        graph, in_place, others = stack
+        in_place = jax.tree.map(lambda leaf: OfLayer(leaf, number), in_place)
+        others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
+        return nnx.merge(graph, in_place, others)
+
     def body(number, carry):
         stream, pool = carry
-        for offset, (graph, in_place, others) in enumerate(stacks):
-            in_place = jax.tree.map(lambda leaf: OfLayer(leaf, number), in_place)
-            others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
+        for offset, stack in enumerate(stacks):
             layer = number * len(period) + (segment.layers.start + offset)
-            stream, pool = nnx.merge(graph, in_place, others)(stream, layer, this_pass, pool)
+            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool)
         return stream, pool
 
-    stream = Stream(hidden)
-    if any(
-        stack.defers(this_pass.parallel) for stack in period
-    ):  # a loop's carry has one shape: nothing is left before the first layer
-        after, _ = jax.eval_shape(body, 0, (stream, pool))
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), after.addition)
-        stream = stream._replace(addition=nothing)
+    # What goes round a loop has one shape: the first layer is left nothing in the shape of what the last one leaves.
+    left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(hidden, this_pass.parallel), 0)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left)
+    stream = Stream(hidden, nothing)
     stream, pool = jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (stream, pool))
     return stream.summed(this_pass.parallel), pool

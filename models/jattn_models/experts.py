@@ -12,7 +12,8 @@ from jattn.experts import mixture_of_experts, routed_experts
 from jattn.matmul import QuantizedKernel
 from jattn.parallel import Parallel
 from jattn.routing import Routing
-from jattn_models.layers import GatedMLP, Linear, ReadInPlace, random_weights
+from jattn_models.layers import Linear, ReadInPlace, random_weights
+from jattn_models.mlp import GatedMLP
 from jattn_models.router import Router
 
 

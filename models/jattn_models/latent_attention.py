@@ -19,7 +19,8 @@ from jattn.parallel import Parallel
 from jattn.rotary import rotate
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.layers import Linear, RMSNorm, random_weights
+from jattn_models.layers import Linear, random_weights
+from jattn_models.norms import RMSNorm
 
 _EPS = 1e-6  # of the norms of compressed rows, whatever the model's
 

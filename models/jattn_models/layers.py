@@ -1,7 +1,5 @@
-"""Layers that model families share; each device holds its share of heads, hidden units and vocabulary."""
+"""Projections and the vocabulary, in a dtype or in few bits; each device holds its share of them."""
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,26 +14,14 @@ from jattn.matmul import (
     QuantizedRows,
     Splits,
     Ungated,
-    added,
     matmul,
     matmul_splits,
     with_bias,
 )
-from jattn.norm import NormedRows, Unnormed, add_rms_norm, rms_norm
+from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
-ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-
-
-def _gate(activation: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    return lambda gate, up: activation(gate) * up
-
-
-GATES = {name: _gate(activation) for name, activation in ACTIVATIONS.items()}
 
 
 def random_weights(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: Any) -> nnx.Param:
@@ -53,23 +39,6 @@ class OfLayer(NamedTuple):
 
     stack: Array
     number: Int[Array, ""]
-
-
-class Stream(NamedTuple):
-    """The residual stream between layers.
-
-    Attributes:
-        rows: As far as they are added up.
-        addition: What the layer before adds to them, for the next norm to add, of several devices each one's part; None
-            if nothing is left.
-    """
-
-    rows: Float[Array, "T D"]
-    addition: Float[Array, "T D"] | Splits | None = None
-
-    def summed(self, parallel: Parallel) -> Float[Array, "T D"]:
-        """The rows with what is left."""
-        return self.rows if self.addition is None else self.rows + parallel.all_reduce(added(self.addition))
 
 
 class ReadInPlace(nnx.Param):
@@ -179,175 +148,6 @@ class Linear(nnx.Module):
             return kernel, layer
         zero_points = None if self.zero_points is None else self.zero_points.stack_and_layer[0]
         return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0], zero_points=zero_points), layer
-
-
-class NormScale(ReadInPlace):
-    """The scale of a norm: [D]."""
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32; the result has the input's dtype.
-
-    Args:
-        offset: What the factor is above the scale: 1 where a checkpoint stores by how much it differs from 1.
-        scaled: Whether there is a factor at all.
-    """
-
-    def __init__(self, size: int, *, eps: float, offset: float = 0.0, scaled: bool = True, dtype: Any):
-        self.eps = eps
-        self.offset = offset
-        self.scale = NormScale(jnp.full(size, 1.0 - offset, dtype)) if scaled else None
-
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        if self.scale is None:
-            wide = x.astype(jnp.float32)
-            return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)).astype(x.dtype)
-        stack, number = self.scale.stack_and_layer
-        return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
-
-    def later(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Unnormed:
-        """The same, for one product to take it as it reads x."""
-        if self.scale is None:
-            return self(x)
-        stack, number = self.scale.stack_and_layer
-        return Unnormed(rows=x, scale=stack, layer_index=number, eps=self.eps, offset=self.offset)
-
-    def of_sum(
-        self,
-        x: Float[Array, "T D"],
-        addition: Float[Array, "T D"] | Splits,
-        *,
-        parallel: Parallel = ONE_DEVICE,
-        rounded: bool,
-    ) -> tuple[Float[Array, "T D"], NormedRows]:
-        """x and what is added to it, and the norm of that, which may be rounded to fp8 if asked.
-
-        Args:
-            addition: Of several devices, this one's part.
-        """
-        assert self.scale is not None
-        stack, number = self.scale.stack_and_layer
-        options: dict[str, Any] = {"eps": self.eps, "offset": self.offset, "layer_index": number}
-        if parallel.axis is not None:
-            return parallel.add_and_norm(x, addition, stack, **options)
-        return add_rms_norm(x, addition, stack, rounded=rounded, **options)
-
-
-class ProjectionNorm(RMSNorm):
-    """The norm of all heads of a projection together; over several devices by `of_all`.
-
-    Args:
-        size: Numbers of this device's heads.
-    """
-
-    def __init__(self, size: int, *, eps: float, dtype: Any):
-        super().__init__(size, eps=eps, dtype=dtype)
-
-    @classmethod
-    def of_all(
-        cls, *normed: tuple["ProjectionNorm", Float[Array, "T N H"]], parallel: Parallel
-    ) -> list[Float[Array, "T N H"]]:
-        """Each projection by its norm; one sum over devices for all, as two might overlap."""
-        rows = [x.reshape(x.shape[0], -1) for _, x in normed]
-        if parallel.axis is None:
-            results = [norm(x) for (norm, _), x in zip(normed, rows, strict=True)]
-        else:
-            squares = [jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) for x in rows]
-            squares = jnp.split(parallel.all_reduce(jnp.concatenate(squares, axis=-1)), len(rows), axis=-1)
-            shares = zip(normed, rows, squares, strict=True)
-            results = [norm._of_share(*each, devices=parallel.size) for (norm, _), *each in shares]
-        return [result.reshape(x.shape) for result, (_, x) in zip(results, normed, strict=True)]
-
-    def _of_share(self, x: Float[Array, "T D"], squares: Float32[Array, "T 1"], *, devices: int) -> Float[Array, "T D"]:
-        """The norm of this device's part of rows, given the sums of squares of all parts."""
-        assert self.scale is not None
-        scale, wide = self.scale.get_value(), x.astype(jnp.float32)
-        if isinstance(scale, OfLayer):
-            scale = scale.stack[scale.number]
-        wide *= jax.lax.rsqrt(squares / (devices * x.shape[-1]) + self.eps)
-        return (wide * scale.astype(jnp.float32)[None]).astype(x.dtype)
-
-
-class LayerNorm(nnx.Module):
-    """Norm over the last axis by its mean and deviation, in float32; the result has the input's dtype."""
-
-    def __init__(self, size: int, *, eps: float, dtype: Any):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones(size, dtype))
-        self.bias = nnx.Param(jnp.zeros(size, dtype))
-
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        wide = x.astype(jnp.float32)
-        wide -= jnp.mean(wide, axis=-1, keepdims=True)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        scale, bias = (jnp.broadcast_to(part[...].astype(jnp.float32), x.shape) for part in (self.scale, self.bias))
-        return (wide * scale + bias).astype(x.dtype)
-
-
-class GatedMLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)), gate and up side by side in one kernel."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str = "silu",
-        bias: bool = False,
-        dtype: Any,
-        rngs: nnx.Rngs,
-        parallel: Parallel,
-        units_name: str = "`intermediate_size`",
-    ):
-        self.activation = activation
-        units = parallel.share(intermediate_size, units_name)
-        self.gate_up_proj = Linear(hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: NormedRows) -> Float[Array, "T D"]:
-        """What this device's hidden units add to the result."""
-        return self.down_proj(self._activated(x))
-
-    def splits(self, x: NormedRows) -> Float[Array, "T D"] | Splits:
-        """The same, for who adds it up."""
-        return self.down_proj.splits(self._activated(x))
-
-    def _activated(self, x: NormedRows) -> Ungated:
-        return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])
-
-    @property
-    def rounds_rows(self) -> bool:
-        """Whether it rounds what it is given to fp8 first."""
-        return self.gate_up_proj.rounds_rows
-
-    @property
-    def in_few_bits(self) -> bool:
-        """Whether its last projection is, whose kernels leave sums to be added up."""
-        return self.down_proj.scales is not None
-
-
-class PlainMLP(nnx.Module):
-    """down(activation(up(x)))."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: str,
-        bias: bool = False,
-        dtype: Any,
-        rngs: nnx.Rngs,
-        parallel: Parallel,
-    ):
-        self.activation = activation
-        units = parallel.share(intermediate_size, "`intermediate_size`")
-        self.up_proj = Linear(hidden_size, units, bias=bias, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """What this device's hidden units add to the result."""
-        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))
 
 
 class Vocabulary(nnx.Module):

@@ -30,18 +30,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.e2m1 import as_fp8, power_of_two
+from jattn_kernels.mosaic.sm90.experts.few_rows_result import FewRowsResult
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
+from jattn_kernels.mosaic.sm90.experts.few_rows_units import Unit, for_each_unit
 from jattn_kernels.mosaic.sm90.experts.term_tiles import put_in_terms
 from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE
 
 _BUFFERS = 2  # of rows in terms, and of sums
-_BY_NUMBER = plgpu.Layout.WG_STRIDED  # of what leaves
 
 
 class FewRowsOperands(NamedTuple):
@@ -79,21 +79,6 @@ class _Scratch(NamedTuple):
     wide: Any  # (consumers, 64, depth of a stage): where the interpreter keeps what became fp8; None on a GPU
 
 
-class _Unit(NamedTuple):
-    """Rows of an expert, a block of columns, a share of the depth.
-
-    Attributes:
-        tile: Number of the rows' work tile.
-    """
-
-    tile: Any
-    expert: Any
-    first: Any
-    rows: Any
-    block: Any
-    split: Any
-
-
 def few_rows_product(
     operands: FewRowsOperands,
     sizes: FewRowsSizes,
@@ -110,15 +95,10 @@ def few_rows_product(
     """
     leaves, tree = jax.tree.flatten(operands)
     _, _, columns, width = operands.kernel.shape
-    product = _FewRowsProduct(
-        sizes=sizes,
-        depth=width * NUMBERS_OF_BYTE,
-        columns=columns,
-        num_slots=num_slots,
-        num_experts=num_experts,
-        activation=activation,
-        dtype=jnp.dtype(out_dtype),
+    result = FewRowsResult(
+        sizes=sizes, columns=columns, num_slots=num_slots, activation=activation, dtype=jnp.dtype(out_dtype)
     )
+    product = _FewRowsProduct(sizes=sizes, depth=width * NUMBERS_OF_BYTE, num_experts=num_experts, result=result)
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=jax.ShapeDtypeStruct((sizes.splits * num_slots * columns,), out_dtype),
@@ -134,21 +114,8 @@ def few_rows_product(
 class _FewRowsProduct:
     sizes: FewRowsSizes
     depth: int
-    columns: int  # of the result
-    num_slots: int
     num_experts: int
-    activation: Callable[[Any, Any], Any] | None
-    dtype: Any
-
-    @property
-    def parts(self) -> int:
-        """Parts of a product's 64 columns that lie apart."""
-        return 1 if self.activation is None else 2
-
-    @property
-    def block_columns(self) -> int:
-        """Columns of the result that a unit computes."""
-        return WGMMA_ROWS // self.parts
+    result: FewRowsResult
 
     @property
     def steps(self) -> int:
@@ -159,13 +126,13 @@ class _FewRowsProduct:
         pl.run_scoped(functools.partial(self._warpgroup, operands, out), self._scratch(), collective_axes="warpgroup")
 
     def _scratch(self) -> _Scratch:
-        sizes, side = self.sizes, self.block_columns
+        sizes, parts, side = self.sizes, self.result.parts, self.result.block_columns
         term_rows, depth = TERMS * sizes.rows, sizes.groups * GROUP
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         two: dict[str, Any] = {"num_barriers": _BUFFERS}
         return _Scratch(
-            kernel=plgpu.SMEM((sizes.stages, self.parts, side, depth // NUMBERS_OF_BYTE), MXFP4),
-            scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, self.parts, side), MXFP4),
+            kernel=plgpu.SMEM((sizes.stages, parts, side, depth // NUMBERS_OF_BYTE), MXFP4),
+            scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, parts, side), MXFP4),
             x=tiles.tile((_BUFFERS, term_rows, self.depth), FP8, copied_columns=GROUP),
             factors=plgpu.SMEM((_BUFFERS, sizes.rows), jnp.float32),
             sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, term_rows), jnp.float32),
@@ -196,30 +163,10 @@ class _FewRowsProduct:
             self._produce(operands, scratch)
 
     def _for_each_unit(self, operands: Any, visit: Callable[..., Any], start: Any) -> Any:
-        """`visit(unit, the one before, the next one, number, units left, carry) -> carry` for each of the block's.
+        blocks = self.result.columns // self.result.block_columns
+        return for_each_unit(operands.work, operands.num_tiles[0], (blocks, self.sizes.splits), visit, start)
 
-        A unit is read from memory one ahead.
-        """
-        blocks, splits = self.columns // self.block_columns, self.sizes.splits
-        total, sms, own = operands.num_tiles[0] * (blocks * splits), tiles.num_sms(), lax.axis_index("block")
-        first, end = (lax.div((own + side) * total, sms) for side in range(2))
-
-        def read(number):
-            tile, rest = lax.div(number, blocks * splits), lax.rem(number, blocks * splits)
-            tile = jnp.minimum(tile, operands.work.shape[0] - 1)
-            expert, slot, rows = (operands.work[tile, field] for field in range(3))
-            return _Unit(tile, expert, slot, rows, lax.rem(rest, blocks), lax.div(rest, blocks))
-
-        def step(i, carry):
-            before, unit, inner = carry
-            following = read(first + i + 1)
-            return unit, following, visit(unit, before, following, i, end - first - i - 1, inner)
-
-        begin = read(first)
-        nobody = begin._replace(tile=begin.tile - 1)
-        return lax.fori_loop(0, end - first, step, (nobody, begin, start))[2]
-
-    def _steps_of(self, unit: _Unit) -> tuple[Any, Any]:
+    def _steps_of(self, unit: Unit) -> tuple[Any, Any]:
         """The first of a unit's stages along the depth, and how many."""
         splits = self.sizes.splits
         if splits == 1:
@@ -227,7 +174,7 @@ class _FewRowsProduct:
         first, end = (lax.div((unit.split + side) * self.steps, splits) for side in range(2))
         return first, end - first
 
-    def _expert(self, operands: Any, unit: _Unit) -> Any:
+    def _expert(self, operands: Any, unit: Unit) -> Any:
         """Its number among those of all layers."""
         return operands.layer[0] * self.num_experts + unit.expert
 
@@ -238,13 +185,14 @@ class _FewRowsProduct:
         def copy_unit(unit, before, following, number, left, done):
             del before, following, number, left
             first, steps = self._steps_of(unit)
-            expert, columns = self._expert(operands, unit), pl.ds(unit.block * self.block_columns, self.block_columns)
+            expert, side = self._expert(operands, unit), self.result.block_columns
+            columns = pl.ds(unit.block * side, side)
 
             @pl.loop(0, steps)
             def copy_step(k):
                 stage = lax.rem(done + k, stages)
                 pl.when(done + k >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
-                full, whole = scratch.full.at[stage], pl.ds(0, self.parts)
+                full, whole = scratch.full.at[stage], pl.ds(0, self.result.parts)
                 inputs, scales = pl.ds((first + k) * width, width), pl.ds((first + k) * groups, groups)
                 weights = operands.kernel.at[expert, whole, columns, inputs]
                 plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], full)
@@ -335,13 +283,14 @@ class _FewRowsProduct:
             pl.when(prepares)(lambda: self._prepare(operands, scratch, following, 1 - buffer))
             place = lax.rem(number, _BUFFERS)
             plgpu.barrier_wait(scratch.summed.at[place])
-            self._finish(operands, out, scratch, unit, place, buffer)
+            sums, factors = scratch.sums.at[place], scratch.factors.at[buffer]
+            self.result.store(out, unit, self._expert(operands, unit), sums, factors, operands.bias)
             pl.when(left >= _BUFFERS)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
             return buffer
 
         self._for_each_unit(operands, visit, jnp.int32(0))
 
-    def _prepare(self, operands: Any, scratch: _Scratch, unit: _Unit, buffer: Any) -> None:
+    def _prepare(self, operands: Any, scratch: _Scratch, unit: Unit, buffer: Any) -> None:
         """A tile's rows in two terms, and their factors."""
         most = operands.x.shape[0] - 1
 
@@ -354,42 +303,3 @@ class _FewRowsProduct:
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.rows_full.at[buffer])
-
-    def _finish(self, operands: Any, out: Any, scratch: _Scratch, unit: _Unit, place: Any, buffer: Any) -> None:
-        """Adds a unit's sums up: a thread has some numbers of the result, neighbours those of neighbouring columns."""
-        rows, side, term_rows = self.sizes.rows, self.block_columns, TERMS * self.sizes.rows
-        layout = _BY_NUMBER((rows * side,), vec_size=1)
-        number = plgpu.broadcasted_iota(jnp.int32, (rows * side,), 0, layout=layout)
-        row, column = number // side, number % side
-        factor = gather(scratch.factors.at[buffer], row, layout)
-        sums, expert = scratch.sums.at[place], self._expert(operands, unit)
-        halves = []
-        for part in range(self.parts):
-            begin = (column + part * side) * term_rows + row
-            terms = (
-                begin + (consumer * WGMMA_ROWS * term_rows + term * rows)
-                for consumer in range(self.sizes.consumers)
-                for term in range(TERMS)
-            )
-            total = functools.reduce(jnp.add, [gather(sums, each, layout) for each in terms]) * factor
-            if operands.bias is not None:
-                at = (expert * self.parts + part) * self.columns + unit.block * side + column
-                share = jnp.where(unit.split == 0, 1.0, 0.0)
-                total += gather(operands.bias, at, layout).astype(jnp.float32) * share
-            halves.append(total)
-        result = halves[0] if self.activation is None else self.activation(*halves)
-        begin = (unit.split * self.num_slots + unit.first) * self.columns + unit.block * side
-        self._store(out, begin, result.astype(self.dtype), row, column, unit.rows)
-
-    def _store(self, out: Any, begin: Any, result: jax.Array, row: Any, column: Any, rows: Any) -> None:
-        """A unit's numbers of so many rows, of which the first begins there."""
-        side = self.block_columns
-        if tiles.interpret_params() is None:
-            place = jnp.where(row < rows, begin + row * self.columns + column, -1)
-            scatter(out, place, result, _BY_NUMBER(result.shape, vec_size=1))
-            return
-        for number in range(self.sizes.rows):  # at once, what the interpreter takes time for
-
-            @pl.when(number < rows)
-            def store_row(number=number):
-                out[pl.ds(begin + number * self.columns, side)] = result[number * side : (number + 1) * side]
