@@ -221,6 +221,7 @@ class Loop:
         self._everywhere = held_by_all(model.parallel)
         self._plans, self._on_device = setup.plans, LastSent(self._everywhere)
         self._ctx = workload.ctx
+        self.call_ms: list[float] = []  # of each step, until the host has sent it
 
     def rewind(self, steps: int) -> int:
         """Sets every row's length such that `steps` steps see `ctx` keys on the average; returns the length."""
@@ -234,7 +235,9 @@ class Loop:
         before = None
         for number in range(steps):
             plan = self._on_device(self._plans[number % len(self._plans)])
+            start = time.perf_counter()
             output, self._state, self._pool = self._step(self._weights, self._state, self._pool, plan)
+            self.call_ms.append((time.perf_counter() - start) * 1e3)
             output.tokens.copy_to_host_async()
             if before is not None:
                 np.asarray(before)
@@ -272,6 +275,7 @@ def measured(
     loop.run(_WARM_UP_STEPS)
     with compilations() as compiled:
         times = [loop.timed(steps) for _ in range(repeats)]
+    host_ms = statistics.median(loop.call_ms)
     if compiled:
         raise RuntimeError(f"{workload.name}: {len(compiled)} compilations in {repeats * steps} steps.")
     profiled_steps = min(_PROFILED_STEPS, steps // 2)
@@ -295,6 +299,7 @@ def measured(
     }
     if model.parallel.axis is not None:
         row["tensor_parallel"] = model.parallel.size
+        row["host_ms"] = round(host_ms, 4)
     elif profile.busy_share is not None:
         row["device_ms"] = round(profile.busy_us / profiled_steps / 1e3, 4)
         # Of the time outside the profile: while it is traced, XLA replays no command buffers.

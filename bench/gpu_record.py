@@ -18,7 +18,7 @@ from typing import Any
 
 if not __package__:  # run as a file
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench import record_key, triton_record
+from bench import parallel_record, record_key, triton_record
 from bench.record_files import RECORD, ROOT, Row, read_rows
 
 # The check needs no installed package: whatever is not of the standard library is imported where it is used.
@@ -65,7 +65,8 @@ def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
                 f"The rows of {file.name} are of other device code than the rest: run `python -m bench.gpu_record` on "
                 f"an H200. Got kernels_sha {others[0][:12]}, not {sha[:12]}."
             )
-    return triton_record.check(record, root) or record_key.difference(key, root)
+    others = triton_record.check(record, root) or parallel_record.check(root)
+    return others or record_key.difference(key, root)
 
 
 def device_kind() -> str:

@@ -3,15 +3,13 @@
 What they are lowered to is known only where Triton compiles, so a row bears a hash of their code instead.
 """
 
-import ast
 import functools
-import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bench.record_files import RECORD, ROOT, read_rows
+from bench.record_files import RECORD, ROOT, code_sha, read_rows
 
 PACKAGE = Path("kernels", "jattn_kernels", "triton")
 _ATTENTION = ("attention/*.py", "fp8.py", "launch.py", "gpus.py")  # all that most rows run, and nearly all of a step
@@ -20,16 +18,8 @@ _STEP_BATCHES = (1, 64)
 
 
 def triton_sha(root: Path = ROOT) -> str:
-    """sha256 over the code of Triton's attention, comments and docstrings left out."""
-    digest = hashlib.sha256()
-    for file in sorted(file for pattern in _ATTENTION for file in (root / PACKAGE).glob(pattern)):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:] or [ast.Pass()]
-        text = f"{file.relative_to(root).as_posix()}\n{ast.dump(tree)}".encode()
-        digest.update(len(text).to_bytes(8, "big") + text)
-    return digest.hexdigest()
+    """sha256 over the code of Triton's attention."""
+    return code_sha((file for pattern in _ATTENTION for file in (root / PACKAGE).glob(pattern)), root)
 
 
 def check(record: Path = RECORD, root: Path = ROOT) -> str | None:

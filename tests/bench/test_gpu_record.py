@@ -78,8 +78,8 @@ def test_check_reads_every_row(code, record):
 
 def test_check_runs_as_a_file_on_the_standard_library_alone(code, record):
     (code / "bench" / "results").mkdir(parents=True)
-    for name in ("__init__.py", "gpu_record.py", "record_files.py", "record_key.py", "triton_record.py"):
-        shutil.copy(ROOT / "bench" / name, code / "bench")
+    for name in ("__init__", "gpu_record", "parallel_record", "record_files", "record_key", "triton_record"):
+        shutil.copy(ROOT / "bench" / f"{name}.py", code / "bench")
     record.rename(code / "bench" / "results" / "h200")
     command = [sys.executable, "-S", "-E", "bench/gpu_record.py", "--check"]
     done = subprocess.run(command, cwd=code, capture_output=True, text=True)

@@ -60,6 +60,7 @@ def test_two_gpus_exchange_for_thousands_of_programs_without_a_wrong_bit(mailbox
     rng = np.random.default_rng(0)
     kinds = [("sum", shape, "bfloat16") for shape in ((1, 4096), (64, 4096), (2048, 4096), (9000, 4096), (3, 40))]
     kinds += [("norm", shape, "bfloat16") for shape in ((1, 4096), (64, 4096), (300, 2880))]
+    kinds += [("norm", (1, 256), "float32")]
     kinds += [(kind, (5, 1000), dtype) for kind in ("sum", "norm") for dtype in ("float16", "float32")]
     kinds += [("logits", shape, "float32") for shape in ((1, 1000), (64, 8000))]
     cases = {kind: drawn(rng, *kind) for kind in kinds}

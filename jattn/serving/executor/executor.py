@@ -195,7 +195,9 @@ class Executor:
         self._on_device = self._nothing_sent()  # what was sent may be what failed
 
     def _nothing_sent(self) -> LastSent:
-        return LastSent(held_by_all(self.config.parallel))
+        sent = LastSent(held_by_all(self.config.parallel))
+        sent.prepare(decode_batch([], size, self.config) for size in self.config.decode_buckets)
+        return sent
 
     def _submit_decode(self, requests: Sequence[Request]) -> None:
         key = self._key("decode", len(requests), requests, requests)

@@ -34,6 +34,8 @@ from jattn_kernels.triton.peers.exchange import (
     sendable,
     slot_at,
     store,
+    tile_of,
+    warps_of,
 )
 from jattn_kernels.triton.peers.numbers import added, nothing, rounded, summed, wide
 
@@ -73,7 +75,7 @@ class AddNormConfig:
 def fits(columns: int, dtype: Any, inbox: Inbox) -> bool:
     """Whether there is a kernel for rows of so many numbers."""
     row_bytes = columns * jnp.dtype(dtype).itemsize
-    return row_bytes % PIECE_BYTES == 0 and triton.next_power_of_2(row_bytes // 4) <= inbox.lane_words
+    return row_bytes % PIECE_BYTES == 0 and PIECE_WORDS * tile_of(row_bytes // PIECE_BYTES) <= inbox.lane_words
 
 
 def add_norm(
@@ -92,10 +94,10 @@ def add_norm(
     x = operands.x
     exchange = exchange_of(inbox, x)
     pieces = x.shape[1] * x.dtype.itemsize // PIECE_BYTES
-    tile = triton.next_power_of_2(pieces)
+    tile = tile_of(pieces)
     blocks = min(len(x), MOST_BLOCKS)
     rows_at_once = min(triton.cdiv(len(x), blocks), inbox.lane_words // (PIECE_WORDS * tile))
-    warps = min(max(tile // 32, 4), 16)  # a piece a thread
+    warps = warps_of(tile)
     in_splits = isinstance(addition, Splits)
     parts = addition.parts if isinstance(addition, Splits) else addition
     config = AddNormConfig(

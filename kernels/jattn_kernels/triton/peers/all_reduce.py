@@ -33,13 +33,14 @@ from jattn_kernels.triton.peers.exchange import (
     sendable,
     slot_at,
     store,
+    tile_of,
+    warps_of,
 )
 from jattn_kernels.triton.peers.numbers import summed
 
 # Bytes up to which more than two devices send everything to everybody: an exchange less, and more to store.
 _ONE_SHOT_BYTES = 256 * 1024
-_LEAST_TILE, _MOST_TILE = 128, 1024  # pieces of a block at a time: a piece a thread, and two of many
-_MOST_WARPS = 16
+_MOST_TILE = 1024  # pieces of a block at a time: two a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,11 +96,10 @@ def all_gather(x: Shaped[Array, " N"], table: UInt32[Array, " columns"], inbox: 
 
 def _launched(kernel: Any, x: Any, table: Any, inbox: Inbox, pieces: int, whole: int, out_type: Any) -> Any:
     lane = inbox.lane_words // PIECE_WORDS
-    of_block = max(triton.next_power_of_2(triton.cdiv(pieces, MOST_BLOCKS)), _LEAST_TILE)
-    tile = min(of_block, lane, _MOST_TILE)
+    tile = min(tile_of(triton.cdiv(pieces, MOST_BLOCKS)), lane, _MOST_TILE)
     blocks = min(triton.cdiv(pieces, tile), MOST_BLOCKS)
     tiles = min(triton.cdiv(pieces, blocks * tile), lane // tile)
-    warps = min(max(tile // 32, 4), _MOST_WARPS)
+    warps = warps_of(tile)
     config = PiecesConfig(
         exchange=exchange_of(inbox, x),
         pieces=pieces,

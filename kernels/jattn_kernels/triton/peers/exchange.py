@@ -20,6 +20,7 @@ from jattn_kernels.triton.launch import is_interpreting
 PIECE_BYTES = 16
 PIECE_WORDS = 4
 _POLLS = 1 << 23  # some 5 s
+_LEAST_TILE, _MOST_WARPS = 128, 16
 _INSTEAD = {2: 0, 4: EMPTY ^ 1}  # of the word EMPTY, by the bytes of a number: +0.0, or a number next to it
 _empty, _failed, _header = tl.constexpr(EMPTY), tl.constexpr(FAILED), tl.constexpr(HEADER)
 
@@ -60,6 +61,19 @@ def exchange_of(inbox: Inbox, x: jax.Array | jax.ShapeDtypeStruct) -> Exchange:
         polls=_POLLS,
         interpreted=is_interpreting(),
     )
+
+
+def tile_of(pieces: int) -> int:
+    """The power of two of threads' places that so many pieces take: never fewer than a block has threads.
+
+    Triton would have two threads do the same piece, and the one that comes second wait in vain.
+    """
+    return max(triton.next_power_of_2(pieces), _LEAST_TILE)
+
+
+def warps_of(tile: int) -> int:
+    """Of a block: a piece a thread, if not too many."""
+    return min(tile // 32, _MOST_WARPS)
 
 
 @triton.jit
