@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench.step_workload import QWEN3_30B_A3B
+from bench.step_workload import LLAMA_3_8B, QWEN3_30B_A3B
 from jattn.backend import BackendOptions, backend_class
 from jattn.kv_pool import make_pool
 from jattn.matmul import matmul
@@ -17,6 +17,8 @@ from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import Device
 from jattn_kernels.triton import implementation, launch
+from jattn_models.few_bits import hold_projections
+from jattn_models.llama import LlamaForCausalLM
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 
 PAGE, PAGES, ROWS = 16, 80, 1
@@ -37,8 +39,16 @@ def lowered(function, *arguments):
 
 def step_of(variant):
     """The text of a step of one row, two layers of Qwen3-30B-A3B's shapes."""
-    config = Qwen3MoeForCausalLM.config_class.from_dict(QWEN3_30B_A3B | {"num_hidden_layers": 2})
-    model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    return step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B), variant)
+
+
+def two_layers(model_class, shapes):
+    config = model_class.config_class.from_dict(shapes | {"num_hidden_layers": 2})
+    return nnx.eval_shape(lambda: model_class(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+
+def step_of_model(model, variant):
+    """The text of a step of one row of a model of shapes."""
     graph, weights = nnx.split(model)
     options = BackendOptions(max_context_len=PAGE * PAGES, page_size=PAGE, max_num_seqs=ROWS, dtype="bfloat16")
     backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
@@ -54,6 +64,10 @@ def step(hopper):
     return step_of("greedy")
 
 
+def num_kernels(text):
+    return len(re.findall(r"custom_call @mosaic_gpu_v2", text))
+
+
 def sums_of_splits(text):
     """Reductions of what a product's kernel leaves to be added up."""
     return re.findall(r"stablehlo\.reduce.*\(tensor<\d+x\d+x(?:128|2048|5120)xf32>", text)
@@ -64,7 +78,15 @@ def test_a_layer_has_ten_kernels(step):
 
     The loop over layers stands in the text once, and the last norm behind it.
     """
-    assert len(re.findall(r"custom_call @mosaic_gpu_v2", step)) == 10 + 1
+    assert num_kernels(step) == 10 + 1
+
+
+@pytest.mark.parametrize(("weights", "in_a_layer"), [("fp8", 11), ("int4", 9)])
+def test_a_layer_in_few_bits_has_two_norms_which_add_up_and_round(hopper, weights, in_a_layer):
+    """Four products, rotation, attention, its merge, two norms; in fp8 rows of attention and of the MLP are rounded."""
+    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
+    hold_projections(model, weights)
+    assert num_kernels(step_of_model(model, "greedy")) == in_a_layer + 1
 
 
 def test_xla_adds_up_no_splits(step):
