@@ -220,6 +220,7 @@ class Loop:
         self._state, self._pool = setup.state, setup.pool
         self._everywhere = held_by_all(model.parallel)
         self._plans, self._on_device = setup.plans, LastSent(self._everywhere)
+        self._on_device.prepare(setup.plans[:1])
         self._ctx = workload.ctx
         self.call_ms: list[float] = []  # of each step, until the host has sent it
 
