@@ -1,7 +1,7 @@
 """Where the seconds of a start go, the first time and the second: the command line, and an engine at full size.
 
 python -m bench.startup [--only generate|engine] [--full-sampling] [--no-greedy-steps] [--compile-threads N]
-    [--all-first]
+    [--all-first] [--serve] [--background-threads N]
 
 Each start is a process of its own over one new cache folder; `plain` ones, that nobody looks into, keep steps of their
 own there. Seconds of tracing, lowering and loading are added up over threads, so they may exceed the span `steps` that
@@ -124,10 +124,13 @@ def engine(options: argparse.Namespace) -> None:
     from jattn import step_cache, step_compilation
     from jattn.serving.config import EngineConfig
     from jattn.serving.engine import Engine
+    from jattn.serving.executor import background
     from jattn.serving.request import SamplingParams
 
     if options.compile_threads:
         step_compilation.COMPILING_AT_ONCE = options.compile_threads
+    if options.background_threads:
+        background._AT_ONCE = options.background_threads
     step_cache.use_persistent_cache()
     with figures.span("weights"):
         model = random_model()
@@ -153,8 +156,15 @@ def engine(options: argparse.Namespace) -> None:
         served.add(requests[0])
         while not requests[0].generated:
             served.step()
+    compiling = served.executor.background
     with figures.span("background"):
-        served.executor.background.wait()
+        while not compiling.wait(0.0 if options.serve else None) and options.serve:
+            if not served.has_work:
+                served.add(served.make_request(requests[0].prompt, params))
+            served.step()
+    while options.serve and served.has_work:
+        served.step()
+    figures.values["steps failed"] = len(compiling.failed)
     for request in requests[1:]:
         served.add(request)
     while not all(request.generated for request in requests):
@@ -238,6 +248,8 @@ def main() -> None:
     parser.add_argument("--no-greedy-steps", action="store_true", help="no steps for launches in which nobody draws")
     parser.add_argument("--compile-threads", type=int, metavar="N", help="steps that XLA compiles at once")
     parser.add_argument("--all-first", action="store_true", help="no step compiled while it serves")
+    parser.add_argument("--serve", action="store_true", help="requests, one after the other, until all are compiled")
+    parser.add_argument("--background-threads", type=int, metavar="N", help="steps compiled at once while it serves")
     parser.add_argument("--child", choices=("generate", "engine"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
