@@ -1,0 +1,38 @@
+"""What XLA makes of a step that two GPUs share, on a machine without one: its plugin for CUDA compiles ahead of time."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the wheels of jax[cuda13]"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    command = [sys.executable, "-m", "tests.jattn.harness.two_gpus", str(tmp_path_factory.mktemp("dump"))]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_with_a_mailbox_no_collective_of_xla_is_left(compiled):
+    assert compiled["kernels"]["all_reduces"] == compiled["kernels"]["all_gathers"] == 0
+    assert "kCollective" not in compiled["kernels"]["thunks"]
+    assert compiled["xla"]["all_reduces"] > 0
+
+
+def test_all_kernels_of_the_layers_are_one_graph(compiled):
+    graphs = {name: compiled[name]["thunks"].count("kCommandBuffer") for name in compiled}
+    assert graphs["kernels"] == 3  # before the layers, the layers, after them
+    assert graphs["xla"] > 3
+    for line in compiled["kernels"]["thunks"].splitlines():
+        if "kCustomCall" in line:
+            assert line.startswith("    ")  # in a graph
