@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import jattn_kernels
-from jattn_kernels import AttentionSpec
+from jattn_kernels import AttentionSpec, Splits, peers
+from jattn_kernels.inbox import Inbox
 from tests.kernels.harness.case_table import CASES, Case, build
 
 Call = Callable[[], Any]
@@ -122,6 +123,20 @@ def _filters(rows: int, vocab_size: int) -> Any:
     )
 
 
+def _exchanged(what: str, rows: int, *, devices: int = 2, dtype: str = "bfloat16", splits: int = 0) -> Any:
+    """What several GPUs exchange of rows of 4,096 numbers."""
+    inbox, x = Inbox.of(devices), _array((rows, 4096), dtype)
+    table = jnp.zeros(2 * devices + 2, jnp.uint32)
+    if what != "add_norm":
+        return getattr(peers, what)(x, table, inbox=inbox)
+    addition: Any = x
+    if splits:
+        parts = _array((splits, -(-rows // 4) * 4, 4096), "float32")
+        addition = Splits(parts=parts, num_rows=rows, dtype=x.dtype)
+    scale = _array((4, 4096), dtype)
+    return peers.all_reduce_add_norm(x, addition, scale, table, inbox=inbox, eps=1e-6, layer_index=_array(()))
+
+
 _decode = functools.partial(functools.partial, _attention, "paged_decode")
 _extend = functools.partial(functools.partial, _attention, "paged_extend")
 
@@ -178,4 +193,12 @@ MAIN: dict[str, Call] = {
     "filters_128256": functools.partial(_filters, 64, 128_256),
     "filters_50257": functools.partial(_filters, 64, 50_257),
     "filters_4096": functools.partial(_filters, 64, 4096),
+    **{f"all_reduce_{rows}": functools.partial(_exchanged, "all_reduce", rows) for rows in (1, 256, 8192)},
+    "all_reduce_float32": functools.partial(_exchanged, "all_reduce", 256, dtype="float32"),
+    "all_reduce_one_shot_of_8": functools.partial(_exchanged, "all_reduce", 1, devices=8),
+    "all_reduce_two_shots_of_8": functools.partial(_exchanged, "all_reduce", 256, devices=8),
+    "all_gather": functools.partial(_exchanged, "all_gather", 64, dtype="float32"),
+    **{f"add_norm_{rows}": functools.partial(_exchanged, "add_norm", rows) for rows in (1, 8192)},
+    "add_norm_splits": functools.partial(_exchanged, "add_norm", 8, splits=4),
+    "add_norm_of_8": functools.partial(_exchanged, "add_norm", 64, devices=8),
 }

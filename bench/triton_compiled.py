@@ -38,6 +38,7 @@ _TYPES = {
     "int32": "i32",
     "int8": "i8",
     "uint8": "u8",
+    "uint32": "u32",
 }
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 

@@ -1,12 +1,13 @@
-"""What XLA makes of a step that two GPUs share, on a machine without one: its plugin for CUDA compiles ahead of time."""
+"""What XLA makes of a step that two GPUs share, on a machine without one: its plugin for CUDA compiles ahead."""
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+
+from tests.jattn.harness.two_gpus import environment
 
 pytestmark = [
     pytest.mark.slow,
@@ -16,9 +17,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    command = [sys.executable, "-m", "tests.jattn.harness.two_gpus", str(tmp_path_factory.mktemp("dump"))]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    folder = tmp_path_factory.mktemp("dump")
+    command = [sys.executable, "-m", "tests.jattn.harness.two_gpus", str(folder)]
+    done = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

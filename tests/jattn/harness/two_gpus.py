@@ -1,6 +1,6 @@
 """A decode step that two H200s share, compiled for them on a machine without a GPU; prints what it became, as JSON.
 
-python -m tests.jattn.harness.two_gpus FOLDER    (started by `tests/jattn/test_compiled_for_two_gpus.py`)
+python -m tests.jattn.harness.two_gpus FOLDER    (started with an `environment` of its own)
 """
 
 import functools
@@ -9,12 +9,6 @@ import os
 import sys
 from pathlib import Path
 from unittest import mock
-
-FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
-if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={FOLDER} --xla_dump_hlo_as_text"
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +66,17 @@ device_description_str: "NVIDIA H200"
 """
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """What the process is told by, in which nothing is interpreted.
+
+    Args:
+        folder: Where XLA writes what it makes.
+    """
+    told = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    return told | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags}
+
+
 def plan_of(mesh: Mesh, *, connected: bool) -> StepPlan:
     """A greedy decode step, whose devices exchange by kernels or by XLA."""
     config = LlamaForCausalLM.config_class.from_dict(SHAPES)
@@ -101,7 +106,7 @@ def plan_of(mesh: Mesh, *, connected: bool) -> StepPlan:
     return on_mesh({key: StepPlan(decode, arguments, donate=(1, 2))}, PARALLEL)[key]
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Compiles the step both ways."""
     assume_device(Device("gpu", (9, 0), 132))
     topology = topologies.get_topology_desc(
@@ -109,12 +114,12 @@ def main() -> None:
     )
     mesh = Mesh(np.array(topology.devices), (PARALLEL.axis,), axis_types=(AxisType.Auto,))
     found = {}
-    with mock.patch.object(device_mesh, "mesh_of", lambda _: mesh):
+    with mock.patch.object(device_mesh, "mesh_of", return_value=mesh):
         for name, connected in (("kernels", True), ("xla", False)):
             plan = plan_of(mesh, connected=connected)
             step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=OPTIONS)
             text = step.trace(*plan.arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-            thunks = max(FOLDER.glob("*thunk_sequence_after_thunk_passes.txt"), key=lambda file: file.stat().st_mtime)
+            thunks = max(folder.glob("*thunk_sequence_after_thunk_passes.txt"), key=lambda file: file.stat().st_mtime)
             found[name] = {
                 "all_reduces": text.count(" all-reduce(") + text.count(" all-reduce-start("),
                 "all_gathers": text.count(" all-gather(") + text.count(" all-gather-start("),
@@ -124,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))
