@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from jattn import mailbox
 from jattn.devices import started_devices
 from jattn.no_device import NoDeviceError
+from jattn.parallel import Parallel
 from jattn_kernels.call import AttentionCall, Call, Device, ExpertsCall, NormCall, Operation, default_device
 from jattn_kernels.dispatch import choose, implementations
 from jattn_kernels.spec import AttentionSpec
@@ -47,6 +49,7 @@ class Facts:
         jax_error: Why JAX cannot start.
         warnings: What it said while it started.
         jax_platforms: What JAX was told to run on; empty if nothing.
+        sums: How several GPUs that share a model would add up; None of fewer than two.
     """
 
     versions: Mapping[str, str]
@@ -57,6 +60,7 @@ class Facts:
     jax_error: str | None = None
     warnings: tuple[str, ...] = ()
     jax_platforms: str = ""
+    sums: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +198,19 @@ def gather() -> Facts:
     except NoDeviceError as error:
         return dataclasses.replace(found, jax_error=str(error))
     names = tuple(f"{device.platform} {device.id}: {device.device_kind}" for device in devices)
-    return dataclasses.replace(found, device_names=names, device=default_device(), warnings=tuple(warnings))
+    device = default_device()
+    sums = _sums(len(devices)) if device.compute_capability else None
+    return dataclasses.replace(found, device_names=names, device=device, warnings=tuple(warnings), sums=sums)
+
+
+def _sums(num_gpus: int) -> str | None:
+    """How GPUs would add up, as many as an even share of a model takes."""
+    if num_gpus < 2:
+        return None
+    sharing = 2 ** (num_gpus.bit_length() - 1)
+    sentence = mailbox.refuses(Parallel("tensor", sharing))
+    how = "by kernels, in a step's CUDA graph" if sentence is None else f"through XLA's collectives: {sentence}"
+    return f"{sharing} GPUs with `tensor_parallel={sharing}`: {how}"
 
 
 def show(facts: Facts, console: Console) -> bool:
@@ -204,6 +220,8 @@ def show(facts: Facts, console: Console) -> bool:
     lines = [("devices", names)]
     if facts.device and facts.device.compute_capability:
         lines.append(("compute capability", "{}.{}".format(*facts.device.compute_capability)))
+    if facts.sums:
+        lines.append(("sums of devices", facts.sums))
     lines.append(("NVIDIA driver", facts.driver or ("unknown" if facts.has_nvidia_gpu else "none")))
     lines += [(name, facts.versions.get(name, "not installed")) for name in PACKAGES]
     _print_rows(console, "", ("", ""), lines)

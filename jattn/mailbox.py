@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.device_mesh import mesh_of
 from jattn.parallel import Parallel
+from jattn.progress import logger
 from jattn_kernels.inbox import EMPTY, FAILED, HEADER, Inbox
 from jattn_kernels.peers import missing
 
@@ -80,7 +81,9 @@ class Mailbox:
 @functools.cache
 def mailbox_of(parallel: Parallel) -> Mailbox | None:
     """The mailbox of devices, made once in a process; None where they exchange by XLA's collectives."""
-    if not can_exchange(parallel):
+    if sentence := refuses(parallel):
+        if parallel.axis is not None and jax.default_backend() == "gpu":
+            logger.warning("Sums of devices go through XLA's collectives, which end a step's CUDA graph. %s", sentence)
         return None
     inbox, sharding = parallel.inbox, NamedSharding(mesh_of(parallel), PartitionSpec(parallel.axis))
     words = jax.block_until_ready(jax.jit(functools.partial(_as_at_first, inbox), out_shardings=sharding)())
@@ -89,12 +92,16 @@ def mailbox_of(parallel: Parallel) -> Mailbox | None:
     return Mailbox(inbox, words, table, loopback)
 
 
-def can_exchange(parallel: Parallel) -> bool:
-    """Whether the devices are GPUs of this process that store into each other's memory, and there are kernels."""
-    if parallel.axis is None or parallel.size not in _SIZES or jax.default_backend() != "gpu" or missing():
-        return False
+def refuses(parallel: Parallel) -> str | None:
+    """Why devices cannot exchange by kernels, in a sentence, or None."""
+    if parallel.axis is None or jax.default_backend() != "gpu":
+        return "Kernels exchange between several NVIDIA GPUs."
+    if parallel.size not in _SIZES:
+        return f"Kernels exchange between {', '.join(map(str, _SIZES))} GPUs, not {parallel.size}."
     devices = list(mesh_of(parallel).devices.flat)
-    return all(_reaches(a, b) for a in devices for b in devices if a is not b)
+    pairs = ((a, b) for a in devices for b in devices if a is not b)
+    apart = next((f"{a.id} does not reach GPU {b.id}'s" for a, b in pairs if not _reaches(a, b)), None)
+    return f"GPU {apart} memory, by the driver." if apart else missing()
 
 
 def connect(model: Any, parallel: Parallel) -> None:

@@ -132,6 +132,16 @@ def test_show_is_plain_lines_in_a_pipe():
     assert lines[-1] == "No clash is known for this machine."
 
 
+def test_show_tells_how_several_gpus_would_add_up(monkeypatch):
+    monkeypatch.setattr("jattn.doctor.mailbox.refuses", lambda parallel: "They do not." if parallel.size == 8 else None)
+    for count, words in ((1, None), (3, "2 GPUs with `tensor_parallel=2`: by kernels"), (9, "through XLA's")):
+        sums = doctor._sums(count)
+        assert sums is None if words is None else words in sums
+    _, text = shown(facts({}, sums=doctor._sums(8)))
+    expected = "8 GPUs with `tensor_parallel=8`: through XLA's collectives: They do not."
+    assert f"sums of devices\t{expected}" in text.splitlines()
+
+
 def test_show_is_tables_in_a_terminal():
     well, text = shown(facts(CUDA13, "580.1", HOPPER), force_terminal=True)
     assert well

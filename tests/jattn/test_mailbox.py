@@ -1,23 +1,42 @@
 """The mailbox of GPUs that share a model: what they exchange, on two GPUs; elsewhere there is none."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn import mailbox as module
 from jattn.device_mesh import OnAll
-from jattn.mailbox import can_exchange, mailbox_of
+from jattn.mailbox import mailbox_of, refuses
 from jattn.parallel import ONE_DEVICE, Parallel
 
 TWO = Parallel("tensor", 2)
 
 
 def test_devices_that_are_no_gpus_have_no_mailbox():
-    assert not can_exchange(ONE_DEVICE)
+    assert refuses(ONE_DEVICE) == "Kernels exchange between several NVIDIA GPUs."
     if jax.default_backend() != "gpu":
         assert mailbox_of(TWO) is None
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reached", "lacking", "sentence"),
+    [
+        (Parallel("tensor", 3), True, None, r"Kernels exchange between 2, 4, 8 GPUs, not 3\."),
+        (TWO, False, None, r"GPU 0 does not reach GPU 1's memory, by the driver\."),
+        (TWO, True, "`triton` needs triton.", "`triton` needs triton."),
+        (TWO, True, None, None),
+    ],
+)
+def test_gpus_that_cannot_exchange_say_why(monkeypatch, parallel, reached, lacking, sentence):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(module, "_reaches", lambda device, other: reached)
+    monkeypatch.setattr(module, "missing", lambda: lacking)
+    found = refuses(parallel)
+    assert found == sentence if sentence is None else re.fullmatch(sentence, found)
 
 
 @pytest.fixture(scope="module")
