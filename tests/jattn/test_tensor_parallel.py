@@ -260,11 +260,12 @@ def fake_mailbox(monkeypatch):
     return mailbox
 
 
-def test_steps_run_once_on_an_empty_batch_before_devices_wait_for_each_other(llama, on_one, fake_mailbox, monkeypatch):
+def test_steps_run_twice_on_an_empty_batch_before_devices_wait_for_each_other(llama, on_one, fake_mailbox, monkeypatch):
     calls = []
     monkeypatch.setattr(CompiledSteps, "__call__", lambda steps, key, *args: calls.append(key) or steps[key](*args))
     engine = engine_of(llama, 2)
-    assert sorted(calls) == sorted(key for key in engine.executor.compiled_steps.records if key.kind != "note")
+    keys = [key for key in engine.executor.compiled_steps.records if key.kind != "note"]
+    assert sorted(calls) == sorted(2 * keys)
     assert texts(engine, PROMPTS, GREEDY) + texts(engine, PROMPTS, DRAWN) == on_one
 
 

@@ -1,8 +1,8 @@
 """First runs of the steps of several GPUs: each device by itself, before one waits for another in a kernel.
 
-A step that runs for the first time loads kernels and makes graphs, for which a GPU may wait for what others are doing;
-and these may be waiting for it, in an exchange. So a step runs once on the loopback table and an empty batch, which
-leaves state and pool as they are.
+A step that runs for the first time loads its kernels, and makes its graph when it runs for the second, for which a GPU
+may wait for what others are doing; and these may be waiting for it, in an exchange. So a step runs twice on the loopback
+table and an empty batch, which leaves state and pool as they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,7 @@ from jattn.mailbox import Mailbox
 
 _KINDS = ("decode", "prefill", "forward_decode", "forward_prefill")  # those with layers, that take weights, state, pool
 _HELD = 3
+_RUNS = 2  # XLA launches kernel by kernel the first time, and a graph from the second on
 
 
 class FirstRuns:
@@ -38,5 +39,6 @@ class FirstRuns:
             if key not in self._empty_batches or key not in steps:
                 continue
             batch, alone = self._empty_batches.pop(key), jax.tree.map(self._mailbox.looped, weights)
-            _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))
+            for _ in range(_RUNS):
+                _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))
         return state, pool
