@@ -112,8 +112,11 @@ def connect(model: Any, parallel: Parallel) -> None:
 
 def _reaches(device: Any, other: Any) -> bool:
     """Whether the driver lets one GPU store into another's memory."""
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
+    except OSError:  # a GPU that is not NVIDIA's
+        return False
     reaches = ctypes.c_int(0)
-    ask = ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer
     return ask(ctypes.byref(reaches), device.local_hardware_id, other.local_hardware_id) == 0 and bool(reaches.value)
 
 

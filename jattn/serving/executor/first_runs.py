@@ -1,8 +1,8 @@
 """First runs of the steps of several GPUs: each device by itself, before one waits for another in a kernel.
 
-A step that runs for the first time loads its kernels, and makes its graph when it runs for the second, for which a GPU
-may wait for what others are doing; and these may be waiting for it, in an exchange. So a step runs twice on the loopback
-table and an empty batch, which leaves state and pool as they are.
+A step loads its kernels when it runs for the first time, and makes its graph when it runs for the second; for either a
+GPU may wait for what others are doing, and these may be waiting for it, in an exchange. So a step runs twice on the
+loopback table and an empty batch, which leaves state and pool as they are.
 """
 
 from collections.abc import Iterable, Mapping
