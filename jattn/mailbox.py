@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.device_mesh import mesh_of
+from jattn.device_mesh import mesh_of, spans_processes
 from jattn.parallel import Parallel
 from jattn_kernels.inbox import EMPTY, FAILED, HEADER, Inbox
 from jattn_kernels.peers import missing
@@ -91,7 +91,9 @@ def mailbox_of(parallel: Parallel) -> Mailbox | None:
 
 def can_exchange(parallel: Parallel) -> bool:
     """Whether the devices are GPUs of this process that store into each other's memory, and there are kernels."""
-    if parallel.axis is None or parallel.size not in _SIZES or jax.default_backend() != "gpu" or missing():
+    if parallel.axis is None or spans_processes(parallel) or parallel.size not in _SIZES:
+        return False
+    if jax.default_backend() != "gpu" or missing():
         return False
     devices = list(mesh_of(parallel).devices.flat)
     return all(_reaches(a, b) for a in devices for b in devices if a is not b)
