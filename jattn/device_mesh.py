@@ -1,7 +1,8 @@
-"""Devices of one process in a row: arrays of which each holds a share, arrays that all hold, functions that all run.
+"""Devices in a row: arrays of which each holds a share, arrays that all hold, functions that all run.
 
 Shares lie one behind the other along an array's first axis, so that a device's part of the array is its share as it
-would be alone, without a copy.
+would be alone, without a copy. Where several processes share a model, each has arrays, plans and requests as the others
+have, and touches the parts of its own devices.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jattn.parallel import Parallel
@@ -18,13 +20,18 @@ from jattn.parallel import Parallel
 
 @functools.cache
 def mesh_of(parallel: Parallel) -> Mesh:
-    """The first devices of this process, along the one axis of `parallel`.
+    """The first devices, along the one axis of `parallel`; all there are in several processes, in their order.
 
     Raises:
-        ValueError: There are fewer.
+        ValueError: There are fewer, or not as many as in all processes.
     """
     assert parallel.axis is not None
-    devices = jax.local_devices()
+    devices, num_processes = jax.devices(), jax.process_count()
+    if num_processes > 1 and parallel.size != len(devices):
+        raise ValueError(
+            f"`tensor_parallel` must be 1, or the number of devices of all {num_processes} processes of "
+            f"`jax.distributed`, {len(devices)}. Got {parallel.size}."
+        )
     if parallel.size > len(devices):
         raise ValueError(
             f"`tensor_parallel` must be at most the number of devices that JAX has here, {len(devices)}. "
@@ -33,9 +40,36 @@ def mesh_of(parallel: Parallel) -> Mesh:
     return Mesh(np.asarray(devices[: parallel.size]), (parallel.axis,), axis_types=(AxisType.Auto,))
 
 
+def spans_processes(parallel: Parallel) -> bool:
+    """Whether the devices are those of several processes, which must come to the same and launch the same."""
+    return parallel.axis is not None and jax.process_count() > 1
+
+
+def own_devices(parallel: Parallel) -> list[tuple[int, Any]]:
+    """The devices of this process, each behind its number along the axis."""
+    devices = enumerate(mesh_of(parallel).devices.flat)
+    return [(rank, device) for rank, device in devices if device.process_index == jax.process_index()]
+
+
+def least_of_processes(number: int, parallel: Parallel) -> int:
+    """The least number that a process gives; all of them must call this. It has 31 bits where they are several."""
+    if not spans_processes(parallel):
+        return number
+    own = np.asarray([min(number, np.iinfo(np.int32).max)], np.int32)
+    return int(np.min(multihost_utils.process_allgather(own)))
+
+
 def held_by_all(parallel: Parallel) -> NamedSharding | None:
     """Where an array lies that each device has all of; None on one device."""
     return None if parallel.axis is None else NamedSharding(mesh_of(parallel), PartitionSpec())
+
+
+def sent(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """The host's array where all devices have it, or wherever `jax.device_put` puts it; the same in each process."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    # `jax.device_put` would compare it with the other processes' each time.
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +108,7 @@ def made[Result](make: Callable[[], Result], parallel: Parallel, *, shares: bool
 
 
 def side_by_side[Tree](parts: Sequence[Tree], parallel: Parallel) -> Tree:
-    """One tree of arrays of the trees that the devices hold, each on its device; nothing is copied."""
+    """One tree of arrays of the trees that this process' devices hold, each on its device; nothing is copied."""
     mesh = mesh_of(parallel)
     sharding = NamedSharding(mesh, PartitionSpec(parallel.axis))
 

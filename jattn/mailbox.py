@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jattn.device_mesh import mesh_of
+from jattn.device_mesh import mesh_of, spans_processes
 from jattn.parallel import Parallel
 from jattn.progress import logger
 from jattn_kernels.inbox import EMPTY, FAILED, HEADER, Inbox
@@ -98,6 +98,8 @@ def refuses(parallel: Parallel) -> str | None:
         return "Kernels exchange between several NVIDIA GPUs."
     if parallel.size not in _SIZES:
         return f"Kernels exchange between {', '.join(map(str, _SIZES))} GPUs, not {parallel.size}."
+    if spans_processes(parallel):
+        return "Kernels exchange between GPUs of one process."
     devices = list(mesh_of(parallel).devices.flat)
     pairs = ((a, b) for a in devices for b in devices if a is not b)
     apart = next((f"{a.id} does not reach GPU {b.id}'s" for a, b in pairs if not _reaches(a, b)), None)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import Checkpoint
-from jattn.device_mesh import mesh_of, side_by_side
+from jattn.device_mesh import own_devices, side_by_side
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.mailbox import connect
@@ -76,7 +76,8 @@ def load_model(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_D
     """The model with a checkpoint's weights, held and computed in `dtype`; of several devices, each one's share on it.
 
     No device ever holds more than its share, and one more tensor of it. Of several devices, the model's arrays are the
-    shares side by side (`jattn.device_mesh`), and its methods run on all of them at once.
+    shares side by side (`jattn.device_mesh`), and its methods run on all of them at once. Of several processes, each
+    reads the shares of its own devices.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: As the model's `from_checkpoint`; or there are fewer
@@ -86,7 +87,7 @@ def load_model(checkpoint: Checkpoint, *, dtype: Any, parallel: Parallel = ONE_D
     if parallel.axis is None:
         return from_checkpoint(checkpoint, dtype=dtype)
     parts = []
-    for rank, device in enumerate(mesh_of(parallel).devices.flat):
+    for rank, device in own_devices(parallel):
         with jax.default_device(device):
             parts.append(nnx.split(from_checkpoint(checkpoint, dtype=dtype, parallel=parallel, rank=rank)))
     model = nnx.merge(parts[0][0], side_by_side([state for _, state in parts], parallel))

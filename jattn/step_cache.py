@@ -106,12 +106,15 @@ def _checked(content: bytes) -> bytes:
 
 
 def use_persistent_cache(folder: Path | None = None) -> None:
-    """Keeps compiled steps between runs in a private folder; does nothing where JAX already has a cache folder.
+    """Keeps compiled steps between runs in a private folder.
+
+    Does nothing where JAX already has a cache folder, nor in one of several processes: XLA may tune what it compiles
+    for all of them together, and would wait for one that has found it on disk.
 
     Args:
         folder: Where; `$XDG_CACHE_HOME/jattn/xla` or `~/.cache/jattn/xla` if None.
     """
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir or jax.process_count() > 1:
         return
     try:
         if folder is None:

@@ -111,6 +111,9 @@ def _shape(leaf: Any) -> tuple[Any, ...]:
 
 def _place(sharding: Any) -> tuple[Any, ...]:
     """The devices that an argument is tied to, and how they share it."""
+    if not sharding.is_fully_addressable:
+        # One process may find on disk what another one does not, and XLA tunes for all of them at once.
+        raise NoName("Several processes share an argument.")
     if isinstance(sharding, NamedSharding):
         mesh: Any = sharding.mesh
         numbers = [device.id for device in mesh.devices.flat]

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from jattn.device_mesh import spans_processes
 from jattn.server.bodies import shortened
 from jattn.server.errors import ApiError
 from jattn.server.metrics import Metrics
@@ -52,11 +53,19 @@ class Service:
     Args:
         llm: A loaded checkpoint; nobody else uses its engine from now on.
 
+    Raises:
+        NotImplementedError: Several processes share the model.
+
     Attributes:
         draining: Whether it takes no more requests, as it is about to end.
     """
 
     def __init__(self, llm: LLM, options: ServiceOptions):
+        if spans_processes(llm.engine.config.parallel):
+            raise NotImplementedError(
+                "A server's model must be of one process, as clients would ask one of several alone; `LLM.generate` "
+                f"serves them all. Got tensor_parallel={llm.engine.config.tensor_parallel} over processes."
+            )
         self.llm = llm
         self.options = options
         self.thread = EngineThread(llm.engine, self._deliver)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jattn.backend import BackendOptions
 from jattn.compiled_steps import power_of_two_buckets, token_buckets
-from jattn.device_mesh import memory_stats
+from jattn.device_mesh import least_of_processes, memory_stats, spans_processes
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec
 from jattn.model import CausalLM
@@ -109,36 +109,52 @@ def resolved(
         num_eos_ids: How many tokens end any request.
 
     Raises:
-        ValueError: A size does not go with the model, or the pool not with the memory.
+        ValueError: A size does not go with the model, or the pool not with the memory; or several processes share the
+            model, and steps are to be compiled in the background.
     """
     context = model.context_len if config.max_context_len is None else config.max_context_len
     if context > model.context_len:
         raise ValueError(f"`max_context_len` must not exceed the model's {model.context_len}. Got {context}.")
     if config.speculative:
         check_drafter_fits(config.speculative, context)
+    parallel = parallel_of(config)
+    if config.compile_in_background and spans_processes(parallel):
+        raise ValueError(
+            "`compile_in_background` must be False where several processes share the model, which must take the same "
+            "steps at the same time. Got True."
+        )
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     values |= {
         "dtype": computing_dtype(config).name,
         "max_context_len": context,
         "prefill_seqs": config.max_num_seqs if config.prefill_seqs is None else config.prefill_seqs,
         "max_stop_ids": num_eos_ids + _STOP_IDS if config.max_stop_ids is None else config.max_stop_ids,
+        "compile_in_background": False if spans_processes(parallel) else config.compile_in_background,
     }
     found = ResolvedConfig(**values)
     if config.num_pages is None:
         groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
         most = found.max_num_seqs * found.max_pages
         jax.block_until_ready(jax.tree.leaves(model))  # else what loading them still holds would count
-        found = dataclasses.replace(found, num_pages=default_pages(groups, found.page_size, found.pool_dtype, most))
+        pages = default_pages(groups, found.page_size, found.pool_dtype, most, parallel=parallel)
+        found = dataclasses.replace(found, num_pages=pages)
     return found
 
 
 def default_pages(
-    groups: Sequence[KVGroupSpec], page_size: int, dtype: Any, most_pages: int, *, beside: int | None = None
+    groups: Sequence[KVGroupSpec],
+    page_size: int,
+    dtype: Any,
+    most_pages: int,
+    *,
+    beside: int | None = None,
+    parallel: Parallel = ONE_DEVICE,
 ) -> int:
     """`most_pages` beside the reserved one, or as many as the device holds beside the weights.
 
     Args:
         beside: Bytes that others need of what the weights leave; a part of it if None.
+        parallel: The devices; where several processes have them, it is the number for which all have room.
 
     Raises:
         ValueError: It holds no two.
@@ -148,7 +164,8 @@ def default_pages(
     if "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats["bytes_in_use"]
         budget = _FIRST_SHARE * free if beside is None else free - beside
-    fitting = int(budget) // sum(group.page_bytes(page_size, dtype) for group in groups)
+    page_bytes = sum(group.page_bytes(page_size, dtype) for group in groups)
+    fitting = least_of_processes(int(budget) // page_bytes, parallel)
     if fitting < 2:
         raise ValueError(
             f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 
 from jattn.compiled_steps import CompiledSteps, StepPlan, described, smallest_bucket
-from jattn.device_mesh import held_by_all
+from jattn.device_mesh import held_by_all, spans_processes
 from jattn.lowering import LoweringProcesses, processes_for
 from jattn.mailbox import mailbox_of
 from jattn.matmul import FP8, INT4
@@ -62,7 +62,8 @@ class Executor:
         model: The model; its weights stay on the device.
         config: Sizes.
         draft_model: The one that a `DraftModel` drafts with; else None.
-        fit_pool: Whether the pool has as many pages as fit beside the steps, in place of the configured number.
+        fit_pool: Whether the pool has as many pages as fit beside the steps, in place of the configured number,
+            unless several processes share the model.
 
     Raises:
         ValueError: The pool does not fit the memory, or the model is not shared by as many devices.
@@ -86,7 +87,7 @@ class Executor:
         _check_loaded(self.weights, config)
         in_background = compiles_in_background(config)
         have, processes = CompiledSteps({}), LoweringProcesses(_num_processes(config, in_background))
-        if fit_pool:
+        if fit_pool and not spans_processes(config.parallel):  # where it does, each would find another number
             config, have = beside_steps(served, config, model.vocab_size, processes)
         self.config = config
         self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)

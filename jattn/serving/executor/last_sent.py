@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import jax
 import numpy as np
 
+from jattn.device_mesh import sent
+
 
 class LastSent:
     """Sends an array only if it differs from the last one.
@@ -39,11 +41,11 @@ class LastSent:
         return self._last[1]
 
     def _sent(self, array: np.ndarray) -> jax.Array:
-        sent = jax.device_put(array, self._sharding)
+        there = sent(array, self._sharding)
         if self._sharding is None:
-            return sent
+            return there
         place = self._places.pop(array.shape, None)
-        self._places[array.shape] = sent if place is None else _put(place, sent)
+        self._places[array.shape] = there if place is None else _put(place, there)
         return self._places[array.shape]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jattn.checkpoint import Checkpoint
+from jattn.device_mesh import own_devices
 from jattn.devices import started_devices
 from jattn.model import load_model
 from jattn.progress import logger, shown
@@ -77,10 +78,11 @@ class LLM:
         tokenizer, chat_template = Tokenizer(checkpoint.path), ChatTemplate(checkpoint.path)
         eos_token_ids = _eos_token_ids(checkpoint)
         drafter = config.speculative if isinstance(config.speculative, DraftModel) else None
-        placed = {"dtype": computing_dtype(config), "parallel": parallel_of(config)}
+        parallel = parallel_of(config)
+        placed = {"dtype": computing_dtype(config), "parallel": parallel}
         default_params = SamplingParams(**default_sampling(checkpoint.generation_config, checkpoint.path))
         check_fits(config, checkpoint, num_eos_ids=len(eos_token_ids))
-        num_reads = len(checkpoint.tensor_names) * config.tensor_parallel
+        num_reads = len(checkpoint.tensor_names) * (1 if parallel.axis is None else len(own_devices(parallel)))
         with shown("Loading weights", num_reads, wanted=config.progress) as advance:
             model = load_model(checkpoint.watched(advance), **placed)
         engine = Engine(
