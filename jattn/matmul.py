@@ -6,9 +6,7 @@ from jaxtyping import Array
 
 from jattn_kernels import (
     QuantizedKernel,
-    QuantizedRows,
     Splits,
-    Ungated,
     added,
     dequantize_groups,
     matmul,
@@ -28,9 +26,7 @@ __all__ = [
     "MXFP4_GROUP",
     "NUMBERS_OF_BYTE",
     "QuantizedKernel",
-    "QuantizedRows",
     "Splits",
-    "Ungated",
     "added",
     "dequantize_groups",
     "dequantize_mxfp4",
