@@ -65,8 +65,7 @@ def check(record: Path = RECORD, root: Path = ROOT) -> str | None:
                 f"The rows of {file.name} are of other device code than the rest: run `python -m bench.gpu_record` on "
                 f"an H200. Got kernels_sha {others[0][:12]}, not {sha[:12]}."
             )
-    others = triton_record.check(record, root) or parallel_record.check(root)
-    return others or record_key.difference(key, root)
+    return triton_record.check(record, root) or parallel_record.check(root) or record_key.difference(key, root)
 
 
 def device_kind() -> str:
