@@ -298,6 +298,8 @@ def _compiled(
     """The steps without which nobody is served, and those that are on disk; and the plans of the others."""
     only = largest_steps(plans) if in_background else None
     steps = compile_steps(plans, progress=config.progress, only=only, have=have, processes=processes)
+    if only is None:
+        return steps, {}
     left = in_order_of_need(key for key in plans if key not in steps)
     return steps, {key: plans[key].without_arrays() for key in left}
 
