@@ -30,6 +30,7 @@ from jattn_kernels.triton.peers.exchange import (
     exchange_of,
     fence,
     load,
+    patience,
     send,
     sendable,
     slot_at,
@@ -157,7 +158,7 @@ def add_norm_rows(
                 inside = within & (first + i < C.rows)
                 mine = _part(parts_ptr, (first + i) * C.pieces + piece, inside, C)
                 for distance in tl.static_range(1, devices):
-                    send(others[distance - 1] + slot, i * C.tile + piece, mine, inside, E)
+                    send(others[distance - 1] + slot, i * C.tile + piece, mine, _taking_part(within, inside, C), E)
         for i in range(C.rows_at_once):
             inside = within & (first + i < C.rows)
             place = (first + i) * C.pieces + piece
@@ -165,8 +166,9 @@ def add_norm_rows(
             mine = _part(parts_ptr, place, inside, C)
             if C.rows_at_once == 1:
                 for distance in tl.static_range(1, devices):
-                    send(others[distance - 1] + slot, piece, mine, inside, E)
-            addition = summed(own, slot, rank, i * C.tile + piece, mine, inside, polls, E)
+                    send(others[distance - 1] + slot, piece, mine, _taking_part(within, inside, C), E)
+            awaited = _taking_part(within, inside, C)
+            addition = summed(own, slot, rank, i * C.tile + piece, mine, awaited, polls, E)
             words = rounded(added(added(nothing(piece), addition, E), before, E), E)
             store(total_ptr, place, words, inside, E)
             numbers = added(nothing(piece), words, E)
@@ -175,9 +177,20 @@ def add_norm_rows(
                 squares += numbers[j] * numbers[j]
             root = tl.rsqrt(tl.sum(tl.where(inside, squares, 0.0)) / C.columns + C.eps)
             store(normed_ptr, place, rounded(_scaled(numbers, root, scale, C), E), inside, E)
+            if C.rounds * C.rows_at_once > 1:
+                polls = patience(own, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def _taking_part(within, inside, C: tl.constexpr):
+    """Which pieces are exchanged: of several rounds a row's in each, as a thread must hear from the others in each."""
+    if C.rounds > 1:
+        return within
+    return inside
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from jattn_kernels.triton.peers.exchange import (
     fence,
     lane_of,
     load,
+    patience,
     receive,
     send,
     sendable,
@@ -127,13 +128,16 @@ def sum_in_one_shot(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
             inside = place < C.pieces
             mine = sendable(load(x_ptr, place, inside, E), E)
             for distance in tl.static_range(1, devices):
-                send(others[distance - 1] + slot, piece, mine, inside, E)
+                send(others[distance - 1] + slot, piece, mine, taking_part(inside, C), E)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             place = first_place(number, C) + piece
             inside = place < C.pieces
             mine = sendable(load(x_ptr, place, inside, E), E)
-            store(out_ptr, place, summed(own, slot, rank, piece, mine, inside, polls, E), inside, E)
+            total = summed(own, slot, rank, piece, mine, taking_part(inside, C), polls, E)
+            store(out_ptr, place, total, inside, E)
+            if C.rounds * C.tiles > 1:
+                polls = patience(own, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
@@ -155,17 +159,19 @@ def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
                 place = within + ((rank + distance) % E.devices) * C.pieces
                 inside = (within < C.pieces) & (place < C.whole)
                 words = sendable(load(x_ptr, place, inside, E), E)
-                send(others[distance - 1] + slot, piece, words, inside, E)
+                send(others[distance - 1] + slot, piece, words, taking_part(inside, C), E)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             within = first_place(number, C) + piece
             place = within + rank * C.pieces
             inside = (within < C.pieces) & (place < C.whole)
             mine = sendable(load(x_ptr, place, inside, E), E)
-            total = sendable(summed(own, slot, rank, piece, mine, inside, polls, E), E)
+            total = sendable(summed(own, slot, rank, piece, mine, taking_part(inside, C), polls, E), E)
             store(out_ptr, place, total, inside, E)
             for distance in tl.static_range(1, devices):
-                send(others[distance - 1] + slot + second, piece, total, inside, E)
+                send(others[distance - 1] + slot + second, piece, total, taking_part(inside, C), E)
+            if C.rounds * C.tiles > 1:
+                polls = patience(own, E)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             within = first_place(number, C) + piece
@@ -173,7 +179,10 @@ def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
                 place = within + device * C.pieces
                 inside = (within < C.pieces) & (place < C.whole) & (rank != device)
                 lane = slot + second + lane_of(device, rank, E)
-                store(out_ptr, place, receive(own, lane, piece, inside, polls, E), inside, E)
+                awaited = taking_part(inside, C) & (rank != device)
+                store(out_ptr, place, receive(own, lane, piece, awaited, polls, E), inside, E)
+            if C.rounds * C.tiles > 1:
+                polls = patience(own, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
@@ -193,18 +202,30 @@ def gather(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
             inside = place < C.pieces
             mine = sendable(load(x_ptr, place, inside, E), E)
             for distance in tl.static_range(1, devices):
-                send(others[distance - 1] + slot, piece, mine, inside, E)
+                send(others[distance - 1] + slot, piece, mine, taking_part(inside, C), E)
             store(out_ptr, place + rank * C.pieces, mine, inside, E)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             place = first_place(number, C) + piece
             for device in tl.static_range(devices):
                 inside = (place < C.pieces) & (rank != device)
-                words = receive(own, slot + lane_of(device, rank, E), piece, inside, polls, E)
+                awaited = taking_part(inside, C) & (rank != device)
+                words = receive(own, slot + lane_of(device, rank, E), piece, awaited, polls, E)
                 store(out_ptr, place + device * C.pieces, words, inside, E)
+            if C.rounds * C.tiles > 1:
+                polls = patience(own, E)
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
+
+
+@triton.jit
+@no_type_check
+def taking_part(inside, C: tl.constexpr):
+    """Which pieces are exchanged: of several rounds all, as each thread must hear from the others in each."""
+    if C.rounds > 1:
+        return tl.full(inside.shape, 1, tl.int1)
+    return inside
 
 
 @triton.jit

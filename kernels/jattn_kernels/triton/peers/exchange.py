@@ -3,7 +3,9 @@
 A thread stores 16 bytes at a time straight into the others' inboxes, waits until its own holds theirs, and makes it
 empty again. What is stored is its own flag: there is no barrier and no fence. Two slots are enough: another device
 stores into a slot again two exchanges later, which it gets to only after this device's next one; and that begins after
-this one has ended, stores that empty included, as kernels run one after another. Within a kernel a fence says so.
+this one has ended, stores that empty included, as kernels run one after another. Within a kernel a fence says so, and
+each thread takes part in all of its exchanges, with anything where an array has ended: else another device could be an
+exchange ahead of a thread that it heard nothing from.
 """
 
 import dataclasses
@@ -95,13 +97,20 @@ def begun(table_ptr, E: tl.constexpr):
     """
     own = inbox_at(table_ptr, 0)
     calls = tl.load(own + tl.program_id(0), volatile=True)
-    polls = tl.where(tl.load(own + _failed, volatile=True) == 0, E.polls, 1)
+    polls = patience(own, E)
     devices: tl.constexpr = E.devices
     others = (inbox_at(table_ptr, 1),)
     for distance in tl.static_range(2, devices):
         others = others + (inbox_at(table_ptr, distance),)  # noqa: RUF005, which Triton does not know
     rank = tl.load(table_ptr + 2 * E.devices).to(tl.int32)
     return own, others, rank, calls, polls
+
+
+@triton.jit
+@no_type_check
+def patience(own, E: tl.constexpr):
+    """How often to look for what is to come: once, if any block has given up."""
+    return tl.where(tl.load(own + _failed, volatile=True) == 0, E.polls, 1)
 
 
 @triton.jit
