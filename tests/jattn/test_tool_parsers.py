@@ -176,13 +176,19 @@ def test_events_do_not_depend_on_the_pieces(kind, cut):
         assert "".join(event.text for event in whole) == text
 
 
+def texts_without_marks(most):
+    """No text of a call has the marks that end one: they are tokens of their own, which Hypothesis finds in the code."""
+    return st.text(max_size=most).filter(lambda text: "<|" not in text)
+
+
 @settings(max_examples=15)
 @given(
     calls=st.lists(
         st.tuples(
             st.from_regex(r"[a-z_.\-]{1,8}", fullmatch=True),
             st.dictionaries(
-                st.text(max_size=5), st.recursive(st.none() | st.integers() | st.text(max_size=9), st.lists)
+                texts_without_marks(5),
+                st.recursive(st.none() | st.integers() | texts_without_marks(9), st.lists),
             ),
         ),
         min_size=1,
