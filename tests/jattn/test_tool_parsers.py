@@ -177,7 +177,7 @@ def test_events_do_not_depend_on_the_pieces(kind, cut):
 
 
 def texts_without_marks(most):
-    """No text of a call has the marks that end one: they are tokens of their own, which Hypothesis finds in the code."""
+    """Texts without what ends a call: a token of its own in a model, and a text that Hypothesis finds in the code."""
     return st.text(max_size=most).filter(lambda text: "<|" not in text)
 
 
