@@ -15,9 +15,10 @@ from bench.decode_step import Model, random_model
 from bench.inter_token import Arrival
 from bench.step_workload import LLAMA_3_8B
 from bench.timing import Profile, profiled
-from jattn.parallel import ONE_DEVICE, Parallel
+from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
+from jattn.serving.resolved_config import parallel_of
 
 _REPEATS = 3
 _PRODUCTS = ("nvjet", "gemm", "cutlass", "xmma", "matmul")  # how cuBLAS and we name kernels
@@ -90,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--weights", choices=("fp8", "int4"), help="what projections are held in; bf16 by default")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the model")
     options = parser.parse_args(arguments)
-    parallel = Parallel("tensor", options.tensor_parallel) if options.tensor_parallel > 1 else ONE_DEVICE
+    parallel = parallel_of(EngineConfig(tensor_parallel=options.tensor_parallel))
     shapes = LLAMA_3_8B | {"max_position_embeddings": 2 * options.prompt}
     model = random_model(shapes, parallel=parallel, quantization=options.weights)
     for prefill_tokens in options.prefill_tokens:

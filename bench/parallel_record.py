@@ -10,14 +10,13 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from bench.record_files import ROOT, Row, code_sha, read_rows
 
 RECORD = ROOT / "bench" / "results" / "h200-x2"
 _CODE = ("inbox.py", "triton/launch.py", "triton/peers/*.py")
 _ROWS = [1, 64, 256, 2048, 8192]
-_BATCHES = ((1, 1024), (8, 1024), (64, 2048), (256, 1024))
+_SIZES = (1, 2)  # devices that share the model
 _PROMPT = 8192
 
 
@@ -39,16 +38,6 @@ def check(root: Path = ROOT) -> str | None:
     )
 
 
-def _models() -> Iterator[Any]:
-    """The model on one device and on two; one is gone before the next comes."""
-    from bench.decode_step import random_model
-    from bench.step_workload import LLAMA_3_8B
-    from jattn.parallel import ONE_DEVICE, Parallel
-
-    for parallel in (ONE_DEVICE, Parallel("tensor", 2)):
-        yield random_model(LLAMA_3_8B | {"max_position_embeddings": 2 * _PROMPT}, parallel=parallel)
-
-
 def _exchanges() -> Iterator[Row]:
     from bench.exchanges import rows
     from jattn.parallel import Parallel
@@ -57,21 +46,23 @@ def _exchanges() -> Iterator[Row]:
 
 
 def _steps() -> Iterator[Row]:
-    from bench.decode_step import measured
-    from bench.step_workload import StepWorkload
+    from bench.tensor_parallel_step import steps
 
-    for model in _models():
-        for batch, ctx in _BATCHES:
-            found = measured(model, StepWorkload(batch=batch, ctx=ctx, page=64), steps=100)
-            yield {"tensor_parallel": model.parallel.size, **found.row}
+    yield from (found.row for found in steps(_SIZES, steps=100))
 
 
 def _prompts() -> Iterator[Row]:
+    from bench.decode_step import random_model
     from bench.first_token import measured
+    from bench.step_workload import LLAMA_3_8B
+    from jattn.serving.config import EngineConfig
+    from jattn.serving.resolved_config import parallel_of
 
-    for model in _models():
-        found = measured(model, prompt=_PROMPT, prefill_tokens=_PROMPT)
-        yield {"tensor_parallel": model.parallel.size, **found}
+    for size in _SIZES:
+        shapes = LLAMA_3_8B | {"max_position_embeddings": 2 * _PROMPT}
+        model = random_model(shapes, parallel=parallel_of(EngineConfig(tensor_parallel=size)))
+        yield {"tensor_parallel": size, **measured(model, prompt=_PROMPT, prefill_tokens=_PROMPT)}
+        del model  # its memory is the next one's
 
 
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {

@@ -18,7 +18,7 @@ from jattn.device_mesh import mesh_of, spans_processes
 from jattn.parallel import Parallel
 from jattn.progress import logger
 from jattn_kernels.inbox import EMPTY, FAILED, HEADER, Inbox
-from jattn_kernels.peers import missing
+from jattn_kernels.triton.implementation import missing
 
 _SIZES = (2, 4, 8)  # groups of devices that the kernels are tested for
 
@@ -32,6 +32,7 @@ class Mailbox:
     """An inbox of each device, and the tables by which they find each other's.
 
     Attributes:
+        inbox: What each of them is.
         words: The inboxes, one behind the other.
         table: uint32, a device's row behind the other's.
         loopback: The same with each device in the others' place: for the first run of a step, in which kernels are

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt32
 
 from jattn_kernels import added, peers, rms_norm
-from jattn_kernels.peers import Inbox
+from jattn_kernels.inbox import Inbox
 from jattn_kernels.splits import Splits
 
 

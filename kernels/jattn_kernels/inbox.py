@@ -22,6 +22,8 @@ MOST_BLOCKS = 256  # which a GPU has room for at once, or runs in their order
 FAILED = MOST_BLOCKS
 HEADER = 2 * MOST_BLOCKS
 WORD_BYTES = 4
+PIECE_WORDS = 4  # what a thread stores at a time
+PIECE_BYTES = WORD_BYTES * PIECE_WORDS
 _SLOTS_WORDS = 2**23  # of all slots, about
 _LEAST_LANE = 4096  # words: a row of 8,192 numbers in 16 bits
 

@@ -10,16 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped, UInt32
 
-from jattn_kernels.inbox import Inbox
+from jattn_kernels.inbox import PIECE_BYTES, Inbox
 from jattn_kernels.norm import packed_norm, rms_norm
 from jattn_kernels.shapes.arrays import check_are_arrays
 from jattn_kernels.splits import Splits, added
-from jattn_kernels.triton.implementation import missing
 
-_PIECE_BYTES = 16
 _SUMMED = ("float32", "bfloat16", "float16")
-
-__all__ = ["Inbox", "all_gather", "all_reduce", "all_reduce_add_norm", "missing"]
 
 
 def all_reduce(x: Float[Array, "..."], table: UInt32[Array, " columns"], *, inbox: Inbox) -> Float[Array, "..."]:
@@ -101,7 +97,7 @@ def _check(x: Any, table: Any, inbox: Inbox) -> None:
 
 def _in_pieces(x: Any) -> Any:
     """Flat, with zeros behind it up to a multiple of 16 bytes."""
-    numbers = _PIECE_BYTES // x.dtype.itemsize
+    numbers = PIECE_BYTES // x.dtype.itemsize
     short = -x.size % numbers if x.size else numbers
     flat = x.reshape(math.prod(x.shape))
     return jnp.pad(flat, (0, short)) if short else flat

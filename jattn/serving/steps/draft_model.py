@@ -162,10 +162,7 @@ class TargetAndDraft(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVPool]:
         """The target's last hidden states, and the pool with this pass's keys and values."""
         if not forward_batch.forward_mode.is_target_verify():
-            read, pool = self.read_draft(forward_batch, metadata, backend, pool)
-            # Several devices exchange one model's sums behind the other's.
-            input_ids, _ = lax.optimization_barrier((forward_batch.input_ids, read))
-            forward_batch = dataclasses.replace(forward_batch, input_ids=input_ids)
+            _, pool = self.read_draft(forward_batch, metadata, backend, pool)
         split = len(self.target.kv_groups)
         hidden, own = self.target(forward_batch, metadata, backend, KVPool(pool.groups[:split]))
         return hidden, KVPool(own.groups + pool.groups[split:])

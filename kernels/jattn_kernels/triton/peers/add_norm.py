@@ -17,13 +17,11 @@ import triton.language as tl
 from jaxtyping import Array, Float, UInt32
 
 from jattn_kernels.call import NormCall
-from jattn_kernels.inbox import MOST_BLOCKS, Inbox
+from jattn_kernels.inbox import MOST_BLOCKS, PIECE_BYTES, PIECE_WORDS, Inbox
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.splits import Splits
 from jattn_kernels.triton.launch import launch
 from jattn_kernels.triton.peers.exchange import (
-    PIECE_BYTES,
-    PIECE_WORDS,
     Exchange,
     begun,
     ended,
@@ -31,10 +29,11 @@ from jattn_kernels.triton.peers.exchange import (
     fence,
     load,
     patience,
-    send,
+    send_to_all,
     sendable,
     slot_at,
     store,
+    taking_part,
     tile_of,
     warps_of,
 )
@@ -145,7 +144,6 @@ def add_norm_rows(
     C: tl.constexpr,  # AddNormConfig
 ):
     E: tl.constexpr = C.exchange
-    devices: tl.constexpr = C.exchange.devices
     own, others, rank, calls, polls = begun(table_ptr, E)
     piece = tl.arange(0, C.tile)
     within = piece < C.pieces
@@ -157,18 +155,16 @@ def add_norm_rows(
             for i in range(C.rows_at_once):
                 inside = within & (first + i < C.rows)
                 mine = _part(parts_ptr, (first + i) * C.pieces + piece, inside, C)
-                for distance in tl.static_range(1, devices):
-                    send(others[distance - 1] + slot, i * C.tile + piece, mine, _taking_part(within, inside, C), E)
+                send_to_all(others, slot, i * C.tile + piece, mine, taking_part(inside, within, C.rounds), E)
         for i in range(C.rows_at_once):
             inside = within & (first + i < C.rows)
             place = (first + i) * C.pieces + piece
             before = load(x_ptr, place, inside, E)
             mine = _part(parts_ptr, place, inside, C)
+            exchanged = taking_part(inside, within, C.rounds)
             if C.rows_at_once == 1:
-                for distance in tl.static_range(1, devices):
-                    send(others[distance - 1] + slot, piece, mine, _taking_part(within, inside, C), E)
-            awaited = _taking_part(within, inside, C)
-            addition = summed(own, slot, rank, i * C.tile + piece, mine, awaited, polls, E)
+                send_to_all(others, slot, piece, mine, exchanged, E)
+            addition = summed(own, slot, rank, i * C.tile + piece, mine, exchanged, polls, E)
             words = rounded(added(added(nothing(piece), addition, E), before, E), E)
             store(total_ptr, place, words, inside, E)
             numbers = added(nothing(piece), words, E)
@@ -182,15 +178,6 @@ def add_norm_rows(
         if C.rounds > 1:
             fence(C.threads, E)
     ended(own, calls + C.rounds, E)
-
-
-@triton.jit
-@no_type_check
-def _taking_part(within, inside, C: tl.constexpr):
-    """Which pieces are exchanged: of several rounds a row's in each, as a thread must hear from the others in each."""
-    if C.rounds > 1:
-        return within
-    return inside
 
 
 @triton.jit

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Shaped, UInt32
 
-from jattn_kernels.inbox import MOST_BLOCKS, Inbox
+from jattn_kernels.inbox import MOST_BLOCKS, PIECE_BYTES, PIECE_WORDS, Inbox
 from jattn_kernels.triton.launch import launch
 from jattn_kernels.triton.peers.exchange import (
-    PIECE_BYTES,
-    PIECE_WORDS,
     Exchange,
     begun,
     ended,
@@ -31,9 +29,11 @@ from jattn_kernels.triton.peers.exchange import (
     patience,
     receive,
     send,
+    send_to_all,
     sendable,
     slot_at,
     store,
+    taking_part,
     tile_of,
     warps_of,
 )
@@ -118,23 +118,17 @@ def _launched(kernel: Any, x: Any, table: Any, inbox: Inbox, pieces: int, whole:
 @no_type_check
 def sum_in_one_shot(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
     E: tl.constexpr = C.exchange
-    devices: tl.constexpr = C.exchange.devices
     own, others, rank, calls, polls = begun(table_ptr, E)
     for number in range(C.rounds):
         slot = slot_at(calls + number, E)
+        send_tiles(x_ptr, others, slot, number, C)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             place = first_place(number, C) + piece
             inside = place < C.pieces
             mine = sendable(load(x_ptr, place, inside, E), E)
-            for distance in tl.static_range(1, devices):
-                send(others[distance - 1] + slot, piece, mine, taking_part(inside, C), E)
-        for tile in range(C.tiles):
-            piece = tile * C.tile + tl.arange(0, C.tile)
-            place = first_place(number, C) + piece
-            inside = place < C.pieces
-            mine = sendable(load(x_ptr, place, inside, E), E)
-            total = summed(own, slot, rank, piece, mine, taking_part(inside, C), polls, E)
+            exchanged = taking_part(inside, piece >= 0, C.rounds)
+            total = summed(own, slot, rank, piece, mine, exchanged, polls, E)
             store(out_ptr, place, total, inside, E)
             if C.rounds * C.tiles > 1:
                 polls = patience(own, E)
@@ -159,17 +153,17 @@ def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
                 place = within + ((rank + distance) % E.devices) * C.pieces
                 inside = (within < C.pieces) & (place < C.whole)
                 words = sendable(load(x_ptr, place, inside, E), E)
-                send(others[distance - 1] + slot, piece, words, taking_part(inside, C), E)
+                send(others[distance - 1] + slot, piece, words, taking_part(inside, piece >= 0, C.rounds), E)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             within = first_place(number, C) + piece
             place = within + rank * C.pieces
             inside = (within < C.pieces) & (place < C.whole)
             mine = sendable(load(x_ptr, place, inside, E), E)
-            total = sendable(summed(own, slot, rank, piece, mine, taking_part(inside, C), polls, E), E)
+            exchanged = taking_part(inside, piece >= 0, C.rounds)
+            total = sendable(summed(own, slot, rank, piece, mine, exchanged, polls, E), E)
             store(out_ptr, place, total, inside, E)
-            for distance in tl.static_range(1, devices):
-                send(others[distance - 1] + slot + second, piece, total, taking_part(inside, C), E)
+            send_to_all(others, slot + second, piece, total, exchanged, E)
             if C.rounds * C.tiles > 1:
                 polls = patience(own, E)
         for tile in range(C.tiles):
@@ -179,7 +173,7 @@ def sum_in_two_shots(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
                 place = within + device * C.pieces
                 inside = (within < C.pieces) & (place < C.whole) & (rank != device)
                 lane = slot + second + lane_of(device, rank, E)
-                awaited = taking_part(inside, C) & (rank != device)
+                awaited = taking_part(inside, piece >= 0, C.rounds) & (rank != device)
                 store(out_ptr, place, receive(own, lane, piece, awaited, polls, E), inside, E)
             if C.rounds * C.tiles > 1:
                 polls = patience(own, E)
@@ -196,22 +190,16 @@ def gather(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
     own, others, rank, calls, polls = begun(table_ptr, E)
     for number in range(C.rounds):
         slot = slot_at(calls + number, E)
+        send_tiles(x_ptr, others, slot, number, C)
         for tile in range(C.tiles):
             piece = tile * C.tile + tl.arange(0, C.tile)
             place = first_place(number, C) + piece
             inside = place < C.pieces
-            mine = sendable(load(x_ptr, place, inside, E), E)
-            for distance in tl.static_range(1, devices):
-                send(others[distance - 1] + slot, piece, mine, taking_part(inside, C), E)
-            store(out_ptr, place + rank * C.pieces, mine, inside, E)
-        for tile in range(C.tiles):
-            piece = tile * C.tile + tl.arange(0, C.tile)
-            place = first_place(number, C) + piece
+            store(out_ptr, place + rank * C.pieces, sendable(load(x_ptr, place, inside, E), E), inside, E)
             for device in tl.static_range(devices):
-                inside = (place < C.pieces) & (rank != device)
-                awaited = taking_part(inside, C) & (rank != device)
+                awaited = taking_part(inside, piece >= 0, C.rounds) & (rank != device)
                 words = receive(own, slot + lane_of(device, rank, E), piece, awaited, polls, E)
-                store(out_ptr, place + device * C.pieces, words, inside, E)
+                store(out_ptr, place + device * C.pieces, words, inside & (rank != device), E)
             if C.rounds * C.tiles > 1:
                 polls = patience(own, E)
         if C.rounds > 1:
@@ -221,11 +209,15 @@ def gather(x_ptr, table_ptr, out_ptr, C: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def taking_part(inside, C: tl.constexpr):
-    """Which pieces are exchanged: of several rounds all, as each thread must hear from the others in each."""
-    if C.rounds > 1:
-        return tl.full(inside.shape, 1, tl.int1)
-    return inside
+def send_tiles(x_ptr, others, slot, number, C: tl.constexpr):
+    """Sends this block's pieces of an exchange to all others."""
+    E: tl.constexpr = C.exchange
+    for tile in range(C.tiles):
+        piece = tile * C.tile + tl.arange(0, C.tile)
+        place = first_place(number, C) + piece
+        inside = place < C.pieces
+        mine = sendable(load(x_ptr, place, inside, E), E)
+        send_to_all(others, slot, piece, mine, taking_part(inside, piece >= 0, C.rounds), E)
 
 
 @triton.jit

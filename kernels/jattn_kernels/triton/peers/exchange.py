@@ -19,12 +19,11 @@ import triton.language as tl
 from jattn_kernels.inbox import EMPTY, FAILED, HEADER, Inbox
 from jattn_kernels.triton.launch import is_interpreting
 
-PIECE_BYTES = 16
-PIECE_WORDS = 4
 _POLLS = 1 << 23  # some 5 s
 _LEAST_TILE, _MOST_WARPS = 128, 16
 _INSTEAD = {2: 0, 4: EMPTY ^ 1}  # of the word EMPTY, by the bytes of a number: +0.0, or a number next to it
 _empty, _failed, _header = tl.constexpr(EMPTY), tl.constexpr(FAILED), tl.constexpr(HEADER)
+_TO_ITSELF, _TO_ANOTHER = tl.constexpr("st.global"), tl.constexpr("st.relaxed.sys.global")  # by whose memory it is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,18 +157,35 @@ def load(pointer, piece, mask, E: tl.constexpr):
 @no_type_check
 def store(pointer, piece, words, mask, E: tl.constexpr):
     """Stores four words of each piece."""
-    at = pointer.to(tl.pointer_type(tl.uint32)) + piece.to(tl.int64) * 4
+    _store(pointer.to(tl.pointer_type(tl.uint32)) + piece.to(tl.int64) * 4, words, mask, _TO_ITSELF, E)
+
+
+@triton.jit
+@no_type_check
+def send_to_all(others, slot, piece, words, mask, E: tl.constexpr):
+    """Stores four words of each piece into the device's lane in each of the others' inboxes."""
+    devices: tl.constexpr = E.devices
+    for distance in tl.static_range(1, devices):
+        send(others[distance - 1] + slot, piece, words, mask, E)
+
+
+@triton.jit
+@no_type_check
+def send(inbox, piece, words, mask, E: tl.constexpr):
+    """Stores four words of each piece into another device's lane."""
+    _store(inbox + piece * 4, words, mask, _TO_ANOTHER, E)
+
+
+@triton.jit
+@no_type_check
+def _store(at, words, mask, how: tl.constexpr, E: tl.constexpr):
     if E.interpreted:
         for i in tl.static_range(4):
             tl.store(at + i, words[i], mask=mask)
     else:
         tl.inline_asm_elementwise(
-            """{
-            .reg .pred inside;
-            setp.ne.s32 inside, $6, 0;
-            @inside st.global.v4.b32 [$1], {$2, $3, $4, $5};
-            mov.b32 $0, 0;
-            }""",
+            "{ .reg .pred inside; setp.ne.s32 inside, $6, 0; @inside " + how + ".v4.b32 [$1], {$2, $3, $4, $5};"
+            " mov.b32 $0, 0; }",
             "=r,l,r,r,r,r,r",
             [at, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
             dtype=tl.int32,
@@ -194,26 +210,11 @@ def _sendable(word, E: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def send(inbox, piece, words, mask, E: tl.constexpr):
-    """Stores four words of each piece into another device's lane."""
-    at = inbox + piece * 4
-    if E.interpreted:
-        for i in tl.static_range(4):
-            tl.store(at + i, words[i], mask=mask)
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred inside;
-            setp.ne.s32 inside, $6, 0;
-            @inside st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r,r,r,r",
-            [at, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def taking_part(inside, always, rounds: tl.constexpr):
+    """Which pieces are exchanged: of several exchanges all in each, as a thread must hear from the others in each."""
+    if rounds > 1:
+        return always
+    return inside
 
 
 @triton.jit
