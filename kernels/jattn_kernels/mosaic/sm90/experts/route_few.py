@@ -16,16 +16,14 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from jattn_kernels.lowering.expert_groups import GROUP, ExpertGroups, most_slots, most_tiles
-from jattn_kernels.lowering.routing import LEAST_SUM
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
 from jattn_kernels.routing_spec import Routing
 
 _ROWS = 64  # of the mixture, at most: each against every other
-_LANES = 32
 _MOST_SCORES = 64 * 128  # 64 a thread
 _TILES = 2**16  # what a tile counts where slots and tiles are in one number
-_TAKEN = jnp.iinfo(jnp.int32).min
 _PAIRS = plgpu.Layout.WGMMA
 _OF_ROWS, _OF_OTHERS = _PAIRS.reduce(1), _PAIRS.reduce(0)
 
@@ -39,7 +37,7 @@ def fits(routing: Routing, num_tokens: int) -> bool:
     """Whether the tokens are few enough, and the scores of one fill a warp."""
     tokens = token_rows(num_tokens)
     few = tokens * routing.per_token <= _ROWS and tokens * routing.num_experts <= _MOST_SCORES
-    return few and routing.num_experts % _LANES == 0
+    return few and routing.num_experts % LANES == 0
 
 
 def route_and_group_few(
@@ -94,16 +92,6 @@ class _Scratch(NamedTuple):
     room: Any  # (64,): slots and tiles of the row's expert, in one number; 0 but for the first of its rows
 
 
-def _key(numbers: jax.Array) -> jax.Array:
-    """Integers in the order of float32 numbers, 0 and -0 equal; none is as low as what is taken."""
-    bits = lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
-    return jnp.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN + 1)
-
-
-def _of_key(keys: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Body:
     routing: Routing
@@ -111,12 +99,6 @@ class _Body:
     tokens: int  # rows of logits
     block_rows: int
     rows_of_choices: bool
-
-    @property
-    def _by_experts(self) -> Any:
-        """A row a warp, its numbers spread over the lanes."""
-        tiling = plgpu.Tiling(((tiles.WARPS, self.routing.num_experts), (self.routing.num_experts // _LANES,)))
-        return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
 
     def block(self, parts_ref: Any, *refs: Any) -> None:
         bias_ref, outs = refs[0] if len(refs) > len(_Outs._fields) else None, _Outs(*refs[-len(_Outs._fields) :])
@@ -134,7 +116,7 @@ class _Body:
 
     def _choose(self, parts_ref: Any, bias_ref: Any, outs: _Outs, scratch: _Scratch) -> None:
         """A token's experts, the best first; their weights go where they belong."""
-        routing, layout = self.routing, self._by_experts
+        routing, layout = self.routing, by_experts(self.routing)
         shape = (self.tokens, routing.num_experts)
         count, rows, _ = parts_ref.shape
         whole = count == 1 and rows == self.tokens
@@ -148,56 +130,12 @@ class _Body:
                 scratch.chosen[copy] = plgpu.layout_cast(jnp.full((_ROWS,), -1, jnp.int32), _OF_ROWS)
             plgpu.commit_smem()
 
-        def spread(of_tokens):
-            return lax.broadcast_in_dim(of_tokens, shape, [0])
-
-        key = _key(logits)
-        most = _of_key(key.max(axis=1))
-
-        def score_of(logits, most):
-            return jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jnp.exp(logits - most)
-
-        by_chosen = routing.normalised or routing.scoring == "softmax_of_chosen"
-        scores, total = None, most
-        if bias_ref is not None:
-            scores = score_of(logits, spread(most))
-            if routing.scoring == "softmax":
-                scores = scores / spread(scores.sum(axis=1))
-                total = jnp.ones_like(most)
-            bias = plgpu.load(bias_ref, layout=layout.reduce(0), optimized=False)
-            key = _key(scores + lax.broadcast_in_dim(bias, shape, [1]))
-        elif routing.scoring == "softmax" and not by_chosen:
-            total = score_of(logits, spread(most)).sum(axis=1)
-
-        def choose_next(i, carry):
-            key, of_chosen = carry
-            best = key.max(axis=1)
-            first = jnp.where(key == spread(best), number, routing.num_experts).min(axis=1)
-            is_first = number == spread(first)
-            if scores is None:
-                score = score_of(_of_key(best), most)
-            else:
-                score = jnp.where(is_first, scores, 0.0).sum(axis=1)
-            scratch.scores[i] = score
+        def keep(i, first):
             for copy in range(2):
                 rows = pl.ds(i * self.tokens, self.tokens)
                 scratch.chosen[copy, rows] = jnp.where(token < self.num_tokens, first, -1)
-            return jnp.where(is_first, _TAKEN, key), of_chosen + score
 
-        none = plgpu.layout_cast(jnp.zeros((self.tokens,), jnp.float32), layout.reduce(1))
-        _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (key, none))
-        if by_chosen:
-            factor = routing.scaling_factor / (of_chosen + LEAST_SUM)
-        elif routing.scoring == "softmax":
-            factor = routing.scaling_factor / total
-        else:
-            factor = jnp.full_like(of_chosen, routing.scaling_factor)
-        plgpu.commit_smem()
-
-        @pl.loop(0, routing.per_token)
-        def weigh(i):
-            score = plgpu.load(scratch.scores.at[i], layout=layout.reduce(1), optimized=False)
-            outs.weights[i] = score * factor
+        choose_by_warps(routing, logits, number, bias_ref, scratch.scores, outs.weights, keep)
 
     def _order(self, outs: _Outs, scratch: _Scratch) -> None:
         """Each row's slot, the row that a slot has, and the tiles."""

@@ -1,0 +1,103 @@
+"""The choice of experts by warps: a token's scores are spread over lanes, and the best found by maxima of integers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.lowering.routing import LEAST_SUM
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.routing_spec import Routing
+
+LANES = 32
+_TAKEN = jnp.iinfo(jnp.int32).min
+
+
+def by_experts(routing: Routing) -> Any:
+    """Layout of a row a warp, its numbers spread over the lanes."""
+    tiling = plgpu.Tiling(((tiles.WARPS, routing.num_experts), (routing.num_experts // LANES,)))
+    return plgpu.Layout.TILED(tiling, (-3,), (-2,), -1)
+
+
+def choose_by_warps(
+    routing: Routing,
+    logits: jax.Array,
+    number: jax.Array,
+    bias_ref: Any,
+    scores_ref: Any,
+    weights_ref: Any,
+    keep: Callable[[Any, jax.Array], None],
+) -> None:
+    """A warpgroup's tokens' experts, the best first; their weights go where they belong.
+
+    Args:
+        logits: A row a token, of the layout `by_experts`.
+        number: Of each expert, likewise.
+        scores_ref: Shared memory for what is found, a row a choice.
+        weights_ref: Where the weights go, a row a choice.
+        keep: Takes each choice of all tokens; all of it is in shared memory for who waits for the warpgroup.
+    """
+    layout, shape = by_experts(routing), logits.shape
+
+    def spread(of_tokens):
+        return lax.broadcast_in_dim(of_tokens, shape, [0])
+
+    key = _key(logits)
+    most = _of_key(key.max(axis=1))
+
+    def score_of(logits, most):
+        return jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jnp.exp(logits - most)
+
+    by_chosen = routing.normalised or routing.scoring == "softmax_of_chosen"
+    scores, total = None, most
+    if bias_ref is not None:
+        scores = score_of(logits, spread(most))
+        if routing.scoring == "softmax":
+            scores = scores / spread(scores.sum(axis=1))
+            total = jnp.ones_like(most)
+        bias = plgpu.load(bias_ref, layout=layout.reduce(0), optimized=False)
+        key = _key(scores + lax.broadcast_in_dim(bias, shape, [1]))
+    elif routing.scoring == "softmax" and not by_chosen:
+        total = score_of(logits, spread(most)).sum(axis=1)
+
+    def choose_next(i, carry):
+        key, of_chosen = carry
+        best = key.max(axis=1)
+        first = jnp.where(key == spread(best), number, routing.num_experts).min(axis=1)
+        is_first = number == spread(first)
+        if scores is None:
+            score = score_of(_of_key(best), most)
+        else:
+            score = jnp.where(is_first, scores, 0.0).sum(axis=1)
+        scores_ref[i] = score
+        keep(i, first)
+        return jnp.where(is_first, _TAKEN, key), of_chosen + score
+
+    none = plgpu.layout_cast(jnp.zeros((shape[0],), jnp.float32), layout.reduce(1))
+    _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (key, none))
+    if by_chosen:
+        factor = routing.scaling_factor / (of_chosen + LEAST_SUM)
+    elif routing.scoring == "softmax":
+        factor = routing.scaling_factor / total
+    else:
+        factor = jnp.full_like(of_chosen, routing.scaling_factor)
+    plgpu.commit_smem()
+
+    @pl.loop(0, routing.per_token)
+    def weigh(i):
+        score = plgpu.load(scores_ref.at[i], layout=layout.reduce(1), optimized=False)
+        weights_ref[i] = score * factor
+
+
+def _key(numbers: jax.Array) -> jax.Array:
+    """Integers in the order of float32 numbers, 0 and -0 equal; none is as low as what is taken."""
+    bits = lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
+    return jnp.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN + 1)
+
+
+def _of_key(keys: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
