@@ -64,10 +64,12 @@ def choose_by_warps(
     elif routing.scoring == "softmax" and not by_chosen:
         total = score_of(logits, spread(most)).sum(axis=1)
 
+    negative = -number  # Mosaic has one instruction for a warp's maximum, and five shuffles for its minimum
+
     def choose_next(i, carry):
         key, of_chosen = carry
         best = key.max(axis=1)
-        first = jnp.where(key == spread(best), number, routing.num_experts).min(axis=1)
+        first = -jnp.where(key == spread(best), negative, -routing.num_experts).max(axis=1)
         is_first = number == spread(first)
         if scores is None:
             score = score_of(_of_key(best), most)
