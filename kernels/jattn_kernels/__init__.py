@@ -6,10 +6,10 @@ from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
 from jattn_kernels.latent_write import mla_write
-from jattn_kernels.matmul import matmul, matmul_splits, with_bias
+from jattn_kernels.matmul import matmul, matmul_splits, matmul_splits_of_sum, with_bias
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
-from jattn_kernels.norm import add_rms_norm, rms_norm, taken
+from jattn_kernels.norm import add_rms_norm, rms_norm, summed_and_normed, taken
 from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
 from jattn_kernels.quantized import QuantizedKernel, quantize_kernel, quantize_rows
 from jattn_kernels.raw_latents import RawLatents
@@ -42,6 +42,7 @@ __all__ = [
     "make_schedule",
     "matmul",
     "matmul_splits",
+    "matmul_splits_of_sum",
     "merge_state",
     "merge_states",
     "mixture_of_experts",
@@ -64,6 +65,7 @@ __all__ = [
     "routed_experts",
     "shared_prefix_decode",
     "shared_prefix_schedule",
+    "summed_and_normed",
     "taken",
     "with_bias",
     "write_latent_pages",

@@ -166,6 +166,7 @@ class ExpertsCall:
         scales: As in MatmulCall.
         block: Outputs and inputs that share a scale, of blocks, the fewest of both projections; else None.
         features: Names of the optional arguments that were given.
+        in_splits: Whether the result may be what adds up to it.
         device, modes: As in AttentionCall.
     """
 
@@ -182,6 +183,7 @@ class ExpertsCall:
     scales: ScalesKind | None = None
     block: tuple[int, int] | None = None
     features: frozenset[str] = frozenset()
+    in_splits: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["mixture_of_experts"] = "mixture_of_experts"

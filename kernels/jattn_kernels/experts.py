@@ -79,13 +79,15 @@ def routed_experts(
     *,
     choice_bias: Float[Array, " E"] | None = None,
     weighs_inputs: bool = False,
+    in_splits: bool = False,
     **options: Unpack[ExpertsKwargs],
-) -> Float[Array, "T D"]:
+) -> Any:
     """`mixture_of_experts` of what `route` chooses; on Hopper one kernel chooses and puts the rows in order.
 
     Args:
         logits: The router's.
         choice_bias: As `bias` of `route`.
+        in_splits: Whether the result, [T, D], may be Splits that add up to it.
 
     Raises:
         ValueError, NotImplementedError: As both.
@@ -95,11 +97,12 @@ def routed_experts(
         "logits": logits if isinstance(logits, Splits) else jnp.asarray(logits).astype(jnp.float32),
         "choice_bias": None if choice_bias is None else jnp.asarray(choice_bias).astype(jnp.float32),
     }
-    facts = {"per_token": routing.per_token, "routing": routing, "weighs_inputs": weighs_inputs}
+    facts: dict[str, Any] = {"per_token": routing.per_token, "weighs_inputs": weighs_inputs, "in_splits": in_splits}
+    facts["routing"] = routing
     return _run(x, gate_up, down, choice, options, **facts)
 
 
-def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Float[Array, "T D"]:
+def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Any:
     biases = {name: options.get(name) for name in ("gate_up_bias", "down_bias")}
     layer_index = options.get("layer_index")
     check_experts(x, gate_up, down, biases, layer_index, facts.get("routing"))

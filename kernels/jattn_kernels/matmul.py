@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels.call import MatmulCall, modes_of
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
-from jattn_kernels.norm import packed_norm, taken
+from jattn_kernels.norm import packed_norm, summed_and_normed
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
@@ -64,7 +64,8 @@ def matmul_splits(
 ) -> Float[Array, "T F"] | Splits:
     """`matmul`, or what adds up to it, where a kernel splits the depth: for who can add it up while reading it.
 
-    Such a kernel also takes the norm of rows that are not normed yet, while it waits for the weights.
+    Such a kernel also takes the norm of rows that are not normed yet, while it waits for the weights; one row may be
+    added up there too.
 
     Args:
         bias: Added to each row: by such a kernel before the sum is rounded, else after.
@@ -72,23 +73,56 @@ def matmul_splits(
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
+    return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)[0]
+
+
+def matmul_splits_of_sum(
+    x: Unnormed,
+    kernel: Float[Array, "*L D F"] | QuantizedKernel,
+    *,
+    bias: Float[Array, "*L F"] | None = None,
+    layer_index: Int[Array, ""] | int | None = None,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"], Float[Array, "T D"]]:
+    """`matmul_splits` of rows that are added up, their sum, and its norm.
+
+    Raises:
+        ValueError, NotImplementedError: As `matmul`.
+    """
+    if not x.additions:
+        raise ValueError("`x` must have some `additions`. Got none: use `matmul_splits`.")
+    product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)
+    assert rows is not None
+    return product, *rows
+
+
+def _in_splits(
+    x: Any, kernel: Any, bias: Any, layer_index: Any, out_dtype: Any, implementation: str | None
+) -> tuple[Float[Array, "T F"] | Splits, tuple[Float[Array, "T D"], Float[Array, "T D"]] | None]:
+    """The product; and of rows that were added up their sum, and its norm."""
     rows = x.rows if isinstance(x, Unnormed) else x
     call, operands = _packed(rows, kernel, layer_index, out_dtype, in_splits=True)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
+    of_sum: Any = None
     addition = None if bias is None else _bias(bias, call.columns, operands, layer_index)
     if addition is not None and serves(dataclasses.replace(call, biased=True), implementation):
         call, operands = dataclasses.replace(call, biased=True), dataclasses.replace(operands, bias=addition)
     if isinstance(x, Unnormed):
-        norm_call, norm = packed_norm(rows, x.scale, x.eps, x.offset, x.layer_index)
+        adds = all(isinstance(addition, Splits) for addition in x.additions)
+        norm_call, norm = packed_norm(rows, x.scale, x.eps, x.offset, x.layer_index, x.additions if adds else ())
         call, operands = dataclasses.replace(call, norm=norm_call), dataclasses.replace(operands, norm=norm)
-        if not serves(call, implementation):
-            call = dataclasses.replace(call, norm=None)
-            operands = dataclasses.replace(operands, x=taken(x, implementation=implementation), norm=None)
+        if not adds or not serves(call, implementation):
+            of_sum = summed_and_normed(x, implementation=implementation)
+            call, operands = dataclasses.replace(call, norm=None), dataclasses.replace(operands, x=of_sum[1], norm=None)
     out: Any = _product(choose(call, implementation).implementation, call, operands)
-    if addition is None or call.biased:
-        return out
-    return with_bias(added(out), jax.lax.dynamic_index_in_dim(addition, operands.layer_index, keepdims=False))
+    if call.norm is not None and call.norm.of_sum:
+        out, total, normed = out
+        of_sum = total, normed
+    if addition is not None and not call.biased:
+        out = with_bias(added(out), jax.lax.dynamic_index_in_dim(addition, operands.layer_index, keepdims=False))
+    return out, of_sum
 
 
 def with_bias(product: Float[Array, "*rows F"], bias: Float[Array, " F"]) -> Float[Array, "*rows F"]:

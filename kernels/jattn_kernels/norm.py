@@ -67,24 +67,30 @@ def add_rms_norm(
             "`x` and `addition` must be [T, D] of one dtype. "
             f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
         )
-    if isinstance(addition, Splits):
-        call, operands = packed_norm(x, scale, eps, offset, layer_index, addition)
+    given = Unnormed(rows=x, additions=(addition,), scale=scale, layer_index=layer_index, eps=eps, offset=offset)
+    return summed_and_normed(given, implementation=implementation)
+
+
+def summed_and_normed(
+    x: Unnormed, *, implementation: str | None = None
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    """The rows with all that is added to them, and as they are read: normed."""
+    options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
+    if x.additions and all(isinstance(addition, Splits) for addition in x.additions):
+        call, operands = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
         if serves(call, implementation):
             return choose(call, implementation).implementation.run(call, operands)
-    total, options = x + added(addition), {"layer_index": layer_index, "implementation": implementation}
-    return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
+    total = functools.reduce(lambda rows, addition: rows + added(addition), x.additions, x.rows)
+    return total, rms_norm(total, x.scale, eps=x.eps, offset=x.offset, **options)
 
 
 def taken(x: Float[Array, "..."] | Unnormed, *, implementation: str | None = None) -> Float[Array, "..."]:
-    """The rows as they are read: normed."""
-    if not isinstance(x, Unnormed):
-        return x
-    options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
-    return rms_norm(x.rows, x.scale, eps=x.eps, offset=x.offset, **options)
+    """The rows as they are read: added up and normed."""
+    return summed_and_normed(x, implementation=implementation)[1] if isinstance(x, Unnormed) else x
 
 
 def packed_norm(
-    x: Any, scale: Any, eps: float, offset: float, layer_index: Any, addition: Splits | None = None
+    x: Any, scale: Any, eps: float, offset: float, layer_index: Any, additions: tuple[Any, ...] = ()
 ) -> tuple[NormCall, NormOperands]:
     """The call of a norm and its operands, once they are checked."""
     check_are_arrays(x=x, scale=scale)
@@ -103,7 +109,7 @@ def packed_norm(
         x=jnp.asarray(x).reshape(-1, x.shape[-1]),
         scale=jnp.asarray(scale) if stacked else jnp.asarray(scale)[None],
         layer_index=layer,
-        addition=addition,
+        additions=additions,
     )
     call = NormCall(
         num_rows=operands.x.shape[0],
@@ -112,7 +118,7 @@ def packed_norm(
         scale_dtype=scale.dtype.name,
         eps=eps,
         offset=offset,
-        of_sum=addition is not None,
+        of_sum=bool(additions),
         modes=modes_of(operands),
     )
     return call, operands

@@ -175,13 +175,13 @@ class NormOperands:
     """All arrays of a norm; `layer_index` names the row of `scale`.
 
     Attributes:
-        addition: To x before it is normed.
+        additions: To x before it is normed, one after the other.
     """
 
     x: Float[Array, "T D"]
     scale: Float[Array, "L D"]
     layer_index: Int[Array, ""]
-    addition: Splits | None = None
+    additions: tuple[Splits, ...] = ()
 
 
 @typing.no_type_check

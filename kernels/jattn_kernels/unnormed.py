@@ -1,4 +1,4 @@
-"""Unnormed: rows whose norm is meant, and not taken yet."""
+"""Unnormed: rows whose norm is meant, and not taken yet; nor are they added up, perhaps."""
 
 import dataclasses
 import functools
@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
+
+from jattn_kernels.splits import Splits
 
 
 @typing.no_type_check
@@ -17,6 +19,7 @@ class Unnormed:
 
     Attributes:
         rows: As they are.
+        additions: What is added to them first, one after the other, each sum rounded to their dtype.
         scale, layer_index, eps, offset: As of `rms_norm`; the last two are static.
     """
 
@@ -25,6 +28,7 @@ class Unnormed:
     layer_index: Int[Array, ""] | int | None = None
     eps: float = dataclasses.field(metadata={"static": True})
     offset: float = dataclasses.field(default=0.0, metadata={"static": True})
+    additions: tuple[Float[Array, "T D"] | Splits, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

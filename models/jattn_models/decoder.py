@@ -80,37 +80,64 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, stream: Stream, layer_index: Int[Array, ""], this_pass: Pass, pool: Any) -> tuple[Stream, Any]:
         parallel = this_pass.parallel
-        hidden, given = self._given(stream, parallel)
+        stream, given = self._given(stream, parallel)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
-        hidden, normed = self._between(hidden, attended, parallel)
-        addition = self._of_mlp(normed, parallel)
-        if self._leaves_addition(parallel):
+        hidden, addition = self._after_attention(stream, attended, parallel)
+        if self._is_left(addition, parallel):
             return Stream(hidden, addition), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
 
     def left(self, normed: Float[Array, "T D"], parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
         """What it leaves to be added up of such rows; None if nothing."""
-        return self._of_mlp(normed, parallel) if self._leaves_addition(parallel) else None
+        addition = self._of_mlp(normed, parallel)
+        return addition if self._is_left(addition, parallel) else None
 
     def _of_mlp(self, normed: Float[Array, "T D"], parallel: Parallel) -> Float[Array, "T D"] | Splits:
         """This device's part of what the MLP adds to the residual stream; in splits perhaps where it is left."""
-        if isinstance(self.mlp, GatedMLP) and self._leaves_addition(parallel):
+        if isinstance(self.mlp, MixtureOfExperts) and self._may_leave and parallel.axis is None:
+            return self.mlp.splits(normed)
+        if isinstance(self.mlp, GatedMLP) and self._may_leave and parallel.exchanges:
             return self.mlp.splits(normed)
         return self.mlp(normed)
 
-    def _leaves_addition(self, parallel: Parallel) -> bool:
-        """Whether what the MLP adds is left to the next layer's norm, in whose kernel devices exchange their parts."""
-        as_it_is = self.mlp_norm is None and self.residual_scale == 1.0
-        return parallel.exchanges and as_it_is and isinstance(self.input_norm, RMSNorm)
+    @property
+    def _may_leave(self) -> bool:
+        """Whether what the MLP adds may be left to the next layer's norm."""
+        return self.mlp_norm is None and self.residual_scale == 1.0 and isinstance(self.input_norm, RMSNorm)
 
-    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Unnormed]:
+    def _is_left(self, addition: Float[Array, "T D"] | Splits, parallel: Parallel) -> bool:
+        """Whether this is: by several devices, which exchange their parts in its kernel, or as splits of one's."""
+        return self._may_leave and (parallel.exchanges or (parallel.axis is None and isinstance(addition, Splits)))
+
+    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Stream, Float[Array, "T D"] | Unnormed]:
         """The residual stream, and what attention is given of it."""
         norm = self.input_norm
+        if isinstance(stream.addition, Splits) and isinstance(norm, RMSNorm) and parallel.axis is None:
+            return stream, norm.later(stream.rows, stream.addition)  # the next norm adds it too, and keeps the sum
         if stream.addition is not None and isinstance(norm, RMSNorm):
-            return norm.of_sum(stream.rows, stream.addition, parallel=parallel)
+            hidden, normed = norm.of_sum(stream.rows, stream.addition, parallel=parallel)
+            return Stream(hidden), normed
         hidden = stream.summed(parallel)
-        return hidden, norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
+        return Stream(hidden), norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
+
+    def _after_attention(
+        self, stream: Stream, attended: Float[Array, "T D"] | Splits, parallel: Parallel
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits]:
+        """The residual stream after attention, and what this device's MLP adds to it."""
+        norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
+        if (
+            isinstance(attended, Splits)
+            and isinstance(norm, RMSNorm)
+            and isinstance(self.mlp, MixtureOfExperts)
+            and parallel.axis is None
+            and as_it_is
+        ):
+            left = () if stream.addition is None else (stream.addition,)
+            addition, hidden = self.mlp.splits_of_sum(norm.later(stream.rows, *left, attended))
+            return hidden, addition
+        hidden, normed = self._between(stream.summed(parallel), attended, parallel)
+        return hidden, self._of_mlp(normed, parallel)
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel

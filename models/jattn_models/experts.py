@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from jattn.experts import mixture_of_experts, routed_experts
-from jattn.matmul import QuantizedKernel
+from jattn.matmul import QuantizedKernel, Splits
+from jattn.norm import Unnormed, summed_and_normed
 from jattn.parallel import Parallel
 from jattn.routing import Routing
 from jattn_models.layers import Linear, ReadInPlace, random_weights
@@ -134,8 +135,38 @@ class MixtureOfExperts(nnx.Module):
         mixed = self.mixed(x)
         return mixed if self.shared is None else mixed + self.shared_expert(x, self.shared)
 
+    def splits(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Splits:
+        """The same, for who adds it up."""
+        if self.shared is not None or self.parallel.by_expert:
+            return self(x)
+        return self._routed(x, self.router.logits(x), in_splits=True)
+
+    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
+        """The same of rows that are added up and normed first, and their sum."""
+        if self.shared is not None or self.parallel.by_expert:
+            total, normed = summed_and_normed(x)
+            return self(normed), total
+        logits, total, normed = self.router.logits_of_sum(x)
+        return self._routed(normed, logits, in_splits=True), total
+
     def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """The weighted sum of what each token's experts return; this device's part of it."""
+        if not self.parallel.by_expert:
+            return self._routed(x, self.router.logits(x))
+        gate_up, down, options = self._weights()
+        weights, chosen = self.router.route(x)
+        own = chosen - self.parallel.first_of(gate_up.shape[-3])  # a number that is none here is no expert
+        return mixture_of_experts(x, weights, own, gate_up, down, **options)
+
+    def _routed(self, x: Float[Array, "T D"], logits: Float32[Array, "T E"] | Splits, **options: Any) -> Any:
+        """The mixture by these logits."""
+        gate_up, down, others = self._weights()
+        choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
+        routing = self.router.routing
+        return routed_experts(x, logits, routing, gate_up, down, choice_bias=choice_bias, **options, **others)
+
+    def _weights(self) -> tuple[Any, Any, dict[str, Any]]:
+        """Both projections' weights, and how they are taken."""
         first, second = self.gate_up_proj, self.down_proj
         biases: dict[str, Any] = {}
         (gate_up, layer), (down, _) = first.weights(), second.weights()
@@ -150,13 +181,7 @@ class MixtureOfExperts(nnx.Module):
             "layer_index": layer,
             **biases,
         }
-        if self.parallel.by_expert:
-            weights, chosen = self.router.route(x)
-            own = chosen - self.parallel.first_of(gate_up.shape[-3])  # a number that is none here is no expert
-            return mixture_of_experts(x, weights, own, gate_up, down, **options)
-        choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
-        routing = self.router.routing
-        return routed_experts(x, self.router.logits(x), routing, gate_up, down, choice_bias=choice_bias, **options)
+        return gate_up, down, options
 
     def shared_expert(self, x: Float[Array, "T D"], shared: GatedMLP) -> Float[Array, "T D"]:
         """What the expert that every token goes to returns; this device's part of it."""

@@ -37,12 +37,12 @@ class RMSNorm(nnx.Module):
         stack, number = self.scale.stack_and_layer
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
-    def later(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Unnormed:
-        """The same, for one product to take it as it reads x."""
-        if self.scale is None:
-            return self(x)
+    def later(self, x: Float[Array, "T D"], *additions: Float[Array, "T D"] | Splits) -> Unnormed:
+        """The same of x and what is added to it, for one product to take it as it reads x."""
+        assert self.scale is not None
         stack, number = self.scale.stack_and_layer
-        return Unnormed(rows=x, scale=stack, layer_index=number, eps=self.eps, offset=self.offset)
+        facts: dict[str, Any] = {"layer_index": number, "eps": self.eps, "offset": self.offset}
+        return Unnormed(rows=x, additions=additions, scale=stack, **facts)
 
     def of_sum(
         self, x: Float[Array, "T D"], addition: Float[Array, "T D"] | Splits, *, parallel: Parallel

@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import Routing, Unnormed, added, matmul, matmul_splits, routed_experts, taken
+from jattn_kernels import (
+    Routing,
+    Unnormed,
+    added,
+    matmul,
+    matmul_splits,
+    matmul_splits_of_sum,
+    rms_norm,
+    routed_experts,
+    taken,
+)
 from jattn_kernels.call import Device
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
@@ -175,6 +185,45 @@ def test_rows_that_the_kernel_does_not_norm_are_normed_before(hopper, rows, dept
     x = unnormed(x)
     out = matmul_splits(x, kernel[0], implementation="xla")
     np.testing.assert_array_equal(out, matmul_splits(taken(x, implementation="xla"), kernel[0], implementation="xla"))
+
+
+def summed(x, additions):
+    for addition in additions:
+        x = x + added(addition)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "dtype", "implementation"),
+    [
+        (1, 1024, "bfloat16", "mosaic"),
+        pytest.param(1, 1152, "float16", "mosaic", marks=pytest.mark.slow),
+        (2, 1024, "bfloat16", "mosaic"),
+        (1, 1024, "bfloat16", "xla"),
+    ],
+)
+def test_rows_are_added_up_and_normed_before_their_product(hopper, rows, depth, dtype, implementation):
+    x, kernel = operands(rows, depth, 64, dtype=dtype)
+    more = jax.random.normal(jax.random.key(1), (2, rows, depth))
+    additions = tuple(dataclasses.replace(splits_of(each), dtype=x.dtype) for each in more)
+    given = dataclasses.replace(unnormed(x), additions=additions)
+    facts = {"implementation": implementation, "layer_index": 1, "out_dtype": "float32"}
+    with interpreted():
+        out, total, normed = jax.jit(lambda x, kernel: matmul_splits_of_sum(x, kernel, **facts))(given, kernel)
+        alone = jax.jit(lambda x, kernel: matmul_splits(x, kernel, **facts))(given, kernel)
+    np.testing.assert_array_equal(total, summed(x, additions))
+    expected = dataclasses.replace(given, rows=total, additions=())
+    assert_product_of_normed(out, expected, kernel[1])
+    np.testing.assert_array_equal(added(out), added(alone))
+    whole = np.asarray(rms_norm(total, given.scale[-1], eps=1e-5, offset=0.5, implementation="xla"), np.float64)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), whole, rtol=eps, atol=0)
+
+
+def test_what_adds_nothing_up_is_no_sum():
+    x, kernel = operands(1, 64, 64)
+    with pytest.raises(ValueError, match="`x` must have some `additions`"):
+        matmul_splits_of_sum(unnormed(x), kernel[1])
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])

@@ -1,5 +1,6 @@
 """The Hopper mixture of experts on the CPU: against the oracle under the interpreter, and lowered for CUDA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -23,6 +24,11 @@ def hopper(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 2))
     with interpreted():
         yield
+
+
+def first_token(inputs):
+    """The same inputs of one token."""
+    return inputs._replace(args=(*(array[:1] for array in inputs.args[:3]), *inputs.args[3:]))
 
 
 def mixed(inputs):
@@ -106,6 +112,25 @@ def test_routed_mixture_is_the_mixture_of_what_is_routed(hopper):
         x, logits, *experts, **{name: value for name, value in inputs.kwargs.items() if name != "weighs_inputs"}
     )
     assert_mixture(case, inputs, out)
+
+
+@pytest.mark.parametrize(("scoring", "biased", "dtype"), [("softmax", False, "bfloat16"), ("sigmoid", True, "float16")])
+def test_one_tokens_mixture_agrees_with_the_oracle(hopper, scoring, biased, dtype):
+    case = ExpertCase(name="one", tokens=2, experts=32, per_token=3, hidden=256, units=128, layers=2, dtype=dtype)
+    inputs = build(case)
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.permuted(np.linspace(-4, 4, case.experts * 2)).reshape(2, -1), jnp.float32)
+    bias = jnp.asarray(rng.integers(2, size=case.experts), jnp.float32) if biased else None
+    routing = Routing(num_experts=case.experts, per_token=case.per_token, scoring=scoring)
+    x, _, _, *experts = inputs.args
+    run = functools.partial(routed_experts, routing=routing, implementation="mosaic", choice_bias=bias)
+
+    @jax.jit
+    def routed(x, logits):
+        return run(x, logits, gate_up=experts[0], down=experts[1], layer_index=1)
+
+    one = routed(x[:1], logits[:1])
+    assert_mixture(dataclasses.replace(case, tokens=1), first_token(route_choices(inputs, logits, routing, bias)), one)
 
 
 LOWERED = [

@@ -73,7 +73,7 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
         from jattn_kernels.mosaic.sm90.int4 import entry as int4
 
         return int4.refuses(call)
-    from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_NORMED, MOST_ROWS, MOST_WEIGHTS
+    from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_NORMED, MOST_ROWS, MOST_WEIGHTS, adds_up
 
     if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
         return f"`mosaic` does not take {call.dtype} rows and {call.kernel_dtype} weights."
@@ -87,6 +87,11 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
         return (
             f"`mosaic` norms rows of at most {MOST_NORMED:,} numbers with a scale of their dtype "
             f"before a product, not {call.depth} in {call.dtype} with a scale in {call.norm.scale_dtype}."
+        )
+    if call.norm is not None and call.norm.of_sum and not adds_up(call.norm):
+        return (
+            "`mosaic` adds up one row of a multiple of 128 numbers before a product, not "
+            f"{call.norm.num_rows} of {call.norm.columns}."
         )
     return None
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
+from jattn_kernels.mosaic.sm90.common.one_row import added_up, rounded_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
 from jattn_kernels.operands import NormOperands
 
@@ -35,23 +36,21 @@ def rms_norm(
     """Rows over their root mean square, times a layer's scale and an offset; if something is added, the sum before."""
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
-    parts = () if operands.addition is None else (operands.addition.parts,)
+    parts = tuple(addition.parts for addition in operands.additions)
     of_row = pieces(columns)
 
     def kernel(x_ref, scale_ref, layer_ref, *refs):
         row = lax.axis_index("row")
-        *parts_ref, out_ref = refs
+        *parts_ref, out_ref = refs  # and, of a sum, that before the norm
         rows = x_ref.at[row], scale_ref.at[layer_ref[0]]
         # All is asked for before anything is stored: a load behind a store waits for what is stored.
         loaded = [[piece.load(ref).astype(jnp.float32) for ref in rows] for piece in of_row]
         if parts:
-            parts_ref, sum_ref = parts_ref
-            splits = range(len(parts[0]))
-            additions = [functools.reduce(operator.add, [p.load(parts_ref.at[i, row]) for i in splits]) for p in of_row]
-            for piece, of_piece, addition in zip(of_row, loaded, additions, strict=True):
-                total = (of_piece[0] + addition.astype(x.dtype).astype(jnp.float32)).astype(x.dtype)
-                piece.of(sum_ref.at[row])[...] = total
-                of_piece[0] = total.astype(jnp.float32)
+            *parts_refs, sum_ref = parts_ref
+            additions = [[added_up(piece, ref, row) for ref in parts_refs] for piece in of_row]
+            for piece, of_piece, of_parts in zip(of_row, loaded, additions, strict=True):
+                of_piece[0] = functools.reduce(functools.partial(rounded_sum, dtype=x.dtype), of_parts, of_piece[0])
+                piece.of(sum_ref.at[row])[...] = of_piece[0].astype(x.dtype)
         squares = [piece.once(numbers * numbers).sum() for piece, (numbers, _) in zip(of_row, loaded, strict=True)]
         inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
         for piece, (numbers, factor) in zip(of_row, loaded, strict=True):

@@ -7,6 +7,7 @@ grid (blocks)            an SM each; takes every blocks-th work tile: some colum
   empty                  consumer -> producer: the stage may be overwritten
 
 Rows that are to be normed are brought whole, at once, and normed while the weights come: the norm is not waited for.
+One row may be a sum: each block adds it up, and the first one stores it.
 
 The depth is split so that all SMs have as much to read (split-K). Each split's sums stand by themselves, in float32:
 whoever reads them next adds them up, always in the same order. A bias is in the first split's.
@@ -23,12 +24,13 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
+from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_norm import norm_in_place
+from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.splits import Splits, added
@@ -62,10 +64,19 @@ class _Operands(NamedTuple):
     scale: Any = None  # (layers, tiles of the depth, 128), or twice as many of 64 where that is no multiple of 128
     scale_layer: Any = None
     bias: Any = None  # (layers * columns,)
+    additions: tuple[Any, ...] = ()  # (splits, rows, depth) each; the scale is then (layers, depth)
 
 
-def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
-    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for."""
+def adds_up(norm: NormCall) -> bool:
+    """Whether what is added up is normed in the product."""
+    return norm.num_rows == 1 and norm.columns % _DEPTH == 0 and norm.columns >= LEAST
+
+
+def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
+    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for.
+
+    Of rows that are added up first: that, the rows' sum, and its norm.
+    """
     whole = pl.cdiv(call.num_rows, tiles.WARPS) * tiles.WARPS  # rows that the warps of a reader share out evenly
     product = _Product(
         rows=whole if call.in_splits else call.num_rows,
@@ -78,22 +89,28 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | 
     given = _Operands(operands.x, operands.kernel, operands.layer_index.reshape(1))
     if operands.norm is not None:
         stack = operands.norm.scale
-        scale = stack.reshape(len(stack), -1, _HALF_DEPTH if call.depth % _DEPTH else _DEPTH)
-        given = given._replace(scale=scale, scale_layer=operands.norm.layer_index.reshape(1))
+        additions = tuple(addition.parts for addition in operands.norm.additions)
+        width = _HALF_DEPTH if call.depth % _DEPTH else _DEPTH
+        scale = stack if additions else stack.reshape(len(stack), -1, width)
+        layer = operands.norm.layer_index.reshape(1)
+        given = given._replace(scale=scale, scale_layer=layer, additions=additions)
     if operands.bias is not None:
         given = given._replace(bias=operands.bias.reshape(-1))
     leaves, tree = jax.tree.flatten(given)
+    out = jax.ShapeDtypeStruct((product.splits, product.rows, product.columns), jnp.float32)
+    row = jax.ShapeDtypeStruct(operands.x.shape, operands.x.dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
-        out_type=jax.ShapeDtypeStruct((product.splits, product.rows, product.columns), jnp.float32),
+        out_type=[out, row, row] if product.of_sum else [out],
         grid=(product.num_blocks,),
         grid_names=("block",),
         num_threads=2,
         kernel_name="skinny_matmul",
     )
-    sums = run(*leaves)
+    sums, *of_rows = run(*leaves)
     splits = Splits(parts=sums, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
-    return splits if call.in_splits else added(splits)
+    result = splits if call.in_splits else added(splits)
+    return (result, *of_rows) if of_rows else result
 
 
 def num_splits(call: MatmulCall) -> int:
@@ -116,6 +133,11 @@ class _Product:
     norm: NormCall | None
 
     @property
+    def of_sum(self) -> bool:
+        """Whether rows are added up before their norm."""
+        return self.norm is not None and self.norm.of_sum
+
+    @property
     def whole_depth(self) -> int:
         """Inputs of whole steps."""
         return pl.cdiv(self.depth, _DEPTH) * _DEPTH
@@ -135,7 +157,7 @@ class _Product:
         return min(self.column_blocks * self.splits, tiles.num_sms())
 
     def body(self, tree: Any, *refs: Any) -> None:
-        operands, sums = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
+        operands, (sums, *of_rows) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         dtype, stages = operands.x.dtype, self.stages
         scratch = _Scratch(
             kernel=tiles.tile((stages, _DEPTH, WGMMA_ROWS), dtype),
@@ -143,14 +165,14 @@ class _Product:
             full=plgpu.Barrier(num_arrivals=2 if self.norm is None else 1, num_barriers=stages),
             empty=plgpu.Barrier(num_barriers=stages),
         )
-        if self.norm is not None:
+        if self.norm is not None and not self.of_sum:
             width = _HALF_DEPTH if self.depth % _DEPTH else _DEPTH
             shape = self.whole_depth // width, width
             scratch = scratch._replace(scale=plgpu.SMEM(shape, dtype), rows_full=plgpu.Barrier(num_arrivals=2))
 
         def warpgroup(scratch: _Scratch) -> None:
             number = lax.axis_index("warpgroup")
-            pl.when(number == 0)(functools.partial(self._consume, operands, sums, scratch))
+            pl.when(number == 0)(functools.partial(self._consume, operands, sums, of_rows, scratch))
             pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
@@ -194,9 +216,13 @@ class _Product:
         def wait_for_the_last(step):
             plgpu.barrier_wait(scratch.empty.at[lax.rem(step, stages)])
 
-    def _consume(self, operands: _Operands, sums: Any, scratch: _Scratch) -> None:
+    def _consume(self, operands: _Operands, sums: Any, of_rows: Any, scratch: _Scratch) -> None:
         stages = self.stages
-        if self.norm is not None:
+        if self.norm is not None and self.of_sum:
+            scale, parts = operands.scale.at[operands.scale_layer[0]], list(operands.additions)
+            facts: dict[str, Any] = {"eps": self.norm.eps, "offset": self.norm.offset}
+            norm_of_sum(operands.x, scale, parts, scratch.x, tuple(of_rows), **facts)
+        elif self.norm is not None:
             rows = pl.ds(0, MOST_ROWS)
             source = operands.x.at[rows, pl.ds(0, self.whole_depth)] if self.depth % _DEPTH else operands.x.at[rows]
             plgpu.copy_gmem_to_smem(source, scratch.x, scratch.rows_full)
@@ -250,6 +276,7 @@ class _Product:
         layout = plgpu.Layout.WGMMA
         column, row = (plgpu.broadcasted_iota(jnp.int32, result.shape, axis, layout=layout) for axis in range(2))
         place = (split * self.rows + row) * self.columns + begin + column
+        result = jnp.where(row < self.own_rows, result, 0.0)  # not -0.0, which is no 0 of an integer
         is_own = row < self.rows
         if self.columns % WGMMA_ROWS:
             is_own &= begin + column < self.columns

@@ -17,12 +17,13 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.experts import route, route_few
+from jattn_kernels.mosaic.sm90.experts import one_token, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
+from jattn_kernels.mosaic.sm90.experts.one_token import OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
 from jattn_kernels.operands import ExpertsOperands
@@ -30,11 +31,14 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.splits import Splits, added
 
 
-def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"]:
+def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"] | Splits:
     """Rows are read where they are, weights in place; what experts return is kept for some columns at a time."""
     of_few_rows = few_rows_sizes(call)
     if of_few_rows is not None:
         return _of_few_rows(call, operands, of_few_rows)
+    if operands.logits is not None and one_token.fits(call, is_biased=operands.choice_bias is not None):
+        splits = _of_one_token(call, operands)
+        return splits if call.in_splits else added(splits)
     sizes = product_tiles(call) if call.scales is None else few_bits_tiles(call)
     weights, groups = _in_order(call, operands, sizes.block_rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
@@ -51,6 +55,19 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
 
     out_type = jax.ShapeDtypeStruct((num_slots, call.hidden_size), operands.x.dtype)
     return sum_in_pieces(product, second, groups.slots, None if call.weighs_inputs else weights, out_type=out_type)
+
+
+def _of_one_token(call: ExpertsCall, operands: ExpertsOperands) -> Splits:
+    """What adds up to the same of one token: what each of its experts returns, times its weight."""
+    given = OneTokenOperands(
+        x=operands.x,
+        bias=operands.choice_bias,
+        gate_up=operands.gate_up,
+        down=operands.down,
+        layer=operands.layer_index.reshape(1),
+    )
+    parts = one_token.one_token(call, given, _parts(operands.logits, route_few.token_rows(1)))
+    return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
 
 
 def _of_few_bits(

@@ -27,7 +27,7 @@ def refuses(call: MatmulCall) -> str | None:
             f"`mosaic` takes some rows of a multiple of {BLOCK_DEPTH} numbers and a multiple of {WGMMA_ROWS} columns "
             f"of fp8 weights, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
         )
-    if call.norm is not None and not rows.norms(call):
+    if call.norm is not None and (call.norm.of_sum or not rows.norms(call)):
         return f"`mosaic` does not norm {call.depth} numbers of {call.dtype} as it rounds them to fp8."
     return None
 

@@ -1,0 +1,93 @@
+"""The norm of one row as a product's operand, of what is added up first: a warpgroup has the row in registers."""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm
+
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.row_pieces import THREADS, VECTOR, Piece, pieces
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
+
+_COLUMNS = 64  # that lie together in a tile, of 16 bits
+
+
+def added_up(piece: Piece, parts: Any, row: Any) -> jax.Array:
+    """A piece of a row of what splits add up to."""
+    return functools.reduce(operator.add, [piece.load(parts.at[i, row]) for i in range(parts.shape[0])])
+
+
+def rounded_sum(numbers: jax.Array, addition: jax.Array, *, dtype: Any) -> jax.Array:
+    """The sum of two numbers of this dtype, the second of which is not rounded to it yet; all in float32."""
+    return (numbers + addition.astype(dtype).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+
+
+def norm_of_sum(
+    x: Any, scale: Any, additions: list[Any], target: Any, outs: tuple[Any, Any], *, eps: float, offset: float
+) -> None:
+    """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
+
+    Args:
+        x: (1, columns), in global memory; the same of `outs`.
+        scale: (columns,), in global memory.
+        additions: Parts of splits, in global memory.
+        target: (8, columns), tiled; its other rows stay as they are.
+        outs: Where the first block stores the sum, and its norm.
+    """
+    dtype, columns = x.dtype, x.shape[1]
+    of_row = pieces(columns)
+    loaded = [[piece.load(ref).astype(jnp.float32) for ref in (x.at[0], scale)] for piece in of_row]
+    of_parts = [[added_up(piece, parts, 0) for parts in additions] for piece in of_row]
+    add = functools.partial(rounded_sum, dtype=dtype)
+    sums = [functools.reduce(add, parts, numbers) for parts, (numbers, _) in zip(of_parts, loaded, strict=True)]
+    squares = [piece.once(numbers * numbers).sum() for piece, numbers in zip(of_row, sums, strict=True)]
+    inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
+    normed = [
+        (numbers * inverse * (factor + offset)).astype(dtype) for numbers, (_, factor) in zip(sums, loaded, strict=True)
+    ]
+    for piece, numbers in zip(of_row, normed, strict=True):
+        _store(target, numbers, piece)
+    plgpu.commit_smem()
+
+    @pl.when(lax.axis_index("block") == 0)
+    def keep():
+        for out, of_pieces in zip(outs, (sums, normed), strict=True):
+            for piece, numbers in zip(of_row, of_pieces, strict=True):
+                piece.of(out.at[0])[...] = numbers.astype(dtype)
+
+
+def _store(target: Any, values: jax.Array, piece: Piece) -> None:
+    """target[0, columns of the piece] = values: no number of a tile's first row is moved by swizzling."""
+    if tiles.interpret_params() is not None:
+        target[0, pl.ds(piece.begin, piece.size)] = values
+        return
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    tiled = plgpu.RefType((tiling((TILED_ROWS, _COLUMNS)), swizzling(2 * _COLUMNS)))
+
+    @plgpu.inline_mgpu(arg_types=(tiled, piece.layout))
+    def store(ctx: Any, target: Any, values: Any) -> None:
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+
+        def const(value: int) -> Any:
+            return arith.constant(i32, value)
+
+        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(THREADS))
+        pointer, kind = utils.memref_ptr(target), ir.MemRefType(target.type).element_type
+        for i, register in enumerate(values.registers.flat):
+            vector = arith.addi(thread, const(piece.begin // VECTOR + i * THREADS))
+            tile, place = (op(vector, const(_COLUMNS // VECTOR)) for op in (arith.divui, arith.remui))
+            number = arith.addi(arith.muli(tile, const(TILED_ROWS * _COLUMNS)), arith.muli(place, const(VECTOR)))
+            llvm.store(register, utils.getelementptr(pointer, [number], kind))
+
+    run: Any = store
+    run(target, values)
