@@ -11,6 +11,7 @@ import pytest
 
 from jattn_kernels import (
     Routing,
+    Splits,
     Unnormed,
     added,
     matmul,
@@ -263,6 +264,22 @@ def test_kernel_that_norms_lowers_for_cuda(hopper, rows, depth, columns):
     ).trace(x.rows, kernel)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("columns", [128, 5120])
+def test_kernel_that_adds_up_lowers_for_cuda(hopper, columns):
+    rows, scale = (jax.ShapeDtypeStruct((count, 2048), "bfloat16") for count in (1, 24))
+    parts = [jax.ShapeDtypeStruct((count, rows, 2048), "float32") for count, rows in ((8, 1), (4, 4))]
+    kernel = jax.ShapeDtypeStruct((24, 2048, columns), "bfloat16")
+
+    def product(rows, parts, scale, kernel, layer):
+        additions = tuple(Splits(parts=part, num_rows=1, dtype=rows.dtype) for part in parts)
+        x = Unnormed(rows=rows, additions=additions, scale=scale, layer_index=layer, eps=1e-5)
+        return matmul_splits_of_sum(x, kernel, layer_index=layer)
+
+    traced = jax.jit(product).trace(rows, parts, scale, kernel, jax.ShapeDtypeStruct((), "int32"))
+    assert misplaced_copies(traced.jaxpr.jaxpr) == (1, [])
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
 def test_kernel_with_norm_and_bias_lowers_for_cuda(hopper):

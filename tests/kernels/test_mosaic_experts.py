@@ -12,6 +12,7 @@ from jattn_kernels import Routing, mixture_of_experts, routed_experts
 from jattn_kernels.call import Device
 from jattn_kernels.lowering import expert_groups
 from jattn_kernels.mosaic.sm90.experts import tile_sizes
+from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.expert_cases import ExpertCase, assert_mixture, build, clamped_swiglu, route_choices
 from tests.kernels.harness.interpreter import interpreted
 
@@ -131,6 +132,21 @@ def test_one_tokens_mixture_agrees_with_the_oracle(hopper, scoring, biased, dtyp
 
     one = routed(x[:1], logits[:1])
     assert_mixture(dataclasses.replace(case, tokens=1), first_token(route_choices(inputs, logits, routing, bias)), one)
+
+
+@pytest.mark.parametrize(("hidden", "units", "kernels"), [(2048, 768, 1), (2048, 1408, 1), (512, 192, 3)])
+def test_one_tokens_mixture_is_one_kernel_where_it_fits(monkeypatch, hidden, units, kernels):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    shapes = (1, hidden), (1, 128), (2, 128, hidden, 2 * units), (2, 128, units, hidden)
+    x, logits, gate_up, down = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes)
+    routing = Routing(num_experts=128, per_token=8, normalised=True)
+
+    def routed(x, logits, gate_up, down, layer):
+        return routed_experts(x, logits, routing, gate_up, down, layer_index=layer)
+
+    traced = jax.jit(routed).trace(x, logits, gate_up, down, jax.ShapeDtypeStruct((), "int32"))
+    assert misplaced_copies(traced.jaxpr.jaxpr)[1] == []
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == kernels
 
 
 LOWERED = [
