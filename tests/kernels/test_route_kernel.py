@@ -75,43 +75,6 @@ def test_route_and_group_is_routing_then_grouping(tokens, scoring, biased, rows_
     assert_groups(groups, compiled_grouping(chosen, EXPERTS, **facts))
 
 
-SOME_TOKENS = [
-    (64, 128, 8, "softmax_normalised", False, False),
-    (33, 64, 4, "sigmoid", True, True),
-    (16, 128, 4, "softmax", False, False),
-    slow(11, 32, 4, "softmax_of_chosen", False, False),
-    slow(50, 256, 8, "softmax", True, False),
-]
-of_some_tokens = pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "scoring", "biased", "rows_of_choices"), SOME_TOKENS
-)
-
-
-def assert_some_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices):
-    routing = Routing(num_experts=experts, per_token=per_token, **SCORINGS[scoring])
-    bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], experts // 4), jnp.float32) if biased else None
-    logits, facts = random_logits(tokens, experts), {"block_rows": BLOCK_ROWS, "rows_of_choices": rows_of_choices}
-    run = functools.partial(route.route_and_group, routing, num_tokens=tokens, **facts)
-    weights, groups = jax.jit(run)(route.RouteOperands(logits=logits, bias=bias))
-    expected_weights, chosen = compiled_routed(logits, routing, bias)
-    np.testing.assert_allclose(np.asarray(weights).T, expected_weights, rtol=1e-5)
-    assert_groups(groups, compiled_grouping(chosen, experts, **facts))
-
-
-@of_some_tokens
-def test_some_tokens_are_routed_by_warps_and_grouped(tokens, experts, per_token, scoring, biased, rows_of_choices):
-    with interpreted():
-        assert_some_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices)
-
-
-@pytest.mark.gpu
-@of_some_tokens
-def test_gpu_some_tokens_are_routed_by_warps_and_grouped(tokens, experts, per_token, scoring, biased, rows_of_choices):
-    if scoring in ("sigmoid", "softmax") and biased:
-        pytest.skip("scores of approximate exponentials may choose another of nearly equal experts")
-    assert_some_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices)
-
-
 FEW_TOKENS = [
     (1, 128, 8, "softmax_normalised", False, False),
     (8, 128, 8, "softmax", False, True),

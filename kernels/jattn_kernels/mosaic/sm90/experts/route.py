@@ -1,7 +1,7 @@
 """The order of rows on Hopper: the choice of experts, if it is to be made, and where the rows of each expert stand.
 
 one block: warpgroups of 64 tokens each
-  choice        by warps, 16 tokens a warpgroup, of which one goes on; or as in `choice`, if a row fills no warp
+  choice        as in `choice`
   counts        a thread an expert walks down the table of who goes where, and leaves in it how many came before
   slots         where each expert's rows begin, the others' rows before; a token's own from its row of the table
 
@@ -32,12 +32,9 @@ from jattn_kernels.mosaic.sm90.experts.choice import (
     keep_choice,
     whole_groups,
 )
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
 from jattn_kernels.routing_spec import Routing
 
 _THREADS = 128
-_CHOOSER_TOKENS = 16  # of a warpgroup that chooses: 16 scores of 128 a thread
-_MOST_EXPERTS = 512  # that its registers hold the scores of
 _WALK = 8  # rows of the table that a thread has under way
 _TILES = 2**16  # what a tile counts where slots and tiles are in one number; a block has fewer slots
 _MOST_SCORES = 512  # experts times warpgroups: what one block has registers and shared memory for
@@ -75,19 +72,14 @@ class _Scratch(NamedTuple):
     first: Any  # (warpgroups, E_padded): of those of earlier experts
     arrived: Any
     counted: Any
-    choice_made: Any = None
 
 
 def route_and_group(
     routing: Routing, operands: RouteOperands, *, num_tokens: int, block_rows: int, rows_of_choices: bool = False
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     """The weights of the experts chosen here, a row a choice, and the groups, as `group_by_expert` has them."""
-    logits, choosers = operands.logits, 0
-    if num_tokens <= TOKENS and routing.num_experts % LANES == 0 and routing.num_experts <= _MOST_EXPERTS:
-        choosers = pl.cdiv(num_tokens, _CHOOSER_TOKENS)
-        logits = jnp.pad(logits, ((0, -num_tokens % _CHOOSER_TOKENS), (0, 0)))
-    operands = operands._replace(logits=logits if choosers else whole_groups(logits))
-    return _run(routing, operands, num_tokens, block_rows, rows_of_choices, choosers)
+    operands = operands._replace(logits=whole_groups(operands.logits))
+    return _run(routing, operands, num_tokens, block_rows, rows_of_choices)
 
 
 def group_chosen(
@@ -100,19 +92,14 @@ def group_chosen(
 
 
 def _run(
-    routing: Routing,
-    operands: RouteOperands,
-    num_tokens: int,
-    block_rows: int,
-    rows_of_choices: bool,
-    choosers: int = 0,
+    routing: Routing, operands: RouteOperands, num_tokens: int, block_rows: int, rows_of_choices: bool
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     per_token, num_experts = routing.per_token, routing.num_experts
     warpgroups = pl.cdiv(num_tokens, TOKENS)
     by_choice = (per_token, warpgroups * TOKENS)
     most = most_tiles(num_tokens, per_token, num_experts, block_rows)
     leaves, tree = jax.tree.flatten(operands)
-    body = _Body(routing, num_tokens, warpgroups, block_rows, rows_of_choices, choosers)
+    body = _Body(routing, num_tokens, warpgroups, block_rows, rows_of_choices)
     run = launch.kernel(
         functools.partial(body.block, tree),
         out_type=[
@@ -124,7 +111,7 @@ def _run(
         ],
         grid=(1,),
         grid_names=("block",),
-        num_threads=max(warpgroups, choosers),
+        num_threads=warpgroups,
         kernel_name="route",
     )
     weights, slots, sources, work, num_tiles = run(*leaves)
@@ -147,7 +134,6 @@ class _Body:
     warpgroups: int
     block_rows: int
     rows_of_choices: bool
-    choosers: int  # warpgroups that choose by warps; with 0 each of `warpgroups` chooses for its own tokens
 
     def block(self, tree: Any, *refs: Any) -> None:
         operands, outs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), _Outs(*refs[tree.num_leaves :])
@@ -157,10 +143,7 @@ class _Body:
                 tiles.tile((all_of, TOKENS, self.routing.num_experts), jnp.float32),
                 plgpu.SMEM((all_of, TOKENS * padded), jnp.int32),
             ),
-            scores=plgpu.SMEM(
-                (self.choosers or all_of, self.routing.per_token, _CHOOSER_TOKENS if self.choosers else TOKENS),
-                jnp.float32,
-            ),
+            scores=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.float32),
             chosen=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.int32),
             counts=plgpu.SMEM((all_of, padded), jnp.int32),
             begins=plgpu.SMEM((all_of, padded), jnp.int32),
@@ -168,45 +151,16 @@ class _Body:
             first=plgpu.SMEM((all_of, padded), jnp.int32),
             arrived=plgpu.Barrier(num_barriers=all_of),
             counted=plgpu.Barrier(num_arrivals=all_of),
-            choice_made=plgpu.Barrier(num_arrivals=self.choosers) if self.choosers else None,
         )
         pl.run_scoped(functools.partial(self._warpgroup, operands, outs), scratch, collective_axes="warpgroup")
 
     def _warpgroup(self, operands: RouteOperands, outs: _Outs, scratch: _Scratch) -> None:
         own = lax.axis_index("warpgroup")
-        if self.choosers:
-            self._choose_by_warps(operands, outs, scratch, own)
-            plgpu.barrier_arrive(scratch.choice_made)
-
-            @pl.when(own < self.warpgroups)
-            def order():
-                plgpu.barrier_wait(scratch.choice_made)
-                self._order(outs, scratch, own)
-
-            return
         if operands.logits is None:
             self._read_choice(operands, scratch, own)
         else:
             given = operands.logits, operands.bias, outs.weights
             choose_block(self.routing, self.num_tokens, *given, self._of_choice(scratch, own), own)
-        self._order(outs, scratch, own)
-
-    def _choose_by_warps(self, operands: RouteOperands, outs: _Outs, scratch: _Scratch, own: Any) -> None:
-        """A warpgroup's share of the choice."""
-        layout, shape = by_experts(self.routing), (_CHOOSER_TOKENS, self.routing.num_experts)
-        begin = own * _CHOOSER_TOKENS
-        tokens = pl.ds(pl.multiple_of(begin, _CHOOSER_TOKENS), _CHOOSER_TOKENS)
-        logits = plgpu.load(operands.logits.at[tokens], layout=layout, optimized=False)
-        number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        token = plgpu.broadcasted_iota(jnp.int32, (_CHOOSER_TOKENS,), 0, layout=layout.reduce(1)) + begin
-
-        def keep(i, first):
-            scratch.chosen[0, i, tokens] = jnp.where(token < self.num_tokens, first, -1)
-
-        weights = outs.weights.at[:, tokens]
-        choose_by_warps(self.routing, logits, number, operands.bias, scratch.scores.at[own], weights, keep)
-
-    def _order(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         self._count(scratch, own)
         self._begin(outs, scratch, own)
         self._place(outs, scratch, own)
