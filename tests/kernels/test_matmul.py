@@ -9,31 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import (
-    Routing,
-    Splits,
-    Unnormed,
-    added,
-    matmul,
-    matmul_splits,
-    matmul_splits_of_sum,
-    rms_norm,
-    routed_experts,
-    taken,
-)
+from jattn_kernels import Routing, Unnormed, added, matmul, matmul_splits, routed_experts, taken
 from jattn_kernels.call import Device
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
-from tests.kernels.harness.products import of_last_layer
+from tests.kernels.harness.products import assert_product_of_normed, of_last_layer, operands, unnormed
 from tests.kernels.harness.splits import splits_of
-
-
-def operands(rows, depth, columns, *, layers=2, dtype="bfloat16"):
-    """Rows, and the weights of some layers: NaN in all but the last."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
-    kernel = jnp.asarray(rng.standard_normal((layers, depth, columns)), dtype)
-    return x, kernel.at[:-1].set(jnp.nan)
 
 
 def assert_product(out, x, kernel):
@@ -154,20 +135,6 @@ def test_kernel_rounds_once(hopper):
     np.testing.assert_array_equal(out, added(splits))
 
 
-def unnormed(x, layers=3):
-    """Rows of x that the last of some layers' scales is for: NaN in the others."""
-    scale = jax.random.uniform(jax.random.key(5), (layers, x.shape[1]), minval=0.5, maxval=2.0).astype(x.dtype)
-    return Unnormed(rows=x, scale=scale.at[:-1].set(jnp.nan), layer_index=layers - 1, eps=1e-5, offset=0.5)
-
-
-def assert_product_of_normed(out, x, kernel):
-    """The norm is rounded to x's dtype before the product, and it may be to another last place."""
-    normed = np.asarray(taken(x, implementation="xla"), np.float64)
-    unit = np.abs(normed) @ np.abs(np.asarray(kernel, np.float64))
-    expected = normed @ np.asarray(kernel, np.float64)
-    assert np.all(np.abs(np.asarray(added(out), np.float64) - expected) <= float(jnp.finfo(x.dtype).eps) / 8 * unit)
-
-
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "dtype"),
     [(1, 512, 128, "bfloat16"), (8, 384, 64, "float16"), (3, 128, 192, "bfloat16"), (2, 192, 64, "bfloat16")],
@@ -186,45 +153,6 @@ def test_rows_that_the_kernel_does_not_norm_are_normed_before(hopper, rows, dept
     x = unnormed(x)
     out = matmul_splits(x, kernel[0], implementation="xla")
     np.testing.assert_array_equal(out, matmul_splits(taken(x, implementation="xla"), kernel[0], implementation="xla"))
-
-
-def summed(x, additions):
-    for addition in additions:
-        x = x + added(addition)
-    return x
-
-
-@pytest.mark.parametrize(
-    ("rows", "depth", "dtype", "implementation"),
-    [
-        (1, 1024, "bfloat16", "mosaic"),
-        pytest.param(1, 1152, "float16", "mosaic", marks=pytest.mark.slow),
-        (2, 1024, "bfloat16", "mosaic"),
-        (1, 1024, "bfloat16", "xla"),
-    ],
-)
-def test_rows_are_added_up_and_normed_before_their_product(hopper, rows, depth, dtype, implementation):
-    x, kernel = operands(rows, depth, 64, dtype=dtype)
-    more = jax.random.normal(jax.random.key(1), (2, rows, depth))
-    additions = tuple(dataclasses.replace(splits_of(each), dtype=x.dtype) for each in more)
-    given = dataclasses.replace(unnormed(x), additions=additions)
-    facts = {"implementation": implementation, "layer_index": 1, "out_dtype": "float32"}
-    with interpreted():
-        out, total, normed = jax.jit(lambda x, kernel: matmul_splits_of_sum(x, kernel, **facts))(given, kernel)
-        alone = jax.jit(lambda x, kernel: matmul_splits(x, kernel, **facts))(given, kernel)
-    np.testing.assert_array_equal(total, summed(x, additions))
-    expected = dataclasses.replace(given, rows=total, additions=())
-    assert_product_of_normed(out, expected, kernel[1])
-    np.testing.assert_array_equal(added(out), added(alone))
-    whole = np.asarray(rms_norm(total, given.scale[-1], eps=1e-5, offset=0.5, implementation="xla"), np.float64)
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(normed, np.float64), whole, rtol=eps, atol=0)
-
-
-def test_what_adds_nothing_up_is_no_sum():
-    x, kernel = operands(1, 64, 64)
-    with pytest.raises(ValueError, match="`x` must have some `additions`"):
-        matmul_splits_of_sum(unnormed(x), kernel[1])
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "xla"])
@@ -264,22 +192,6 @@ def test_kernel_that_norms_lowers_for_cuda(hopper, rows, depth, columns):
     ).trace(x.rows, kernel)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
-
-
-@pytest.mark.parametrize("columns", [128, 5120])
-def test_kernel_that_adds_up_lowers_for_cuda(hopper, columns):
-    rows, scale = (jax.ShapeDtypeStruct((count, 2048), "bfloat16") for count in (1, 24))
-    parts = [jax.ShapeDtypeStruct((count, rows, 2048), "float32") for count, rows in ((8, 1), (4, 4))]
-    kernel = jax.ShapeDtypeStruct((24, 2048, columns), "bfloat16")
-
-    def product(rows, parts, scale, kernel, layer):
-        additions = tuple(Splits(parts=part, num_rows=1, dtype=rows.dtype) for part in parts)
-        x = Unnormed(rows=rows, additions=additions, scale=scale, layer_index=layer, eps=1e-5)
-        return matmul_splits_of_sum(x, kernel, layer_index=layer)
-
-    traced = jax.jit(product).trace(rows, parts, scale, kernel, jax.ShapeDtypeStruct((), "int32"))
-    assert misplaced_copies(traced.jaxpr.jaxpr) == (1, [])
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
 def test_kernel_with_norm_and_bias_lowers_for_cuda(hopper):
