@@ -1,5 +1,6 @@
 """Root-mean-square norm of rows, by a scale that may lie in a stack of those of all layers."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,8 +13,10 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
+from jattn_kernels.quantized import NormedRows
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unnormed import Unnormed
 
 
@@ -53,9 +56,13 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
     layer_index: Int[Array, ""] | int | None = None,
+    rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+) -> tuple[Float[Array, "T D"], NormedRows]:
     """x + addition, and the `rms_norm` of that; one kernel where the addition comes in splits.
+
+    Args:
+        rounded: Whether the norm may be rounded to fp8 where that kernel does it, for a product that would.
 
     Raises:
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
@@ -69,16 +76,18 @@ def add_rms_norm(
         )
     if isinstance(addition, Splits):
         call, operands = packed_norm(x, scale, eps, offset, layer_index, addition)
+        if rounded and serves(dataclasses.replace(call, rounded=True), implementation):
+            call = dataclasses.replace(call, rounded=True)
         if serves(call, implementation):
             return choose(call, implementation).implementation.run(call, operands)
     total, options = x + added(addition), {"layer_index": layer_index, "implementation": implementation}
     return total, rms_norm(total, scale, eps=eps, offset=offset, **options)
 
 
-def taken(x: Float[Array, "..."] | Unnormed, *, implementation: str | None = None) -> Float[Array, "..."]:
-    """The rows as they are read: normed."""
+def taken(x: Float[Array, "..."] | Unnormed | Ungated, *, implementation: str | None = None) -> Float[Array, "..."]:
+    """The rows as they are read: normed, or activated."""
     if not isinstance(x, Unnormed):
-        return x
+        return gated(x)
     options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
     return rms_norm(x.rows, x.scale, eps=x.eps, offset=x.offset, **options)
 

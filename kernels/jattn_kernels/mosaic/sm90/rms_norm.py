@@ -1,6 +1,7 @@
 """Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup.
 
-What splits of a product add up to may be added to the row first: the sum is then a result beside its norm.
+What splits of a product add up to may be added to the row first: the sum is then a result beside its norm. The norm
+may be rounded to fp8 as it is stored.
 """
 
 import functools
@@ -14,8 +15,10 @@ from jaxtyping import Array, Float
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
+from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
 from jattn_kernels.operands import NormOperands
+from jattn_kernels.quantized import NormedRows, QuantizedRows
 
 _MOST_COLUMNS = 8192  # 64 a thread
 
@@ -29,9 +32,7 @@ def supports(columns: int, *dtypes: Any) -> bool:
     )
 
 
-def rms_norm(
-    call: NormCall, operands: NormOperands
-) -> Float[Array, "T D"] | tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float[Array, "T D"], NormedRows]:
     """Rows over their root mean square, times a layer's scale and an offset; if something is added, the sum before."""
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
@@ -40,12 +41,12 @@ def rms_norm(
 
     def kernel(x_ref, scale_ref, layer_ref, *refs):
         row = lax.axis_index("row")
-        *parts_ref, out_ref = refs
+        refs, out_refs = (refs[:-2], refs[-2:]) if call.rounded else (refs[:-1], refs[-1:])
         rows = x_ref.at[row], scale_ref.at[layer_ref[0]]
         # All is asked for before anything is stored: a load behind a store waits for what is stored.
         loaded = [[piece.load(ref).astype(jnp.float32) for ref in rows] for piece in of_row]
         if parts:
-            parts_ref, sum_ref = parts_ref
+            parts_ref, sum_ref = refs
             splits = range(len(parts[0]))
             additions = [functools.reduce(operator.add, [p.load(parts_ref.at[i, row]) for i in splits]) for p in of_row]
             for piece, of_piece, addition in zip(of_row, loaded, additions, strict=True):
@@ -54,15 +55,27 @@ def rms_norm(
                 of_piece[0] = total.astype(jnp.float32)
         squares = [piece.once(numbers * numbers).sum() for piece, (numbers, _) in zip(of_row, loaded, strict=True)]
         inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
+        normed = []
         for piece, (numbers, factor) in zip(of_row, loaded, strict=True):
-            piece.of(out_ref.at[row])[...] = (numbers * inverse * (factor + offset)).astype(x.dtype)
+            of_piece = (numbers * inverse * (factor + offset)).astype(x.dtype)
+            if call.rounded:
+                normed.append((piece, of_piece.astype(jnp.float32)))
+            else:
+                piece.of(out_refs[0].at[row])[...] = of_piece
+        if call.rounded:
+            store_rounded(out_refs, row, normed)
 
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    sum_types, out_types = [like_x for _ in parts], rounded_types(*x.shape) if call.rounded else (like_x,)
     run = launch.kernel(
         kernel,
-        out_type=(out, out) if parts else out,
+        out_type=(*sum_types, *out_types),
         grid=(x.shape[0],),
         grid_names=("row",),
         kernel_name="rms_norm",
     )
-    return run(x, operands.scale, operands.layer_index.reshape(1), *parts)
+    results = run(x, operands.scale, operands.layer_index.reshape(1), *parts)
+    sums, (out, *scales) = results[: len(parts)], results[len(parts) :]
+    if call.rounded:
+        out = QuantizedRows(values=out, scales=scales[0], num_rows=x.shape[0], dtype=x.dtype)
+    return (*sums, out) if parts else out
