@@ -197,7 +197,7 @@ class _Product:
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
                 for begins in self.batches:
-                    total += self._of_parts(begins, packed, scratch, stage, own, number)
+                    total = self._added(total, begins, packed, scratch, stage, own, number)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
                 return total
 
@@ -208,8 +208,10 @@ class _Product:
 
         self._for_each_tile(multiply_tile)
 
-    def _of_parts(self, begins: range, packed: Any, scratch: _Scratch, stage: Any, own: Any, number: Any) -> Any:
-        """The sums of parts' products, each times its group's scales; one is made wider while another runs."""
+    def _added(
+        self, total: Any, begins: range, packed: Any, scratch: _Scratch, stage: Any, own: Any, number: Any
+    ) -> Any:
+        """The sums with parts' products, each times its group's scales; one is made wider while another runs."""
         depth, layout = self.part_depth, plgpu.Layout.WGMMA.reduce(1)
         scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
         factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
@@ -223,10 +225,9 @@ class _Product:
 
         accumulator = tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows)
         results = pl.run_scoped(products, *[accumulator] * len(begins))
-        return sum(
-            result * lax.broadcast_in_dim(factor, result.shape, [0])
-            for result, factor in zip(results, factors, strict=True)
-        )
+        for result, factor in zip(results, factors, strict=True):
+            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
+        return total
 
     def _unpacked(self, begin: int, packed: Any, scratch: _Scratch, number: Any) -> Any:
         weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)

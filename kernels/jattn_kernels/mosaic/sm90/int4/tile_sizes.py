@@ -14,7 +14,7 @@ _ROWS_OF_LINES = 16  # with 64 their copies take the place of stages: 24.4 us wh
 # Of a work tile: what it takes beside them, as many steps. On an H200 [1, 4096] x [4096, 6144] takes 15.8 us in 4
 # splits, a tile of 4 steps an SM, and 19.8 in 16, 3 tiles of one step.
 _STEPS_MORE = 1
-_FEW_ROWS = 16  # whose sums leave registers for four consumers
+_FEW_ROWS = 64  # up to which there are four consumers
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
 _ITEM_BYTES, _SUM_BYTES = 2, 4
