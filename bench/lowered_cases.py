@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 import jattn_kernels
 from bench.lowered import lowered_hash
-from jattn_kernels import AttentionSpec, QuantizedKernel, RawLatents, Routing, Splits, Unnormed
+from jattn_kernels import AttentionSpec, QuantizedKernel, RawLatents, Routing, Splits, Ungated, Unnormed
 from jattn_kernels.call import Device, assume_device
+from jattn_kernels.lowering.expert_groups import silu_gate
 from jattn_kernels.spec import PageLayout
 from tests.kernels.harness.case_table import CASES, Case, build
 from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
@@ -108,6 +109,13 @@ def _products() -> Iterator[tuple[str, Hashed]]:
     kernel = QuantizedKernel(values=values, scales=_array(scales, "float32"))
     case = functools.partial(lowered_hash, jattn_kernels.matmul, rows, kernel, layer_index=_array((), "int32"))
     yield "matmul/fp8", case
+    ungated = Ungated(rows=_array((64, 8192), "bfloat16"), activation=silu_gate)
+    case = functools.partial(lowered_hash, jattn_kernels.matmul, ungated, kernel, layer_index=_array((), "int32"))
+    yield "matmul/fp8_ungated", case
+    sums = Splits(parts=_array((4, 4, 4096), "float32"), num_rows=3, dtype=jnp.dtype("bfloat16"))
+    add_norm = functools.partial(jattn_kernels.add_rms_norm, eps=1e-6, rounded=True)
+    given = _array((3, 4096), "bfloat16"), sums, _array((4096,), "bfloat16")
+    yield "matmul/fp8_rows_of_a_norm", functools.partial(lowered_hash, add_norm, *given)
     packed, of_groups = _array((2, 6144, 4096), "int4"), _array((2, 32, 6144), "bfloat16")
     for rows, held in ((512, kernel), (1, QuantizedKernel(values=packed, scales=of_groups))):
         x = _array((rows, 4096), "bfloat16")

@@ -6,7 +6,9 @@ from jaxtyping import Array
 
 from jattn_kernels import (
     QuantizedKernel,
+    QuantizedRows,
     Splits,
+    Ungated,
     added,
     dequantize_groups,
     matmul,
@@ -27,7 +29,9 @@ __all__ = [
     "MXFP4_GROUP",
     "NUMBERS_OF_BYTE",
     "QuantizedKernel",
+    "QuantizedRows",
     "Splits",
+    "Ungated",
     "added",
     "dequantize_groups",
     "dequantize_mxfp4",

@@ -11,7 +11,7 @@ from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import add_rms_norm, rms_norm, summed_and_normed, taken
 from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
-from jattn_kernels.quantized import QuantizedKernel, quantize_kernel, quantize_rows
+from jattn_kernels.quantized import NormedRows, QuantizedKernel, QuantizedRows, quantize_kernel, quantize_rows
 from jattn_kernels.raw_latents import RawLatents
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.rotation import rotate
@@ -21,15 +21,19 @@ from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_sche
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.temperature import over_temperature
+from jattn_kernels.ungated import Ungated
 from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
     "AttentionSpec",
     "HeadNorms",
+    "NormedRows",
     "QuantizedKernel",
+    "QuantizedRows",
     "RawLatents",
     "Routing",
     "Splits",
+    "Ungated",
     "Unnormed",
     "add_rms_norm",
     "added",

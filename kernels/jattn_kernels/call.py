@@ -133,6 +133,7 @@ class NormCall:
         scale_dtype: Name of the scale's.
         eps, offset: What is added to the mean of squares, and to the scale.
         of_sum: Whether splits are added to the rows first, and the sum is a result too.
+        rounded: Whether the norm is rounded to fp8, a QuantizedRows.
         device, modes: As in AttentionCall.
     """
 
@@ -143,6 +144,7 @@ class NormCall:
     eps: float
     offset: float
     of_sum: bool = False
+    rounded: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["rms_norm"] = "rms_norm"
@@ -201,6 +203,8 @@ class MatmulCall:
         group_size: Inputs that share a scale, of groups; else None.
         in_splits: Whether the result may be what adds up to it.
         norm: Of the rows, which the product takes first; None where it takes them as they are.
+        activation: Of the rows' halves, likewise.
+        rounded: Whether rows come in fp8, a QuantizedRows.
         biased: Whether a bias is in what the product returns.
         device, modes: As in AttentionCall.
     """
@@ -215,6 +219,8 @@ class MatmulCall:
     group_size: int | None = None
     in_splits: bool = False
     norm: NormCall | None = None
+    activation: Callable[..., Any] | None = None
+    rounded: bool = False
     biased: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)

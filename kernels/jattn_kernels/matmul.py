@@ -13,15 +13,18 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm import packed_norm, summed_and_normed
 from jattn_kernels.operands import MatmulOperands
-from jattn_kernels.quantized import QuantizedKernel, check_quantized
+from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
 
+_ROUNDED = "Rows that are QuantizedRows need a QuantizedKernel in fp8 with scales of output channels."
+
 
 def matmul(
-    x: Float[Array, "*rows D"],
+    x: Float[Array, "*rows D"] | Ungated | QuantizedRows,
     kernel: Float[Array, "*L D F"] | QuantizedKernel,
     *,
     layer_index: Int[Array, ""] | int | None = None,
@@ -36,6 +39,9 @@ def matmul(
     With a quantised kernel the rows are quantised too, each by a scale of its own (`quantize_rows`), or each part of a
     row by its own where the kernel's blocks divide the depth. Sums are multiplied with both scales, and cast once.
 
+    Such a kernel also takes the activation of rows that are `Ungated`, as it rounds them; else it is taken before. Rows
+    that are rounded already, QuantizedRows, are for a kernel with a scale for each output channel.
+
     With a kernel in int4 rows stay as they are, and weights are dequantised to their dtype on the way.
 
     Args:
@@ -48,13 +54,13 @@ def matmul(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for does not serve the call.
     """
-    call, operands = _packed(x, kernel, layer_index, out_dtype)
+    call, operands = _packed(x, kernel, layer_index, out_dtype, implementation)
     out: Any = _product(choose(call, implementation).implementation, call, operands)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def matmul_splits(
-    x: Float[Array, "T D"] | Unnormed,
+    x: Float[Array, "T D"] | Unnormed | Ungated | QuantizedRows,
     kernel: Float[Array, "*L D F"] | QuantizedKernel,
     *,
     bias: Float[Array, "*L F"] | None = None,
@@ -102,7 +108,7 @@ def _in_splits(
 ) -> tuple[Float[Array, "T F"] | Splits, tuple[Float[Array, "T D"], Float[Array, "T D"]] | None]:
     """The product; and of rows that were added up their sum, and its norm."""
     rows = x.rows if isinstance(x, Unnormed) else x
-    call, operands = _packed(rows, kernel, layer_index, out_dtype, in_splits=True)
+    call, operands = _packed(rows, kernel, layer_index, out_dtype, implementation, in_splits=True)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
     of_sum: Any = None
@@ -148,6 +154,8 @@ def _bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -
 def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
     if isinstance(kernel, QuantizedKernel):
         return _quantized_operands(x, kernel, layer_index)
+    if isinstance(x, QuantizedRows):
+        raise ValueError(_ROUNDED)
     check_are_arrays(x=x, kernel=kernel)
     same_dtype("x", x, "kernel", kernel)
     if x.dtype.name not in FLOATS:
@@ -175,6 +183,9 @@ def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
 def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> MatmulOperands:
     check_are_arrays(x=x)
     check_quantized(kernel)
+    is_rounded = isinstance(x, QuantizedRows)
+    if is_rounded and kernel.scales_kind != "channel":
+        raise ValueError(_ROUNDED)
     values, scales, zero_points = jax.tree.map(jnp.asarray, (kernel.values, kernel.scales, kernel.zero_points))
     if (values.ndim == 3) != (layer_index is not None):
         raise ValueError(
@@ -193,7 +204,8 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
     if kernel.scales_kind == "channel":
         scales = jnp.broadcast_to(scales, (*values.shape[:2], 1))
     return MatmulOperands(
-        x=jnp.asarray(x).reshape(-1, x.shape[-1]),
+        x=x.values if is_rounded else jnp.asarray(x).reshape(-1, x.shape[-1]),
+        row_scales=x.scales if is_rounded else None,
         kernel=values,
         scales=scales,
         zero_points=zero_points,
@@ -201,21 +213,38 @@ def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> Ma
     )
 
 
-def _packed(x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any) -> tuple[MatmulCall, MatmulOperands]:
+def _packed(
+    x: Any, kernel: Any, layer_index: Any, out_dtype: Any, implementation: str | None, **facts: Any
+) -> tuple[MatmulCall, MatmulOperands]:
+    """A call and its operands, once they are checked; x's activation is the call's where a kernel takes it."""
+    if not isinstance(x, Ungated):
+        return _packed_of(x, kernel, layer_index, out_dtype, **facts)
+    call, operands = _packed_of(gated(x), kernel, layer_index, out_dtype, **facts)
+    lazy = dataclasses.replace(call, activation=x.activation)
+    if isinstance(x.rows, Splits) or not serves(lazy, implementation):
+        return call, operands
+    return lazy, dataclasses.replace(operands, x=x.rows)
+
+
+def _packed_of(
+    x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
+) -> tuple[MatmulCall, MatmulOperands]:
     operands = _operands(x, kernel, layer_index)
-    out_dtype = jnp.dtype(operands.x.dtype if out_dtype is None else out_dtype)
+    rows = x if isinstance(x, QuantizedRows) else operands.x
+    out_dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
     if out_dtype.name not in FLOATS:
         raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
-    num_rows, depth = operands.x.shape
+    num_rows, depth = rows.shape
     call = MatmulCall(
         num_rows=num_rows,
         depth=depth,
         columns=operands.kernel.shape[2 if operands.scales is None else 1],
-        dtype=operands.x.dtype.name,
+        dtype=rows.dtype.name,
         kernel_dtype=operands.kernel.dtype.name,
         out_dtype=out_dtype.name,
         scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
         group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
+        rounded=isinstance(x, QuantizedRows),
         modes=modes_of(operands),
         **facts,
     )

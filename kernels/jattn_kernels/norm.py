@@ -1,5 +1,6 @@
 """Root-mean-square norm of rows, by a scale that may lie in a stack of those of all layers."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,8 +13,10 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
+from jattn_kernels.quantized import NormedRows, QuantizedRows
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unnormed import Unnormed
 
 
@@ -53,9 +56,13 @@ def add_rms_norm(
     eps: float,
     offset: float = 0.0,
     layer_index: Int[Array, ""] | int | None = None,
+    rounded: bool = False,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+) -> tuple[Float[Array, "T D"], NormedRows]:
     """x + addition, and the `rms_norm` of that; one kernel where the addition comes in splits.
+
+    Args:
+        rounded: Whether the norm may be rounded to fp8 where that kernel does it, for a product that would.
 
     Raises:
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
@@ -68,25 +75,35 @@ def add_rms_norm(
             f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
         )
     given = Unnormed(rows=x, additions=(addition,), scale=scale, layer_index=layer_index, eps=eps, offset=offset)
-    return summed_and_normed(given, implementation=implementation)
+    return summed_and_normed(given, rounded=rounded, implementation=implementation)
 
 
 def summed_and_normed(
-    x: Unnormed, *, implementation: str | None = None
-) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-    """The rows with all that is added to them, and as they are read: normed."""
+    x: Unnormed, *, rounded: bool = False, implementation: str | None = None
+) -> tuple[Float[Array, "T D"], NormedRows]:
+    """The rows with all that is added to them, and as they are read: normed.
+
+    Args:
+        rounded: As of `add_rms_norm`.
+    """
     options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
     if x.additions and all(isinstance(addition, Splits) for addition in x.additions):
         call, operands = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
+        if rounded and serves(dataclasses.replace(call, rounded=True), implementation):
+            call = dataclasses.replace(call, rounded=True)
         if serves(call, implementation):
             return choose(call, implementation).implementation.run(call, operands)
     total = functools.reduce(lambda rows, addition: rows + added(addition), x.additions, x.rows)
     return total, rms_norm(total, x.scale, eps=x.eps, offset=x.offset, **options)
 
 
-def taken(x: Float[Array, "..."] | Unnormed, *, implementation: str | None = None) -> Float[Array, "..."]:
-    """The rows as they are read: added up and normed."""
-    return summed_and_normed(x, implementation=implementation)[1] if isinstance(x, Unnormed) else x
+def taken(x: Float[Array, "..."] | Unnormed | Ungated, *, implementation: str | None = None) -> Float[Array, "..."]:
+    """The rows as they are read: added up and normed, or activated."""
+    if not isinstance(x, Unnormed):
+        return gated(x)
+    normed = summed_and_normed(x, implementation=implementation)[1]
+    assert not isinstance(normed, QuantizedRows)
+    return normed
 
 
 def packed_norm(

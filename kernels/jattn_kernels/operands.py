@@ -223,6 +223,7 @@ class MatmulOperands:
         scales: Of a QuantizedKernel; of one scale for each output channel, for each block, or for each group of inputs.
         zero_points: Of the same; None where there are none.
         norm: What rows are normed with that are not yet; its own x are these rows.
+        row_scales: Of x that comes in fp8, perhaps with more rows than there are.
         bias: Of the product's columns.
     """
 
@@ -232,6 +233,7 @@ class MatmulOperands:
     scales: Float[Array, "L SF SD"] | None = None
     zero_points: Int8[Array, "L SF SD"] | None = None
     norm: NormOperands | None = None
+    row_scales: Float32[Array, " S"] | None = None
     bias: Float[Array, "L F"] | None = None
 
 

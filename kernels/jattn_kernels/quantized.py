@@ -77,6 +77,36 @@ class QuantizedKernel:
         return self.shape[-2] // self.scales.shape[-2] if self.scales_kind == "group" else None
 
 
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedRows:
+    """Rows as `quantize_rows` rounds them, by the kernel that made them: for products with weights in FP8.
+
+    Attributes:
+        values: In FP8; rows past `num_rows` are any.
+        scales: Of each row, and any numbers past these.
+        num_rows: Static.
+        dtype: That the rows had, and results get; static.
+    """
+
+    values: Float[Array, "R D"]
+    scales: Float32[Array, " S"]
+    num_rows: int = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows, self.values.shape[1])
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+
+NormedRows = Float[Array, "T D"] | QuantizedRows  # of a norm, which may have rounded them
+
+
 def quantize_rows(x: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], Float32[Array, "*rows 1"]]:
     """Rows in FP8, and the float32 factor of each: its largest number's size times 1 / 448, or 1 of a row of zeros.
 

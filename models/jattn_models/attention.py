@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import Splits
-from jattn.norm import HeadNorms, Unnormed, normed_heads, taken
+from jattn.matmul import QuantizedRows, Splits
+from jattn.norm import HeadNorms, NormedRows, Unnormed, normed_heads, taken
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
@@ -91,9 +91,7 @@ class Attention(nnx.Module):
         """The pool that so many of these layers need."""
         return KVGroupSpec(name="layers", num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
-    def __call__(
-        self, x: Float[Array, "T D"] | Unnormed, layer_index: Int[Array, ""], this_pass: Pass, pool: Any
-    ) -> tuple[Float[Array, "T D"] | Splits, Any]:
+    def __call__(self, x: NormedRows | Unnormed, layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
         """This device's part of what the layer adds to the residual stream, and the pool as the backend returned it."""
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
@@ -103,7 +101,8 @@ class Attention(nnx.Module):
             heads = self.qkv_proj.splits(x).reshape(x.shape[0], -1, self.head_dim)
             out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms)
             return self._output(out), pool
-        heads = self.qkv_proj(taken(x)).reshape(x.shape[0], -1, self.head_dim)
+        rows = x if isinstance(x, QuantizedRows) else taken(x)
+        heads = self.qkv_proj(rows).reshape(x.shape[0], -1, self.head_dim)
         if norms is not None:
             heads = normed_heads(heads, norms, num_kv_heads=self.num_kv_heads)
         q, k, v = jnp.split(heads, (self.num_q_heads, self.num_q_heads + self.num_kv_heads), axis=1)
@@ -120,6 +119,11 @@ class Attention(nnx.Module):
             qkv = jnp.concatenate([q, k, v], axis=1)
             out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest)
         return self._output(out), pool
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether it takes rows that are rounded to fp8, which it would do itself."""
+        return self.qkv_proj.rounds_rows
 
     @property
     def _turns_alone(self) -> bool:

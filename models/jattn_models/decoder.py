@@ -13,8 +13,8 @@ from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
-from jattn.matmul import Splits, added
-from jattn.norm import Unnormed
+from jattn.matmul import QuantizedRows, Splits, added
+from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names, weights
 from jattn_models.attention import Attention, Pass
@@ -83,40 +83,45 @@ class DecoderLayer(nnx.Module):
         stream, given = self._given(stream, parallel)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
         hidden, addition = self._after_attention(stream, attended, parallel)
-        if self._is_left(addition, parallel):
+        if self._leaves(addition, parallel):
             return Stream(hidden, addition), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
 
-    def left(self, normed: Float[Array, "T D"], parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
+    def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
         """What it leaves to be added up of such rows; None if nothing."""
         addition = self._of_mlp(normed, parallel)
-        return addition if self._is_left(addition, parallel) else None
+        return addition if self._leaves(addition, parallel) else None
 
-    def _of_mlp(self, normed: Float[Array, "T D"], parallel: Parallel) -> Float[Array, "T D"] | Splits:
-        """This device's part of what the MLP adds to the residual stream; in splits perhaps where it is left."""
-        if isinstance(self.mlp, MixtureOfExperts) and self._may_leave and parallel.axis is None:
-            return self.mlp.splits(normed)
-        if isinstance(self.mlp, GatedMLP) and self._may_leave and parallel.exchanges:
+    def _of_mlp(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits:
+        """This device's part of what the MLP adds to the residual stream; in splits perhaps where it may leave it."""
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.splits(normed) if self._defers(parallel) else self.mlp(normed)
+        assert not isinstance(normed, QuantizedRows)
+        if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and self._defers(parallel):
             return self.mlp.splits(normed)
         return self.mlp(normed)
 
-    @property
-    def _may_leave(self) -> bool:
-        """Whether what the MLP adds may be left to the next layer's norm."""
-        return self.mlp_norm is None and self.residual_scale == 1.0 and isinstance(self.input_norm, RMSNorm)
+    def _leaves(self, addition: Float[Array, "T D"] | Splits, parallel: Parallel) -> bool:
+        """Whether it is left to the next layer's norm, which adds up splits, and parts that devices exchange in it."""
+        return self._defers(parallel) and (parallel.exchanges or isinstance(addition, Splits))
 
-    def _is_left(self, addition: Float[Array, "T D"] | Splits, parallel: Parallel) -> bool:
-        """Whether this is: by several devices, which exchange their parts in its kernel, or as splits of one's."""
-        return self._may_leave and (parallel.exchanges or (parallel.axis is None and isinstance(addition, Splits)))
+    def _defers(self, parallel: Parallel) -> bool:
+        """Whether what the MLP adds may be left to the next layer's norm, which is taken before a product."""
+        if self.mlp_norm is not None or self.residual_scale != 1.0 or not isinstance(self.input_norm, RMSNorm):
+            return False
+        if parallel.axis is not None:
+            return parallel.exchanges
+        return isinstance(self.mlp, MixtureOfExperts) or (isinstance(self.mlp, GatedMLP) and self.mlp.in_few_bits)
 
-    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Stream, Float[Array, "T D"] | Unnormed]:
+    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Stream, NormedRows | Unnormed]:
         """The residual stream, and what attention is given of it."""
         norm = self.input_norm
-        if isinstance(stream.addition, Splits) and isinstance(norm, RMSNorm) and parallel.axis is None:
-            return stream, norm.later(stream.rows, stream.addition)  # the next norm adds it too, and keeps the sum
         if stream.addition is not None and isinstance(norm, RMSNorm):
-            hidden, normed = norm.of_sum(stream.rows, stream.addition, parallel=parallel)
+            rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
+            if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and not rounded:
+                return stream, norm.later(stream.rows, stream.addition)  # the router's norm adds it too, and keeps the sum
+            hidden, normed = norm.of_sum(stream.rows, stream.addition, parallel=parallel, rounded=rounded)
             return Stream(hidden), normed
         hidden = stream.summed(parallel)
         return Stream(hidden), norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
@@ -141,11 +146,12 @@ class DecoderLayer(nnx.Module):
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+    ) -> tuple[Float[Array, "T D"], NormedRows]:
         """The residual stream after attention, and what the MLP is given of it."""
         norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
         if as_it_is and isinstance(norm, RMSNorm) and (parallel.exchanges or isinstance(attended, Splits)):
-            return norm.of_sum(hidden, attended, parallel=parallel)
+            rounded = isinstance(self.mlp, GatedMLP) and self.mlp.rounds_rows
+            return norm.of_sum(hidden, attended, parallel=parallel, rounded=rounded)
         hidden = self._added(hidden, _normed(self.attended_norm, parallel.all_reduce(added(attended))))
         return hidden, _normed(norm, hidden)
 

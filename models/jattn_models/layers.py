@@ -7,8 +7,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.matmul import FP8, INT4, QuantizedKernel, Splits, matmul, matmul_splits, with_bias
-from jattn.norm import Unnormed
+from jattn.matmul import (
+    FP8,
+    INT4,
+    QuantizedKernel,
+    QuantizedRows,
+    Splits,
+    Ungated,
+    matmul,
+    matmul_splits,
+    with_bias,
+)
+from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import ONE_DEVICE, Parallel
 
 _INITIAL_DEVIATION = 0.02  # of random weights; GPT-2's
@@ -112,12 +122,20 @@ class Linear(nnx.Module):
             if leaf is not None:
                 leaf[...] = jnp.take(leaf[...], order, axis=axis)
 
-    def __call__(self, x: Float[Array, "*batch D"], *, out_dtype: Any = None) -> Float[Array, "*batch F"]:
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether rows are rounded to fp8 before they are multiplied, each by one scale."""
+        weights, _ = self._weights()
+        return isinstance(weights, QuantizedKernel) and weights.scales_kind == "channel"
+
+    def __call__(
+        self, x: Float[Array, "*batch D"] | Ungated | QuantizedRows, *, out_dtype: Any = None
+    ) -> Float[Array, "*batch F"]:
         weights, layer = self._weights()
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         return y if self.bias is None else with_bias(y, self.summed_over.once(self.bias.of_layer))
 
-    def splits(self, x: Float[Array, "T D"] | Unnormed) -> Float[Array, "T F"] | Splits:
+    def splits(self, x: NormedRows | Unnormed | Ungated) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])

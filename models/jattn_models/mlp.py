@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jattn.matmul import Splits
+from jattn.matmul import Splits, Ungated
+from jattn.norm import NormedRows
 from jattn.parallel import Parallel
 from jattn_models.layers import Linear
 
@@ -17,6 +17,13 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
+
+
+def _gate(activation: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    return lambda gate, up: activation(gate) * up
+
+
+GATES = {name: _gate(activation) for name, activation in ACTIVATIONS.items()}
 
 
 class GatedMLP(nnx.Module):
@@ -39,17 +46,26 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * units, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(units, hidden_size, bias=bias, summed_over=parallel, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: NormedRows) -> Float[Array, "T D"]:
         """What this device's hidden units add to the result."""
         return self.down_proj(self._activated(x))
 
-    def splits(self, x: Float[Array, "T D"]) -> Float[Array, "T D"] | Splits:
+    def splits(self, x: NormedRows) -> Float[Array, "T D"] | Splits:
         """The same, for who adds it up."""
         return self.down_proj.splits(self._activated(x))
 
-    def _activated(self, x: Float[Array, "T D"]) -> Float[Array, "T F"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return ACTIVATIONS[self.activation](gate) * up
+    def _activated(self, x: NormedRows) -> Ungated:
+        return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether it rounds what it is given to fp8 first."""
+        return self.gate_up_proj.rounds_rows
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether its last projection is, whose kernels leave sums to be added up."""
+        return self.down_proj.scales is not None
 
 
 class PlainMLP(nnx.Module):

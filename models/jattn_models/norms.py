@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32
 
 from jattn.matmul import Splits
-from jattn.norm import Unnormed, add_rms_norm, rms_norm
+from jattn.norm import NormedRows, Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import Parallel
 from jattn_models.layers import OfLayer, ReadInPlace
 
@@ -45,9 +45,9 @@ class RMSNorm(nnx.Module):
         return Unnormed(rows=x, additions=additions, scale=stack, **facts)
 
     def of_sum(
-        self, x: Float[Array, "T D"], addition: Float[Array, "T D"] | Splits, *, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]:
-        """x and what is added to it, and the norm of that.
+        self, x: Float[Array, "T D"], addition: Float[Array, "T D"] | Splits, *, parallel: Parallel, rounded: bool
+    ) -> tuple[Float[Array, "T D"], NormedRows]:
+        """x and what is added to it, and the norm of that, which may be rounded to fp8 if asked.
 
         Args:
             addition: Of several devices, this one's part.
@@ -57,7 +57,7 @@ class RMSNorm(nnx.Module):
         options: dict[str, Any] = {"eps": self.eps, "offset": self.offset, "layer_index": number}
         if parallel.axis is not None:
             return parallel.add_and_norm(x, addition, stack, **options)
-        return add_rms_norm(x, addition, stack, **options)
+        return add_rms_norm(x, addition, stack, rounded=rounded, **options)
 
 
 class ProjectionNorm(RMSNorm):

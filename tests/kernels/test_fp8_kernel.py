@@ -5,8 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import QuantizedKernel, Unnormed, matmul, matmul_splits, reference, taken
+from jattn_kernels import (
+    QuantizedKernel,
+    QuantizedRows,
+    Splits,
+    Ungated,
+    Unnormed,
+    add_rms_norm,
+    added,
+    matmul,
+    matmul_splits,
+    quantize_rows,
+    reference,
+    rms_norm,
+    taken,
+)
 from jattn_kernels.call import Device
+from jattn_kernels.lowering.expert_groups import silu_gate
+from jattn_kernels.ungated import gated
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
 
@@ -114,7 +130,85 @@ def test_kernel_norms_rows_without_races(hopper):
         out = of_last_layer(matmul_splits, implementation="mosaic", out_dtype="float32")(
             unnormed(x), kernel, jnp.int32(1)
         )
-    assert_product(out, taken(unnormed(x), implementation="xla"), kernel, 2.0**-9, ties=True)
+    assert_product(added(out), taken(unnormed(x), implementation="xla"), kernel, 2.0**-9, ties=True)
+
+
+def ungated(rows, columns):
+    rng = np.random.default_rng(1)
+    return Ungated(rows=jnp.asarray(rng.standard_normal((rows, 2 * columns)), jnp.bfloat16), activation=silu_gate)
+
+
+def activated(x):
+    """Its rows by the formula in float32."""
+    gate, up = jnp.split(x.rows.astype(jnp.float32), 2, axis=-1)
+    return silu_gate(gate, up).astype(x.dtype)
+
+
+def test_kernel_activates_rows_without_races(hopper):
+    (_, kernel), x = operands(2, 3072, 64), ungated(2, 3072)
+    with interpreted():
+        out = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
+    assert_product(out, activated(x), kernel, 2.0**-9, ties=True)
+
+
+def test_activation_is_taken_before_where_no_kernel_takes_it(hopper):
+    (_, kernel), x = operands(2, 384, 64), ungated(2, 384)
+    before = matmul(gated(x), kernel, layer_index=1, implementation="xla")
+    np.testing.assert_array_equal(matmul(x, kernel, layer_index=1, implementation="xla"), before)
+    with interpreted():  # 384 numbers of a row are no multiple of 1,024
+        out = matmul(x, kernel, layer_index=1, implementation="mosaic")
+    np.testing.assert_allclose(out, before, rtol=2.0**-7)
+
+
+def sum_to_norm(rows, columns):
+    """Rows, what is added to them in splits, and the scales of layers."""
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((rows, columns)), jnp.bfloat16)
+    parts = jnp.asarray(rng.standard_normal((3, rows, columns)), jnp.float32)
+    return x, Splits(parts=parts, num_rows=rows, dtype=x.dtype), unnormed(x).scale
+
+
+def assert_rounded_sum(results, x, splits, scale):
+    """The sum, and its norm in fp8, but for ties and the last place of what is rounded."""
+    total, rounded = results
+    normed = rms_norm(total, scale, eps=1e-5, layer_index=2, implementation="xla")
+    assert isinstance(rounded, QuantizedRows)
+    assert rounded.shape == x.shape
+    np.testing.assert_allclose(np.asarray(total, np.float32), np.asarray(x + added(splits), np.float32), rtol=2.0**-6)
+    values, scales = quantize_rows(normed)
+    np.testing.assert_allclose(rounded.scales[: len(x)], scales[:, 0], rtol=2.0**-7)
+    here = np.asarray(rounded.values[: len(x)], np.float32) * np.asarray(rounded.scales[: len(x), None])
+    np.testing.assert_allclose(here, np.asarray(values, np.float32) * np.asarray(scales), rtol=0.14, atol=1e-3)
+    assert np.mean(np.asarray(rounded.values[: len(x)], np.float32) != np.asarray(values, np.float32)) < 0.02
+
+
+@pytest.mark.parametrize("columns", [1024, 1088])
+def test_norm_of_a_sum_is_rounded_without_races(hopper, columns):
+    x, splits, scale = sum_to_norm(9, columns)
+    with interpreted():
+        results = add_rms_norm(x, splits, scale, eps=1e-5, layer_index=2, rounded=True, implementation="mosaic")
+    assert_rounded_sum(results, x, splits, scale)
+
+
+def test_norm_of_a_sum_stays_as_it_is_where_no_kernel_rounds_it():
+    x, splits, scale = sum_to_norm(2, 1024)
+    _, normed = add_rms_norm(x, splits, scale, eps=1e-5, layer_index=2, rounded=True)
+    assert normed.dtype == x.dtype
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_rows_that_are_rounded_already_are_not_rounded_again(hopper, implementation):
+    x, kernel = operands(9, 1024, 64)
+    values, scales = quantize_rows(x)
+    held = jnp.full((16, 1024), jnp.nan, values.dtype).at[:9].set(values)
+    scales = jnp.full(256, jnp.nan).at[:9].set(scales[:, 0])
+    rows = QuantizedRows(values=held, scales=scales, num_rows=9, dtype=x.dtype)
+    with interpreted():
+        splits = of_last_layer(matmul_splits, implementation=implementation)(rows, kernel, jnp.int32(1))
+        assert not np.any(np.isnan(splits.parts) if isinstance(splits, Splits) else np.isnan(splits))
+        assert_product(added(splits), x, kernel, SUMS_IN_F32)
+    with pytest.raises(ValueError, match="need a QuantizedKernel in fp8"):
+        matmul(rows, jnp.ones((1024, 64), x.dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 300])
@@ -164,4 +258,21 @@ def test_kernel_on_a_gpu(rows, depth, columns, dtype):
 def test_kernel_norms_rows_on_a_gpu(rows):
     x, kernel = operands(rows, 4096, 1024)
     out = of_last_layer(matmul_splits, implementation="mosaic")(unnormed(x), kernel, jnp.int32(1))
-    assert_product(out, taken(unnormed(x), implementation="xla"), kernel, 2.0**-9, ties=True)
+    assert_product(added(out), taken(unnormed(x), implementation="xla"), kernel, 2.0**-9, ties=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 64, 300])
+@pytest.mark.parametrize("columns", [1024, 14336])
+def test_kernel_activates_rows_on_a_gpu(rows, columns):
+    (_, kernel), x = operands(rows, columns, 1024), ungated(rows, columns)
+    out = of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1))
+    assert_product(out, activated(x), kernel, 2.0**-9, ties=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [2880, 4096])
+def test_norm_of_a_sum_is_rounded_on_a_gpu(columns):
+    x, splits, scale = sum_to_norm(65, columns)
+    results = add_rms_norm(x, splits, scale, eps=1e-5, layer_index=2, rounded=True, implementation="mosaic")
+    assert_rounded_sum(results, x, splits, scale)

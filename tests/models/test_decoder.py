@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from importlib.metadata import entry_points
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,8 @@ from flax import nnx
 from jattn.checkpoint import Checkpoint
 from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.kv_pool import make_pool
-from jattn.matmul import added, matmul_splits
-from jattn.norm import Unnormed, rms_norm, taken
-from jattn_models.decoder import Decoder
+from jattn.matmul import matmul_splits
+from jattn.norm import Unnormed, taken
 from jattn_models.layer_pattern import Segment
 from jattn_models.phi3 import Phi3ForCausalLM
 from tests.careful import compiled_with_care
@@ -110,30 +108,6 @@ def test_served_greedy_tokens_match_transformers(case):
 @pytest.mark.parametrize("case", often(OTHER_CASES, ("deepseek_v2", "llama4", "olmo2", "phi3", "qwen2_moe")))
 def test_two_shares_give_the_whole_models_logits(case):
     assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
-
-
-# Layers alike, of which each loop's first is left nothing; experts, and layers that do not turn; a factor on additions.
-@pytest.mark.parametrize(("case", "is_left"), [("gqa", True), ("llama4", True), ("granite", False)])
-def test_norms_exchange_what_is_left_to_them(monkeypatch, case, is_left):
-    """XLA's collectives in the place of kernels that exchange; products leave splits."""
-
-    def add_norm(x, addition, scale, table, *, inbox, **options):
-        total = x + jax.lax.psum(added(addition), "tensor")
-        return total, rms_norm(total, scale, **options)
-
-    norm, table = mock.Mock(side_effect=add_norm), jnp.zeros(6, jnp.uint32)
-    monkeypatch.setattr("jattn_kernels.peers.all_reduce_add_norm", norm)
-    monkeypatch.setattr("jattn_kernels.peers.all_reduce", lambda x, table, *, inbox: jax.lax.psum(x, "tensor"))
-    monkeypatch.setattr("jattn_kernels.peers.all_gather", lambda x, table, *, inbox: jax.lax.all_gather(x, "tensor"))
-    monkeypatch.setattr(Decoder, "_connected", property(lambda model: model.parallel.connected(table)))
-    monkeypatch.setattr(
-        "jattn_models.layers.matmul_splits",
-        lambda x, kernel, **options: splits_of(matmul_splits(taken(x), kernel, **options)),
-    )
-    jax.clear_caches()  # of tests that traced the model without
-    assert_shares_are_golden(Checkpoint(GOLDEN / case), golden(case, "tokens")[2], golden(case)[2])
-    assert norm.called == is_left
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("case", often(["olmoe", "phi3", "glm4"], ("olmoe", "glm4")))

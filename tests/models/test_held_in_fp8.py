@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from jattn.checkpoint import Checkpoint
+from jattn.matmul import QuantizedRows, matmul_splits
 from jattn.model import load_model, model_without_weights
-from jattn.norm import taken
+from jattn.norm import add_rms_norm, taken
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
 from jattn.serving.executor import executor
@@ -20,6 +21,7 @@ from jattn.serving.request import SamplingParams
 from jattn_kernels import quantize_rows
 from jattn_models.bundled import checkpoint_path
 from tests.jattn.harness.tiny import one_variant, run
+from tests.kernels.harness.splits import splits_of
 from tests.models.harness.goldens import (
     GOLDEN,
     OTHER_CASES,
@@ -101,13 +103,54 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
         if number:
             for face in ("matmul", "matmul_splits"):
                 monkeypatch.setattr(f"jattn_models.layers.{face}", rows_rounded)
-        graph, states = shares(checkpoint, size)
-        stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
-        of_share = functools.partial(logits, graph, tokens=tokens)
-        found.append(jax.jit(jax.vmap(of_share, axis_name="tensor"))(stacked))
-    apart, size = np.linalg.norm(found[0] - found[1], axis=-1), np.linalg.norm(found[1], axis=-1)
+        found.append(logits_of_shares(checkpoint, size, tokens))
+    assert_alike(*found)
+
+
+def logits_of_shares(checkpoint, size, tokens):
+    graph, states = shares(checkpoint, size)
+    stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *states)
+    return jax.jit(jax.vmap(functools.partial(logits, graph, tokens=tokens), axis_name="tensor"))(stacked)
+
+
+def assert_alike(found, expected):
+    """But for numbers of rows that were rounded to the other side of a step."""
+    apart, size = np.linalg.norm(found - expected, axis=-1), np.linalg.norm(expected, axis=-1)
     assert np.median(apart / size) < 0.002
     assert np.linalg.norm(apart) < 0.05 * np.linalg.norm(size)
+
+
+def rounded_by_the_norm(x, addition, scale, *, rounded, **options):
+    """`add_rms_norm` by a kernel that rounds, rows that nobody has in NaN."""
+    total, normed = add_rms_norm(x, addition, scale, **options)
+    if not rounded:
+        return total, normed
+    values, scales = quantize_rows(normed)
+    more = ((0, 3), (0, 0))
+    values, scales = (jnp.pad(each, more, constant_values=jnp.nan) for each in (values, scales))
+    return total, QuantizedRows(values=values, scales=scales[:, 0], num_rows=x.shape[0], dtype=x.dtype)
+
+
+# Layers alike, layers that do not turn; a factor or a norm of its own on what is added.
+@pytest.mark.parametrize(
+    ("case", "is_left"),
+    [
+        ("gqa", True),
+        ("smollm3", True),
+        ("granite", False),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama4", True), ("gemma3", False))),
+    ],
+)
+def test_what_products_leave_to_norms_is_added_up_and_rounded_by_them(monkeypatch, case, is_left):
+    model, tokens = load_model(Checkpoint(GOLDEN / case).quantized("fp8"), dtype=jnp.float32), prompts(case)[2]
+    expected, norm = (
+        jax.jit(functools.partial(logits, *nnx.split(model)))(tokens),
+        mock.Mock(side_effect=rounded_by_the_norm),
+    )
+    monkeypatch.setattr("jattn_models.layers.matmul_splits", lambda *args, **kw: splits_of(matmul_splits(*args, **kw)))
+    monkeypatch.setattr("jattn_models.norms.add_rms_norm", norm)
+    assert_alike(jax.jit(functools.partial(logits, *nnx.split(model)))(tokens), expected)
+    assert any(call.kwargs["rounded"] for call in norm.call_args_list) == is_left
 
 
 def test_text_is_that_of_the_checkpoint_stored_in_fp8_from_half_the_bytes(tmp_path):

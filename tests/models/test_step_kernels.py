@@ -81,9 +81,9 @@ def test_a_layer_has_seven_kernels(step):
     assert num_kernels(step) == 7 + 1
 
 
-@pytest.mark.parametrize(("weights", "in_a_layer"), [("fp8", 12), ("int4", 9)])
-def test_kernels_of_a_layer_in_few_bits(hopper, weights, in_a_layer):
-    """Four products, rotation, attention, its merge, two norms; in fp8 rows of each product are rounded."""
+@pytest.mark.parametrize(("weights", "in_a_layer"), [("fp8", 11), ("int4", 9)])
+def test_a_layer_in_few_bits_has_two_norms_which_add_up_and_round(hopper, weights, in_a_layer):
+    """Four products, rotation, attention, its merge, two norms; in fp8 rows of attention and of the MLP are rounded."""
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
     assert num_kernels(step_of_model(model, "greedy")) == in_a_layer + 1

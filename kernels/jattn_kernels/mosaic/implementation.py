@@ -69,6 +69,8 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
         from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 
         return fp8.refuses(call)
+    if call.activation is not None:
+        return "`mosaic` takes the activation of rows that it rounds to fp8 alone."
     if call.kernel_dtype == "int4":
         from jattn_kernels.mosaic.sm90.int4 import entry as int4
 

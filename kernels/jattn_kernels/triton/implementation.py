@@ -101,8 +101,8 @@ def _refuses_attention(call: AttentionCall) -> str | None:
 
 
 def _refuses_norm(call: NormCall) -> str | None:
-    if call.of_sum:
-        return "`triton` does not add splits to what it norms."
+    if call.of_sum or call.rounded:
+        return "`triton` does not add splits to what it norms, nor round it to fp8."
     if {call.dtype, call.scale_dtype} - {*_DTYPES}:
         return f"`triton` does not take rows of {call.dtype} with a scale in {call.scale_dtype}."
     if call.num_rows == 0 or not 1 <= call.columns <= _MOST_COLUMNS:

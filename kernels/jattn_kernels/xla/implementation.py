@@ -20,10 +20,14 @@ _DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 def refuses(call: Call) -> str | None:
     """Why `xla` cannot serve a call, or None."""
+    if isinstance(call, NormCall) and call.rounded:
+        return "`xla` rounds rows to fp8 before their product, by itself."
     if isinstance(call, NormCall) and call.of_sum:
         return "`xla` adds splits up before it norms the sum, by itself."
     if isinstance(call, MatmulCall) and call.norm is not None:
         return "`xla` takes the norm of rows before their product, by itself."
+    if isinstance(call, MatmulCall) and call.activation is not None:
+        return "`xla` takes the activation of rows before their product, by itself."
     if isinstance(call, MatmulCall) and call.biased:
         return "`xla` adds a bias after a product, by itself."
     if not isinstance(call, AttentionCall):

@@ -21,14 +21,22 @@ def quantized_matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array,
         jax.lax.dynamic_index_in_dim(stack, operands.layer_index, keepdims=False)
         for stack in (operands.kernel, operands.scales)
     )
-    product = _of_channels if call.scales == "channel" else _of_blocks
-    return product(call, operands.x, values, scales).astype(call.out_dtype)
+    if call.scales == "block":
+        return _of_blocks(call, operands.x, values, scales).astype(call.out_dtype)
+    if operands.row_scales is None:
+        rows, row_scales = quantize_rows(operands.x)
+    else:
+        rows, row_scales = operands.x[: call.num_rows], operands.row_scales[: call.num_rows, None]
+    return _of_channels(call, rows, row_scales, values, scales).astype(call.out_dtype)
 
 
 def _of_channels(
-    call: MatmulCall, x: Float[Array, "T D"], values: Float[Array, "F D"], scales: Float32[Array, "F 1"]
+    call: MatmulCall,
+    rows: Float[Array, "T D"],
+    row_scales: Float32[Array, "T 1"],
+    values: Float[Array, "F D"],
+    scales: Float32[Array, "F 1"],
 ) -> Float32[Array, "T F"]:
-    rows, row_scales = quantize_rows(x)
     product = functools.partial(fp8_product, call.device, values)
     sums = of_padded(product, rows) if is_made_a_sum(call) else product(rows)
     return sums * row_scales * scales.T

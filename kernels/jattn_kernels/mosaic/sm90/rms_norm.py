@@ -1,6 +1,7 @@
 """Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup.
 
-What splits of a product add up to may be added to the row first: the sum is then a result beside its norm.
+What splits of a product add up to may be added to the row first: the sum is then a result beside its norm. The norm
+may be rounded to fp8 as it is stored.
 """
 
 import functools
@@ -15,8 +16,10 @@ from jaxtyping import Array, Float
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.mosaic.sm90.common.one_row import added_up, rounded_sum
+from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
 from jattn_kernels.operands import NormOperands
+from jattn_kernels.quantized import NormedRows, QuantizedRows
 
 _MOST_COLUMNS = 8192  # 64 a thread
 
@@ -30,9 +33,7 @@ def supports(columns: int, *dtypes: Any) -> bool:
     )
 
 
-def rms_norm(
-    call: NormCall, operands: NormOperands
-) -> Float[Array, "T D"] | tuple[Float[Array, "T D"], Float[Array, "T D"]]:
+def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float[Array, "T D"], NormedRows]:
     """Rows over their root mean square, times a layer's scale and an offset; if something is added, the sum before."""
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
@@ -41,27 +42,39 @@ def rms_norm(
 
     def kernel(x_ref, scale_ref, layer_ref, *refs):
         row = lax.axis_index("row")
-        *parts_ref, out_ref = refs  # and, of a sum, that before the norm
+        refs, out_refs = (refs[:-2], refs[-2:]) if call.rounded else (refs[:-1], refs[-1:])
         rows = x_ref.at[row], scale_ref.at[layer_ref[0]]
         # All is asked for before anything is stored: a load behind a store waits for what is stored.
         loaded = [[piece.load(ref).astype(jnp.float32) for ref in rows] for piece in of_row]
         if parts:
-            *parts_refs, sum_ref = parts_ref
+            *parts_refs, sum_ref = refs
             additions = [[added_up(piece, ref, row) for ref in parts_refs] for piece in of_row]
             for piece, of_piece, of_parts in zip(of_row, loaded, additions, strict=True):
                 of_piece[0] = functools.reduce(functools.partial(rounded_sum, dtype=x.dtype), of_parts, of_piece[0])
                 piece.of(sum_ref.at[row])[...] = of_piece[0].astype(x.dtype)
         squares = [piece.once(numbers * numbers).sum() for piece, (numbers, _) in zip(of_row, loaded, strict=True)]
         inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
+        normed = []
         for piece, (numbers, factor) in zip(of_row, loaded, strict=True):
-            piece.of(out_ref.at[row])[...] = (numbers * inverse * (factor + offset)).astype(x.dtype)
+            of_piece = (numbers * inverse * (factor + offset)).astype(x.dtype)
+            if call.rounded:
+                normed.append((piece, of_piece.astype(jnp.float32)))
+            else:
+                piece.of(out_refs[0].at[row])[...] = of_piece
+        if call.rounded:
+            store_rounded(out_refs, row, normed)
 
-    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    sum_types, out_types = [like_x for _ in parts], rounded_types(*x.shape) if call.rounded else (like_x,)
     run = launch.kernel(
         kernel,
-        out_type=(out, out) if parts else out,
+        out_type=(*sum_types, *out_types),
         grid=(x.shape[0],),
         grid_names=("row",),
         kernel_name="rms_norm",
     )
-    return run(x, operands.scale, operands.layer_index.reshape(1), *parts)
+    results = run(x, operands.scale, operands.layer_index.reshape(1), *parts)
+    sums, (out, *scales) = results[: len(parts)], results[len(parts) :]
+    if call.rounded:
+        out = QuantizedRows(values=out, scales=scales[0], num_rows=x.shape[0], dtype=x.dtype)
+    return (*sums, out) if parts else out

@@ -7,8 +7,9 @@ grid (blocks)            an SM each; takes every blocks-th work tile: rows of x,
   empty                  consumers -> producer: the stage may be overwritten
 
 Weights lie with their outputs first, as wgmma reads 8-bit operands along the depth only. Few rows (decode): the depth
-is split so that all SMs have as much to read (split-K), and XLA adds up the splits. Many (prompts): blocks of a cluster
-take neighbouring columns and share what they read of x, without which the L2 cache could not bring enough.
+is split so that all SMs have as much to read (split-K); each split's sums stand by themselves, times both scales. Many
+(prompts): blocks of a cluster take neighbouring columns and share what they read of x, without which the L2 cache could
+not bring enough.
 """
 
 import dataclasses
@@ -27,8 +28,10 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
+from jattn_kernels.splits import Splits
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
+_EARLY_ROWS = 64  # of a work tile, up to which the scales of all are in registers while it is multiplied
 _NEIGHBOURS = 16  # blocks of rows whose tiles of the same columns are computed at about the same time
 
 
@@ -41,25 +44,29 @@ class _Scratch(NamedTuple):
 
 
 def fp8_matmul(
-    x: Float[Array, "T D"],
+    x: Float[Array, "R D"],
     x_scales: Float32[Array, " S"],
     kernel: Float[Array, "L F D"],
     scales: Float32[Array, "L F"],
     layer_index: Int32[Array, ""],
     out_dtype: Any,
     sizes: Fp8Tiles,
-) -> Float[Array, "T F"]:
-    """(x @ kernel^T) times the factors of its rows and columns, summed in float32.
+    *,
+    num_rows: int,
+) -> Float[Array, "T F"] | Splits:
+    """(x @ kernel^T) times the factors of its rows and columns, summed in float32; or what adds up to it.
 
     Args:
-        x, kernel: In fp8 (e4m3).
+        x, kernel: In fp8 (e4m3); of x's rows those past `num_rows` are any.
         x_scales: Of the rows, and any numbers up to the end of the last work tile.
         sizes: Of the work tiles.
     """
     (rows, depth), columns = x.shape, kernel.shape[1]
-    product = _Product(sizes=sizes, rows=rows, depth=depth, columns=columns, out_dtype=out_dtype)
+    product = _Product(
+        sizes=sizes, rows=rows, own_rows=num_rows, depth=depth, columns=columns, out_dtype=jnp.dtype(out_dtype)
+    )
     if product.in_splits:
-        out_type = jax.ShapeDtypeStruct((sizes.splits, rows, columns), jnp.float32)
+        out_type = jax.ShapeDtypeStruct((sizes.splits, product.split_rows, columns), jnp.float32)
     else:
         out_type = jax.ShapeDtypeStruct((rows, columns), out_dtype)
     cluster: dict[str, Any] = {}
@@ -76,16 +83,14 @@ def fp8_matmul(
         **cluster,
     )
     out = run(x, x_scales, kernel, scales, layer_index.reshape(1))
-    if not product.in_splits:
-        return out
-    factors = lax.dynamic_index_in_dim(scales, layer_index, keepdims=False)
-    return (out.sum(axis=0) * x_scales[:rows, None] * factors[None]).astype(out_dtype)
+    return Splits(parts=out, num_rows=num_rows, dtype=product.out_dtype) if product.in_splits else out[:num_rows]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
     sizes: Fp8Tiles
-    rows: int
+    rows: int  # of x
+    own_rows: int  # of them
     depth: int
     columns: int
     out_dtype: Any
@@ -94,6 +99,11 @@ class _Product:
     def in_splits(self) -> bool:
         """Whether sums are stored, which another adds up and scales."""
         return self.sizes.splits > 1 or self.out_dtype == jnp.float32
+
+    @property
+    def split_rows(self) -> int:
+        """Of the sums; the warps of a reader share them out evenly."""
+        return pl.cdiv(self.own_rows, tiles.WARPS) * tiles.WARPS
 
     @property
     def row_blocks(self) -> int:
@@ -189,6 +199,11 @@ class _Product:
         own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
 
         def multiply_tile(tile: ProductTile, done):
+            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            # Before they are waited for, where registers allow it.
+            early = self.sizes.block_rows <= _EARLY_ROWS
+            factors = self._factors(x_scales, scales, layer, tile, begin) if early else None
+
             def product(acc):
                 @pl.loop(0, tile.steps)
                 def multiply_step(k):
@@ -205,27 +220,33 @@ class _Product:
 
             result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
             plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + tile.steps - 1, stages)])
-            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            of_rows, of_columns = factors or self._factors(x_scales, scales, layer, tile, begin)
+            result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
+            result *= lax.broadcast_in_dim(of_columns, result.shape, [0])
             if self.in_splits:
                 self._store_sums(result, out, tile, begin)
             else:
-                result = self._scaled(result, x_scales, scales, layer, tile, begin)
                 self._store(result, out, scratch.out.at[number], tile, begin)
 
         self._for_each_tile(multiply_tile)
         if not self.in_splits:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _scaled(self, result: Any, x_scales: Any, scales: Any, layer: Any, tile: ProductTile, begin: Any) -> Any:
-        """The result in the numbers' own size. Columns past the last are not stored: their factor is any."""
+    def _factors(self, x_scales: Any, scales: Any, layer: Any, tile: ProductTile, begin: Any) -> tuple[Any, Any]:
+        """Of a tile's rows and columns. Columns past the last are not stored: their factor is any."""
         of_tile = pl.ds(tile.row_block * self.sizes.block_rows, self.sizes.block_rows)
-        of_rows = plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
         own = pl.ds(jnp.minimum(begin, self.columns - WGMMA_ROWS), WGMMA_ROWS)
-        of_columns = plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
-        return result * lax.broadcast_in_dim(of_columns, result.shape, [0])
+        return (
+            plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False),
+            plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False),
+        )
 
     def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
+        if self.split_rows > self.own_rows:
+            first = tile.row_block * self.sizes.block_rows
+            row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA) + first
+            result = jnp.where(row < self.own_rows, result, 0.0)
+
         def store():
             store_turned(out, tile.split, tile.row_block * self.sizes.block_rows, begin, result)
 

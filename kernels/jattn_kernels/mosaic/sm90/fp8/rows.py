@@ -1,64 +1,57 @@
-"""Rows in 8 bits on Hopper: a block a row, all of it in the registers of one warpgroup; normed first, if asked."""
+"""Rows in 8 bits on Hopper: a block a row, all of it in the registers of one warpgroup; activated first, if asked."""
 
-from typing import Any
+from collections.abc import Callable
 
-import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from jattn_kernels.call import MatmulCall
-from jattn_kernels.mosaic.sm90 import rms_norm
 from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.operands import MatmulOperands
-from jattn_kernels.quantized import FP8, LARGEST, scale_of
+from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
+from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, Piece
+from jattn_kernels.quantized import QuantizedRows
 
-_THREADS, _VECTOR = 128, 8  # numbers that a thread loads at once
 _MOST_COLUMNS = 16 * 1024  # 128 a thread
+_AT_ONCE = 2 * LEAST  # numbers that are activated before the next ones are made float32
 
 
 def supports(columns: int) -> bool:
     """Whether there is a kernel for rows of so many numbers."""
-    return columns % (_THREADS * _VECTOR) == 0 and columns <= _MOST_COLUMNS
-
-
-def norms(call: MatmulCall) -> bool:
-    """Whether it takes the norm of a call's rows too."""
-    return call.norm is not None and rms_norm.supports(
-        call.depth, jnp.dtype(call.dtype), jnp.dtype(call.norm.scale_dtype)
-    )
+    return columns % LEAST == 0 and columns <= _MOST_COLUMNS
 
 
 def quantized_rows(
-    call: MatmulCall, operands: MatmulOperands, *, num_rows: int, num_scales: int
-) -> tuple[Float[Array, "R D"], Float32[Array, " S"]]:
-    """A call's rows as `quantize_rows` rounds them; so many rows and scales, of which those past the call's are any."""
-    x, norm, of_rows = operands.x, call.norm, operands.norm
-    columns = x.shape[1]
-    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=_VECTOR)
-
-    def load(ref: Any) -> Any:
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    x: Float[Array, "T _"], activation: Callable[[Array, Array], Array] | None, columns: int
+) -> QuantizedRows:
+    """Rows as `quantize_rows` rounds them; x's are twice as long where an activation takes both halves first."""
+    halves = 1 if activation is None else 2
 
     def kernel(x_ref, *refs):
-        *norm_refs, out_ref, scales_ref = refs
         row = lax.axis_index("row")
-        numbers = load(x_ref.at[row])
-        if norm is not None:
-            scale_ref, layer_ref = norm_refs
-            factor = load(scale_ref.at[layer_ref[0]]) + norm.offset
-            inverse = lax.rsqrt((numbers * numbers).sum() / columns + norm.eps)
-            numbers = (numbers * inverse * factor).astype(x.dtype).astype(jnp.float32)
-        scale = scale_of(jnp.max(jnp.abs(numbers)))
-        out_ref[row] = jnp.clip(numbers / scale, -LARGEST, LARGEST).astype(FP8)
-        scales_ref[row] = scale
+        loaded = [[piece.load(x_ref.at[row]) for piece in part] for part in _pieces(columns, halves)]
+        numbers = []
+        for (piece, *_), (first, *others) in zip(_pieces(columns, halves), loaded, strict=True):
+            of_piece = first.astype(jnp.float32)
+            if activation is not None:
+                of_piece = activation(of_piece, others[0].astype(jnp.float32)).astype(x.dtype).astype(jnp.float32)
+            numbers.append((piece, of_piece))
+        store_rounded(refs, row, numbers)
 
     run = launch.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((num_rows, columns), FP8), jax.ShapeDtypeStruct((num_scales,), jnp.float32)),
+        out_type=rounded_types(x.shape[0], columns),
         grid=(x.shape[0],),
         grid_names=("row",),
         kernel_name="quantize_rows",
     )
-    return run(x, *(() if of_rows is None else (of_rows.scale, of_rows.layer_index.reshape(1))))
+    values, scales = run(x)
+    return QuantizedRows(values=values, scales=scales, num_rows=x.shape[0], dtype=x.dtype)
+
+
+def _pieces(columns: int, halves: int) -> list[list[Piece]]:
+    """What is loaded of each half for some of a row's numbers."""
+    size = columns if halves == 1 else _AT_ONCE
+    begins = range(0, columns, size)
+    return [
+        [Piece(half * columns + begin, min(size, columns - begin), 0) for half in range(halves)] for begin in begins
+    ]

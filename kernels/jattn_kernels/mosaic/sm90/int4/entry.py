@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import BLOCK_DEPTH, choose_tiles
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, choose_tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import in_order
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.splits import Splits, added
@@ -22,15 +22,15 @@ def refuses(call: MatmulCall) -> str | None:
     assert call.group_size is not None
     if call.dtype not in _DTYPES or call.norm is not None:
         return f"`mosaic` takes bfloat16 and float16 rows, normed before, with int4 weights, not {call.dtype}."
-    if not 1 <= call.num_rows <= MOST_ROWS or call.depth % BLOCK_DEPTH or call.columns % WGMMA_ROWS:
+    if not 1 <= call.num_rows <= MOST_ROWS or call.depth % PART_DEPTH or call.columns % WGMMA_ROWS:
         return (
-            f"`mosaic` takes 1 to {MOST_ROWS} rows of a multiple of {BLOCK_DEPTH} numbers and a multiple of "
+            f"`mosaic` takes 1 to {MOST_ROWS} rows of a multiple of {PART_DEPTH} numbers and a multiple of "
             f"{WGMMA_ROWS} columns of int4 weights, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
         )
     size = call.group_size
-    if size % BLOCK_DEPTH and (BLOCK_DEPTH % size or size < _LEAST_GROUP):
+    if size % PART_DEPTH and (PART_DEPTH % size or size < _LEAST_GROUP):
         return (
-            f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {BLOCK_DEPTH} inputs, not "
+            f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {PART_DEPTH} inputs, not "
             f"{size}."
         )
     return None

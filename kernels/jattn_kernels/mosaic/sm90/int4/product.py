@@ -25,19 +25,21 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import BLOCK_DEPTH, Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import unpacked
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, unpacked
 
 _REGISTERS = {2: (40, 232), 4: (32, 112)}  # by consumer warpgroups: of a thread of the producer, and of theirs
+_ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
+_MOST_UNDER_WAY = 4  # of these products
 
 
 class _Scratch(NamedTuple):
-    kernel: Any  # (stages, columns, 128)
+    kernel: Any  # (stages, columns, block_depth)
     scales: Any  # (stages, groups, columns)
-    x: Any  # (stages, block_rows, 128)
+    x: Any  # (stages, block_rows, block_depth)
     full: Any
     empty: Any
-    wide: Any  # (consumers, columns, 128): where the interpreter keeps weights that were made wider; None on a GPU
+    wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
 
 
 def int4_matmul(
@@ -102,18 +104,30 @@ class _Product:
 
     @property
     def groups_of_step(self) -> int:
-        return max(1, BLOCK_DEPTH // self.group_size)
+        return max(1, self.sizes.block_depth // self.group_size)
+
+    @property
+    def part_depth(self) -> int:
+        """Inputs of a step that are multiplied before a scale is."""
+        return min(PART_DEPTH, self.group_size)
+
+    @property
+    def batches(self) -> list[range]:
+        """Where the parts of a step begin, those together that are under way at the same time."""
+        begins = range(0, self.sizes.block_depth, self.part_depth)
+        together = min(max(1, _ROWS_UNDER_WAY // self.sizes.block_rows), _MOST_UNDER_WAY)
+        return [begins[i : i + together] for i in range(0, len(begins), together)]
 
     def body(self, x: Any, kernel: Any, scales: Any, layer: Any, sums: Any) -> None:
         sizes = self.sizes
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         scratch = _Scratch(
-            kernel=_packed_tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), kernel.dtype),
+            kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), kernel.dtype),
             scales=plgpu.SMEM((sizes.stages, self.groups_of_step, sizes.block_columns), scales.dtype),
-            x=tiles.tile((sizes.stages, sizes.block_rows, BLOCK_DEPTH), x.dtype, BLOCK_DEPTH // self.groups_of_step),
+            x=tiles.tile((sizes.stages, sizes.block_rows, sizes.block_depth), x.dtype, self.part_depth),
             full=plgpu.Barrier(num_arrivals=3, **stages),
             empty=plgpu.Barrier(num_arrivals=sizes.consumers, **stages),
-            wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, BLOCK_DEPTH), x.dtype),
+            wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), x.dtype),
         )
 
         def warpgroup(scratch: _Scratch) -> None:
@@ -135,7 +149,7 @@ class _Product:
 
     def _for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
         """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
-        own, steps, splits = lax.axis_index("block"), pl.cdiv(self.depth, BLOCK_DEPTH), self.sizes.splits
+        own, steps, splits = lax.axis_index("block"), pl.cdiv(self.depth, self.sizes.block_depth), self.sizes.splits
 
         def visit_tile(i, done):
             number = own + i * self.num_blocks
@@ -159,8 +173,11 @@ class _Product:
             def copy_step(k):
                 stage = lax.rem(done + k, sizes.stages)
                 pl.when(done + k >= sizes.stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
-                begin = (tile.first + k) * BLOCK_DEPTH
-                depth, groups = pl.ds(begin, BLOCK_DEPTH), pl.ds(lax.div(begin, self.group_size), self.groups_of_step)
+                begin = (tile.first + k) * sizes.block_depth
+                depth, groups = (
+                    pl.ds(begin, sizes.block_depth),
+                    pl.ds(lax.div(begin, self.group_size), self.groups_of_step),
+                )
                 full = scratch.full.at[stage]
                 plgpu.copy_gmem_to_smem(kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
                 plgpu.copy_gmem_to_smem(scales.at[layer, groups, columns], scratch.scales.at[stage], full)
@@ -178,9 +195,9 @@ class _Product:
             def multiply_step(k, total):
                 stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
-                weights = self._unpacked(scratch, stage, own, number)
-                for group in range(self.groups_of_step):
-                    total += self._of_group(group, weights, scratch, stage, own)
+                packed = load_packed(scratch.kernel.at[stage, own])
+                for begins in self.batches:
+                    total = self._added(total, begins, packed, scratch, stage, own, number)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
                 return total
 
@@ -191,36 +208,40 @@ class _Product:
 
         self._for_each_tile(multiply_tile)
 
-    def _unpacked(self, scratch: _Scratch, stage: Any, own: Any, number: Any) -> Any:
-        weights = scratch.kernel.at[stage, own]
-        if scratch.wide is not None:
-            wide = scratch.wide.at[number]
-            wide[...] = unpacked(weights, wide.dtype)
-            plgpu.commit_smem()
-            return wide
-        return unpacked(weights, scratch.x.dtype)
+    def _added(
+        self, total: Any, begins: range, packed: Any, scratch: _Scratch, stage: Any, own: Any, number: Any
+    ) -> Any:
+        """The sums with parts' products, each times its group's scales; one is made wider while another runs."""
+        depth, layout = self.part_depth, plgpu.Layout.WGMMA.reduce(1)
+        scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
+        factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
 
-    def _of_group(self, group: int, weights: Any, scratch: _Scratch, stage: Any, own: Any) -> Any:
-        """The sums of a group's products, times its scales."""
-        depth = BLOCK_DEPTH // self.groups_of_step
-        x = scratch.x.at[stage, :, pl.ds(group * depth, depth)].transpose((1, 0))
-        begin, end = group * depth, (group + 1) * depth
-        part = weights[:, begin:end] if scratch.wide is None else weights.at[:, pl.ds(begin, depth)]
-
-        def product(acc):
-            plgpu.wgmma(acc, part, x)
+        def products(*accumulators):
+            for begin, acc in zip(begins, accumulators, strict=True):
+                x = scratch.x.at[stage, :, pl.ds(begin, depth)].transpose((1, 0))
+                plgpu.wgmma(acc, self._unpacked(begin, packed, scratch, number), x)
             plgpu.wgmma_wait(0)
-            return acc[...]
+            return [acc[...] for acc in accumulators]
 
-        result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
-        factors = plgpu.load(
-            scratch.scales.at[stage, group, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-        ).astype(jnp.float32)
-        return result * lax.broadcast_in_dim(factors, result.shape, [0])
+        accumulator = tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows)
+        results = pl.run_scoped(products, *[accumulator] * len(begins))
+        for result, factor in zip(results, factors, strict=True):
+            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
+        return total
+
+    def _unpacked(self, begin: int, packed: Any, scratch: _Scratch, number: Any) -> Any:
+        weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
+        if scratch.wide is None:
+            return weights
+        wide = scratch.wide.at[number, :, pl.ds(begin, self.part_depth)]
+        wide[...] = weights
+        plgpu.commit_smem()
+        return wide
 
 
 def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in which rows of 64 bytes lie so that threads read 8 of them without waiting for each other."""
+    """Shared memory whose rows of 64 or 128 bytes lie so that threads read 8 without waiting for each other."""
     tiling: Any = plgpu.TilingTransform  # typed as abstract
     swizzling: Any = plgpu.SwizzleTransform
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((TILED_ROWS, BLOCK_DEPTH)), swizzling(BLOCK_DEPTH // 2)))
+    depth = shape[-1]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((TILED_ROWS, depth)), swizzling(depth // 2)))

@@ -7,9 +7,14 @@ import jax.experimental.pallas as pl
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 
-BLOCK_DEPTH = 128  # of a stage
+PART_DEPTH = 128  # inputs whose weights are made wider at a time; a stage has one such part or two
+_WHOLE_LINE = 256  # inputs of 128 bytes: what memory brings at once
 _MOST_ROWS = 128  # of a work tile: more of them and their sums do not fit the registers beside the weights
-_FEW_ROWS = 16  # whose sums leave registers for four consumers
+_ROWS_OF_LINES = 16  # with 64 their copies take the place of stages: 24.4 us where 128 inputs a stage take 23.4
+# Of a work tile: what it takes beside them, as many steps. On an H200 [1, 4096] x [4096, 6144] takes 15.8 us in 4
+# splits, a tile of 4 steps an SM, and 19.8 in 16, 3 tiles of one step.
+_STEPS_MORE = 1
+_FEW_ROWS = 64  # up to which there are four consumers
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
 _ITEM_BYTES, _SUM_BYTES = 2, 4
@@ -24,12 +29,14 @@ class Int4Tiles:
         consumers: Warpgroups that multiply; each has 64 columns of the result.
         splits: Of the depth; each one's sums stand by themselves.
         stages: Of the copies.
+        block_depth: Inputs of a stage.
     """
 
     block_rows: int
     consumers: int
     splits: int
     stages: int
+    block_depth: int = PART_DEPTH
 
     @property
     def block_columns(self) -> int:
@@ -43,13 +50,16 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int) -> Int4Til
     most = 4 if block_rows <= _FEW_ROWS else 2
     consumers = next(number for number in (4, 2, 1) if number <= most and not columns % (number * WGMMA_ROWS))
     row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, consumers * WGMMA_ROWS)
-    groups_of_step = pl.cdiv(groups * BLOCK_DEPTH, depth)
-    of_column = BLOCK_DEPTH // 2 + groups_of_step * _SUM_BYTES
-    stage = block_rows * BLOCK_DEPTH * _ITEM_BYTES + consumers * WGMMA_ROWS * of_column
-    steps, sums, sms = pl.cdiv(depth, BLOCK_DEPTH), rows * columns * _SUM_BYTES, tiles.num_sms()
+    takes_lines = block_rows <= _ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
+    block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
+    groups_of_step = pl.cdiv(groups * block_depth, depth)
+    of_column = block_depth // 2 + groups_of_step * _SUM_BYTES
+    stage = block_rows * block_depth * _ITEM_BYTES + consumers * WGMMA_ROWS * of_column
+    steps, sums, sms = pl.cdiv(depth, block_depth), rows * columns * _SUM_BYTES, tiles.num_sms()
 
     def bytes_of_all(splits: int) -> int:
-        steps_here = pl.cdiv(row_blocks * column_blocks * splits, sms) * pl.cdiv(steps, splits)
+        steps_of_tile = pl.cdiv(steps, splits) + (_STEPS_MORE if takes_lines else 0)
+        steps_here = pl.cdiv(row_blocks * column_blocks * splits, sms) * steps_of_tile
         return steps_here * sms * stage + 2 * splits * sums
 
     return Int4Tiles(
@@ -57,4 +67,10 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int) -> Int4Til
         consumers=consumers,
         splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=bytes_of_all),
         stages=min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES) // stage),
+        block_depth=block_depth,
     )
+
+
+def _divides(block_depth: int, depth: int, group_size: int) -> bool:
+    """Whether stages of so many inputs end where the depth does, and none has parts of more groups than one."""
+    return depth % block_depth == 0 and (block_depth % group_size == 0 or group_size % block_depth == 0)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Shaped
 
 from jattn_kernels.mosaic.sm90.common import tiles
 
-_THREADS, _PAIRS = 4, 4  # of a row's 32 weights; of a thread's 8
+_THREADS, _PAIRS, _INPUTS = 4, 4, 32  # of a row's 32 weights; of a thread's 8
 # 128 + 8 in bfloat16, 1024 + 8 in float16, twice: the bits of a weight, its sign turned, count up from 8 less.
 _BASES = {"bfloat16": 0x43084308, "float16": 0x64086408}
 _SUBTRACT = {"bfloat16": "sub.bf16x2", "float16": "sub.rn.f16x2"}
@@ -31,25 +31,35 @@ def in_order(x: Shaped[Array, "R D"]) -> Shaped[Array, "R D"]:
     return blocks.transpose(0, 1, 4, 2, 3).reshape(x.shape)
 
 
-def unpacked(weights: Any, dtype: Any) -> jax.Array:
-    """A tile of weights in that order, as the tensor cores take them from registers.
+def load_packed(weights: Any) -> jax.Array:
+    """A tile of weights of 4 bits, (64, depth), from shared memory."""
+    return plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False)
+
+
+def unpacked(packed: jax.Array, begin: int, depth: int, dtype: Any) -> jax.Array:
+    """Some inputs' weights in that order, as the tensor cores take them from registers.
 
     Args:
-        weights: (64, depth) of int4, in shared memory.
+        packed: As `load_packed` has loaded it.
+        begin, depth: Of the inputs, multiples of 32.
         dtype: bfloat16 or float16.
     """
     if tiles.interpret_params() is not None:
-        return in_order(weights[...]).astype(dtype)
-    name, layout = jnp.dtype(dtype).name, plgpu.Layout.WGMMA_UPCAST_4X
-    shape, base, subtract = weights.shape, _BASES[name], _SUBTRACT[name]
+        return in_order(packed[:, begin : begin + depth]).astype(dtype)
+    name, shape = jnp.dtype(dtype).name, (packed.shape[0], depth)
+    base, subtract, first = _BASES[name], _SUBTRACT[name], begin // _INPUTS
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA_UPCAST_4X,),
+        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
+    )
     def widen(ctx: Any, packed: Any) -> Any:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.BF16Type.get() if name == "bfloat16" else ir.F16Type.get())
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-        for (row, block, *rest), register in np.ndenumerate(packed.registers):
+        own = packed.registers[:, first : first + depth // _INPUTS]
+        for (row, block, *rest), register in np.ndenumerate(own):
             bits = utils.bitcast(register, i32)
             for number in range(_PAIRS):
                 shifted = arith.shrui(bits, arith.constant(i32, 4 * number)) if number else bits
@@ -64,4 +74,4 @@ def unpacked(weights: Any, dtype: Any) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     run: Any = widen
-    return run(plgpu.load(weights, layout=layout, optimized=False))
+    return run(packed)
