@@ -85,6 +85,8 @@ class ForwardBatch:
         encoder_out_cache_loc: The slots of this pass's encoder tokens; None if their keys are in the pool.
         encoder_page_table: The pages of each encoder, where `page_tables` says those of the sequences.
         spec_info: What drafting or verifying adds.
+        unrolled: Whether a model may run its layers in turn without a loop on a GPU: for a pass so short that launching
+            it counts, and that is no turn of a loop itself, which would keep copies of the layers' weights. Static.
     """
 
     forward_mode: ForwardMode = static()
@@ -100,6 +102,7 @@ class ForwardBatch:
     encoder_out_cache_loc: Int[Array, " E"] | None = None
     encoder_page_table: Int[Array, "B max_encoder_pages"] | None = None
     spec_info: SpecInput | None = None
+    unrolled: bool = static(default=False)
 
     def __post_init__(self):
         if hasattr(self.out_cache_loc, "shape"):  # of one group

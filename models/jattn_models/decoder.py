@@ -1,162 +1,28 @@
 """Decoder: layers stacked by kind and scanned; what a family adds is its configuration and its tensors' names."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jattn.backend import AttentionBackend, AttentionLayer
 from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
-from jattn.matmul import QuantizedRows, Splits, added
-from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn_models import tensor_names, weights
-from jattn_models.attention import Attention, Pass
+from jattn_models.attention import Pass
 from jattn_models.decoder_config import DecoderConfig
+from jattn_models.decoder_layer import DecoderLayer, Stream, norm_of
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.layers import OfLayer, ReadInPlace, Vocabulary
-from jattn_models.mlp import GatedMLP, PlainMLP
-from jattn_models.norms import LayerNorm, RMSNorm
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
-
-
-class Stream(NamedTuple):
-    """The residual stream between layers.
-
-    Attributes:
-        rows: As far as they are added up.
-        addition: What the layer before adds to them, for the next norm to add, of several devices each one's part; None
-            if nothing is left.
-    """
-
-    rows: Float[Array, "T D"]
-    addition: Float[Array, "T D"] | Splits | None = None
-
-    def summed(self, parallel: Parallel) -> Float[Array, "T D"]:
-        """The rows with what is left."""
-        return self.rows if self.addition is None else self.rows + parallel.all_reduce(added(self.addition))
-
-
-class DecoderLayer(nnx.Module):
-    """Attention and MLP, each with a norm before it, after it or both, and added to the residual stream.
-
-    Attributes:
-        attention_class: Takes what DecoderLayer takes, and says what its keys need of a pool.
-    """
-
-    attention_class: ClassVar[Any] = Attention
-
-    def __init__(self, config: DecoderConfig, kind: LayerKind, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
-        width = config.hidden_size
-        norm = functools.partial(_norm, config, dtype)
-        before, after = config.norms != "after", config.norms != "before"
-        self.residual_scale = config.residual_scale
-        self.input_norm = norm() if before else None
-        self.attention = self.attention_class(config, kind, dtype=dtype, rngs=rngs, parallel=parallel)
-        self.attended_norm = norm() if after else None
-        self.post_attention_norm = norm() if before else None
-        if kind.sparse and config.experts is not None:
-            self.mlp = MixtureOfExperts(width, config.experts, dtype=dtype, rngs=rngs, parallel=parallel)
-        else:
-            self.mlp = (GatedMLP if config.gated else PlainMLP)(
-                width,
-                config.intermediate_size,
-                activation=config.activation,
-                bias=config.mlp_bias,
-                dtype=dtype,
-                rngs=rngs,
-                parallel=parallel,
-            )
-        self.mlp_norm = norm() if after else None
-
-    def __call__(self, stream: Stream, layer_index: Int[Array, ""], this_pass: Pass, pool: Any) -> tuple[Stream, Any]:
-        parallel = this_pass.parallel
-        stream, given = self._given(stream, parallel)
-        attended, pool = self.attention(given, layer_index, this_pass, pool)
-        hidden, addition = self._after_attention(stream, attended, parallel)
-        if self._leaves(addition, parallel):
-            return Stream(hidden, addition), pool
-        addition = parallel.all_reduce(added(addition))
-        return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
-
-    def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
-        """What it leaves to be added up of such rows; None if nothing."""
-        addition = self._of_mlp(normed, parallel)
-        return addition if self._leaves(addition, parallel) else None
-
-    def _of_mlp(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits:
-        """This device's part of what the MLP adds to the residual stream; in splits perhaps where it may leave it."""
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp.splits(normed) if self._defers(parallel) else self.mlp(normed)
-        assert not isinstance(normed, QuantizedRows)
-        if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and self._defers(parallel):
-            return self.mlp.splits(normed)
-        return self.mlp(normed)
-
-    def _leaves(self, addition: Float[Array, "T D"] | Splits, parallel: Parallel) -> bool:
-        """Whether it is left to the next layer's norm, which adds up splits, and parts that devices exchange in it."""
-        return self._defers(parallel) and (parallel.exchanges or isinstance(addition, Splits))
-
-    def _defers(self, parallel: Parallel) -> bool:
-        """Whether what the MLP adds may be left to the next layer's norm, which is taken before a product."""
-        if self.mlp_norm is not None or self.residual_scale != 1.0 or not isinstance(self.input_norm, RMSNorm):
-            return False
-        if parallel.axis is not None:
-            return parallel.exchanges
-        return isinstance(self.mlp, MixtureOfExperts) or (isinstance(self.mlp, GatedMLP) and self.mlp.in_few_bits)
-
-    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Stream, NormedRows | Unnormed]:
-        """The residual stream, and what attention is given of it."""
-        norm = self.input_norm
-        if stream.addition is not None and isinstance(norm, RMSNorm):
-            rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
-            if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and not rounded:
-                return stream, norm.later(stream.rows, stream.addition)  # the router's norm adds it too, and keeps the sum
-            hidden, normed = norm.of_sum(stream.rows, stream.addition, parallel=parallel, rounded=rounded)
-            return Stream(hidden), normed
-        hidden = stream.summed(parallel)
-        return Stream(hidden), norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
-
-    def _after_attention(
-        self, stream: Stream, attended: Float[Array, "T D"] | Splits, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits]:
-        """The residual stream after attention, and what this device's MLP adds to it."""
-        norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
-        if (
-            isinstance(attended, Splits)
-            and isinstance(norm, RMSNorm)
-            and isinstance(self.mlp, MixtureOfExperts)
-            and parallel.axis is None
-            and as_it_is
-        ):
-            left = () if stream.addition is None else (stream.addition,)
-            addition, hidden = self.mlp.splits_of_sum(norm.later(stream.rows, *left, attended))
-            return hidden, addition
-        hidden, normed = self._between(stream.summed(parallel), attended, parallel)
-        return hidden, self._of_mlp(normed, parallel)
-
-    def _between(
-        self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], NormedRows]:
-        """The residual stream after attention, and what the MLP is given of it."""
-        norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
-        if as_it_is and isinstance(norm, RMSNorm) and (parallel.exchanges or isinstance(attended, Splits)):
-            rounded = isinstance(self.mlp, GatedMLP) and self.mlp.rounds_rows
-            return norm.of_sum(hidden, attended, parallel=parallel, rounded=rounded)
-        hidden = self._added(hidden, _normed(self.attended_norm, parallel.all_reduce(added(attended))))
-        return hidden, _normed(norm, hidden)
-
-    def _added(self, hidden: Float[Array, "T D"], more: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return hidden + (more if self.residual_scale == 1.0 else more * jnp.asarray(self.residual_scale, more.dtype))
 
 
 class Decoder(nnx.Module):
@@ -197,7 +63,7 @@ class Decoder(nnx.Module):
 
         self.peers: Any = None
         self.layers = nnx.List([stacked(layers, kind) for layers, kind in config.stacks])
-        self.norm = _norm(config, dtype)
+        self.norm = norm_of(config, dtype)
 
     @classmethod
     def from_checkpoint(
@@ -306,17 +172,6 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _norm(config: DecoderConfig, dtype: Any) -> RMSNorm | LayerNorm:
-    """Of the residual stream."""
-    if config.layer_norm:
-        return LayerNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=config.norm_offset, dtype=dtype)
-
-
-def _normed(norm: RMSNorm | LayerNorm | None, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    return hidden if norm is None else norm(hidden)
-
-
 def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass: Pass, pool):
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
@@ -342,5 +197,17 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
     left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(hidden, this_pass.parallel), 0)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left)
     stream = Stream(hidden, nothing)
-    stream, pool = jax.lax.fori_loop(0, len(segment.layers) // len(period), body, (stream, pool))
+    turns, unroll = len(segment.layers) // len(period), _in_turn(period, this_pass)
+    stream, pool = jax.lax.fori_loop(0, turns, body, (stream, pool), unroll=unroll)
     return stream.summed(this_pass.parallel), pool
+
+
+def _in_turn(period: Sequence[DecoderLayer], this_pass: Pass) -> bool:
+    """Whether JAX unrolls the loop over layers.
+
+    XLA unrolls it too (`jattn.step_compilation.compiler_options`), but late, and keeps a kernel a layer for the loop's
+    counter, and views of weights that the host makes: two H200 share a step of Llama-3-8B in 2.83 ms instead of 3.00.
+    A mixture's step gains 2 % and compiles for 4 s more, so its loop is left to XLA.
+    """
+    of_mixtures = any(isinstance(layer.mlp, MixtureOfExperts) for layer in period)
+    return this_pass.forward_batch.unrolled and jax.default_backend() == "gpu" and not of_mixtures

@@ -5,8 +5,9 @@ from typing import Any, ClassVar
 
 from jattn_models import tensor_names
 from jattn_models.config_fields import boolean, positive, refuse, whole, with_defaults
-from jattn_models.decoder import Decoder, DecoderLayer
+from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import shared_fields
+from jattn_models.decoder_layer import DecoderLayer
 from jattn_models.experts import Experts
 from jattn_models.latent_attention import LatentAttention, LatentConfig
 from jattn_models.layer_pattern import LayerKind, segments

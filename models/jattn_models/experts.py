@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.experts import mixture_of_experts, routed_experts
-from jattn.matmul import QuantizedKernel, Splits
+from jattn.matmul import QuantizedKernel, QuantizedRows, Splits
 from jattn.norm import Unnormed, summed_and_normed
 from jattn.parallel import Parallel
 from jattn.routing import Routing
@@ -145,6 +145,7 @@ class MixtureOfExperts(nnx.Module):
         """The same of rows that are added up and normed first, and their sum."""
         if self.shared is not None or self.parallel.by_expert:
             total, normed = summed_and_normed(x)
+            assert not isinstance(normed, QuantizedRows)
             return self(normed), total
         logits, total, normed = self.router.logits_of_sum(x)
         return self._routed(normed, logits, in_splits=True), total

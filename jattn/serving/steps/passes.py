@@ -58,8 +58,14 @@ def decode_pass(
     tokens: Int[Array, " B"],
     positions: Int[Array, " B"],
     live: Bool[Array, " B"],
+    *,
+    unrolled: bool = False,
 ) -> ForwardBatch:
-    """One token a row. Rows that are not live write nowhere and read nothing."""
+    """One token a row. Rows that are not live write nowhere and read nothing.
+
+    Args:
+        unrolled: As in ForwardBatch.
+    """
     num_rows = tokens.shape[0]
     positions = jnp.where(live, positions, 0)
     return ForwardBatch(
@@ -70,6 +76,7 @@ def decode_pass(
         cu_q_lens=jnp.arange(num_rows + 1, dtype=jnp.int32),
         out_cache_loc=(slots(pool, page_table, jnp.arange(num_rows, dtype=jnp.int32), positions, live),),
         page_tables=(page_table,),
+        unrolled=unrolled,
     )
 
 

@@ -214,7 +214,7 @@ class Steps:
         rows, state = plan[:, 0], state.with_pages(plan)
         values = state.take(rows)
         live = (rows < state.finished.shape[0]) & ~values.finished
-        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live)
+        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live, unrolled=True)
         hidden, pool = self._forward(weights, pool, batch)
         state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
         return Unsampled(hidden=hidden, rows=rows, live=live), state, pool

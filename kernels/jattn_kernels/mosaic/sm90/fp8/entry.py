@@ -32,8 +32,7 @@ def refuses(call: MatmulCall) -> str | None:
             f"of fp8 weights, not {call.num_rows} rows and [{call.depth}, {call.columns}]."
         )
     if call.norm is not None and (
-        call.norm.of_sum
-        or not rms_norm.supports(call.depth, jnp.dtype(call.dtype), jnp.dtype(call.norm.scale_dtype))
+        call.norm.of_sum or not rms_norm.supports(call.depth, jnp.dtype(call.dtype), jnp.dtype(call.norm.scale_dtype))
     ):
         return f"`mosaic` does not norm {call.depth} numbers of {call.dtype} as it rounds them to fp8."
     if call.activation is not None and not rows.supports(call.depth):
