@@ -65,7 +65,8 @@ def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float
             store_rounded(out_refs, row, normed)
 
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    sum_types, out_types = [like_x for _ in parts], rounded_types(*x.shape) if call.rounded else (like_x,)
+    sum_types = (like_x,) if parts else ()
+    out_types = rounded_types(*x.shape) if call.rounded else (like_x,)
     run = launch.kernel(
         kernel,
         out_type=(*sum_types, *out_types),
@@ -74,7 +75,7 @@ def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float
         kernel_name="rms_norm",
     )
     results = run(x, operands.scale, operands.layer_index.reshape(1), *parts)
-    sums, (out, *scales) = results[: len(parts)], results[len(parts) :]
+    sums, (out, *scales) = results[: len(sum_types)], results[len(sum_types) :]
     if call.rounded:
         out = QuantizedRows(values=out, scales=scales[0], num_rows=x.shape[0], dtype=x.dtype)
     return (*sums, out) if parts else out
