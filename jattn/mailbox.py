@@ -6,6 +6,7 @@ Kernels store into it behind XLA's back, so its array is never handed to a step;
 import ctypes
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -37,12 +38,15 @@ class Mailbox:
         table: uint32, a device's row behind the other's.
         loopback: The same with each device in the others' place: for the first run of a step, in which kernels are
             loaded and graphs made, before a device waits for another.
+        turn: Held while a step is enqueued: all devices must run the steps of a process's engines in one order. And
+            while inboxes are filled without an exchange, until that is done.
     """
 
     inbox: Inbox
     words: jax.Array
     table: jax.Array
     loopback: jax.Array
+    turn: threading.RLock = dataclasses.field(default_factory=threading.RLock, compare=False, repr=False)
 
     def looped(self, leaf: Any) -> Any:
         """A model's leaf; the loopback table in the place of the table."""
@@ -66,7 +70,7 @@ class Mailbox:
             )
 
     def empty(self) -> None:
-        """Makes all inboxes as they were at first, in place; no step may be under way.
+        """Makes all inboxes as they were at first, in place, once the steps under way have run.
 
         Raises:
             RuntimeError: XLA moved them, so that tables do not hold any more.
@@ -74,7 +78,8 @@ class Mailbox:
         before, sharding = _addresses(self.words), self.words.sharding
         fill = functools.partial(_as_at_first, self.inbox)
         emptied = jax.jit(fill, donate_argnums=0, keep_unused=True, out_shardings=sharding)
-        self.words = jax.block_until_ready(emptied(self.words))
+        with self.turn:  # a device runs it behind its steps, of whichever engine
+            self.words = jax.block_until_ready(emptied(self.words))
         if _addresses(self.words) != before:
             raise RuntimeError("The devices' inboxes are elsewhere than steps were told: start the process again.")
 

@@ -165,20 +165,22 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
     try:
         names = StepNames()
         for key, plan in plans.items():
-            options = compiler_options(unrolled=plan.unrolled)
-            found[key] = names.name(plan.function, plan.arguments, plan.donate, options)
+            found[key] = names.name(plan.function, plan.arguments, plan.donate, _options(plan))
     except Exception as reason:  # not only NoName: a file may not be read, a value not be written
         logger.info("Steps are compiled at each start: %s", reason)
     return found
 
 
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
-    options = compiler_options(unrolled=plan.unrolled)
-    step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=options)
+    step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
     return step.lower(*plan.arguments)
 
 
-def compiler_options(*, unrolled: bool) -> dict[str, Any] | None:
+def _options(plan: StepPlan) -> dict[str, Any] | None:
+    return compiler_options(unrolled=plan.unrolled, shared=len(plan.devices) > 1)
+
+
+def compiler_options(*, unrolled: bool, shared: bool = False) -> dict[str, Any] | None:
     """What XLA is told for a step on the device in use.
 
     A scan over stacked weights copies each layer's slice before a Triton GEMM, and hands cuBLASLt a view of it: 11.4 ms
@@ -188,9 +190,17 @@ def compiler_options(*, unrolled: bool) -> dict[str, Any] | None:
     XLA's estimate of an unrolled step's memory counts a donated pool three times, as each kernel that writes it gives a
     new one (229 GiB for a pool of 76): it tries in vain to compute things twice in place of keeping them, and warns of
     it for each step. It need not try: what a step keeps is little, and what it takes is the same.
+
+    Devices that share a step exchange in kernels, all in one order: a graph in which two of them may run at once would
+    let one take what is meant for the other.
+
+    Args:
+        unrolled: As in StepPlan.
+        shared: Whether several devices run the step.
     """
     if jax.default_backend() != "gpu":
         return None
     unrolling = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL"}
     told = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "rematerialization"}
-    return {**told, **(unrolling if unrolled else {})}
+    in_order = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+    return {**told, **(unrolling if unrolled else {}), **(in_order if shared else {})}

@@ -71,7 +71,7 @@ def all_reduce_add_norm(
     Raises:
         ValueError: A dtype or shape is wrong.
     """
-    from jattn_kernels.triton.peers.add_norm import add_norm, fits
+    from jattn_kernels.triton.peers.add_norm import add_norm, fits, gains
 
     _check(x, table, inbox)
     if x.ndim != 2 or addition.shape != x.shape or addition.dtype != x.dtype:
@@ -80,7 +80,7 @@ def all_reduce_add_norm(
             f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
         )
     call, operands = packed_norm(x, scale, eps, offset, layer_index)
-    if x.size and scale.dtype == x.dtype and fits(call.columns, x.dtype, inbox):
+    if x.size and scale.dtype == x.dtype and fits(call.columns, x.dtype, inbox) and gains(x.nbytes, inbox):
         return add_norm(call, operands, addition, table, inbox)
     total = x + all_reduce(added(addition), table, inbox=inbox)
     return total, rms_norm(total, scale, eps=eps, offset=offset, layer_index=layer_index)

@@ -82,6 +82,9 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     told = [step_compilation.compiler_options(unrolled=unrolled) for unrolled in (False, True)]
     assert [any("unrolling" in name for name in options) for options in told] == [False, True]
+    assert not any("scheduling" in name for options in told for name in options)
+    shared = step_compilation.compiler_options(unrolled=True, shared=True)
+    assert shared["xla_gpu_command_buffer_scheduling_mode"] == "SERIALIZE"
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert step_compilation.compiler_options(unrolled=True) is None
 
@@ -89,7 +92,7 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
 def test_no_step_is_rematerialised_for_a_pool_that_xla_counts_thrice(monkeypatch):
     """The option is one that this version of XLA knows: others fail on a CPU too."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    told = step_compilation.compiler_options(unrolled=True)
+    told = step_compilation.compiler_options(unrolled=True, shared=True)
     monkeypatch.undo()
     assert told["xla_disable_hlo_passes"] == "rematerialization"
     assert jax.jit(doubled, compiler_options=told)(1.0) == 2

@@ -32,9 +32,9 @@ from tests.jattn.harness.several_devices import (
     GREEDY,
     assert_all_hold_the_same,
     engine_of,
-    sums,
+    exchanges,
     texts,
-    unordered_sums,
+    unordered_exchanges,
     write_llama,
 )
 from tests.jattn.harness.tiny import VOCAB, plans_of, run
@@ -87,24 +87,28 @@ def test_where_nobody_draws_no_logits_go_between_devices(two):
 
 
 @pytest.mark.parametrize(("case", "by_expert"), [("olmoe", False), ("glm4_moe", False), ("glm4_moe", True)])
-def test_each_sum_over_devices_waits_for_the_one_before_it(case, by_expert):
+def test_each_exchange_waits_for_the_one_before_it(case, by_expert):
     """Two that do not could run at once, and take each other's parts: norms of queries and keys, a shared expert."""
     config = dataclasses.replace(CONFIG, tensor_parallel=2, expert_parallel=by_expert, greedy_steps=True)
     model = load_model(Checkpoint(GOLDEN / case), dtype=jnp.float32, parallel=parallel_of(config))
     plan = plans_of(config, model).executor.compiled_steps[StepKey("decode", 4, "greedy")]
     program = jax.make_jaxpr(plan.function)(*plan.arguments).jaxpr
-    assert sums(program)
-    assert not unordered_sums(program)
+    assert exchanges(program)
+    assert not unordered_exchanges(program)
 
 
-def test_sums_that_do_not_wait_are_found():
+def test_exchanges_that_do_not_wait_are_found():
     parallel = Parallel("tensor", 2)
 
     def twice(x):
         return parallel.all_reduce(x) + parallel.all_reduce(2 * x)
 
-    step = OnAll(twice, parallel, takes_shares=(True,), gives_shares=False)
-    assert len(unordered_sums(jax.make_jaxpr(step)(jnp.ones(4)).jaxpr)) == 1
+    def sum_and_gather(x):
+        return parallel.all_reduce(x).sum() + parallel.gather_logits(2 * x[None]).sum()
+
+    for function in (twice, sum_and_gather):
+        step = OnAll(function, parallel, takes_shares=(True,), gives_shares=False)
+        assert len(unordered_exchanges(jax.make_jaxpr(step)(jnp.ones(4)).jaxpr)) == 1
 
 
 def test_what_was_cut_short_starts_over_on_all_devices(two, on_one, monkeypatch):
@@ -264,8 +268,9 @@ def fake_mailbox(monkeypatch):
 def test_steps_run_twice_on_an_empty_batch_before_devices_wait_for_each_other(llama, on_one, fake_mailbox, monkeypatch):
     calls = []
     monkeypatch.setattr(CompiledSteps, "__call__", lambda steps, key, *args: calls.append(key) or steps[key](*args))
-    engine = engine_of(llama, 2)
+    engine = engine_of(llama, 2, structured_steps=True)
     keys = [key for key in engine.executor.compiled_steps.records if key.kind != "note"]
+    assert {"decode", "forward_prefill", "sample_decode"} <= {key.kind for key in keys}
     assert sorted(calls) == sorted(2 * keys)
     assert texts(engine, PROMPTS, GREEDY) + texts(engine, PROMPTS, DRAWN) == on_one
 

@@ -1,5 +1,6 @@
 """The executor: compiled steps, and all that they work on; it runs plans on the device, in order."""
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -104,6 +105,7 @@ class Executor:
         plans |= self._structured_plans() if config.structured_steps else {}
         self._merging = threading.Lock()
         self._mailbox = mailbox_of(config.parallel)
+        self._turn = contextlib.nullcontext() if self._mailbox is None else self._mailbox.turn
         self._first_runs = None if self._mailbox is None else FirstRuns(self._mailbox)
         self._expect_first_runs(plans)
         self.compiled_steps, later = _compiled(plans, config, have, processes, in_background)
@@ -163,7 +165,8 @@ class Executor:
             forward = self._forwards[0]
             masks = masks_of(forward.requests, forward.sample_key.size, self._vocab_size)
             unsampled = dataclasses.replace(forward.output, prompt_logprobs=None)
-            output, self.state = self.compiled_steps(forward.sample_key, self.weights, self.state, unsampled, masks)
+            self._run_first((forward.sample_key,))
+            output, self.state = self._enqueue(forward.sample_key, self.weights, self.state, unsampled, masks)
             self._enqueued(forward.sampled(output))
             self._forwards.popleft()
             requests += [request for request in forward.requests if request and request.grammar]
@@ -212,7 +215,7 @@ class Executor:
         for parts in note_launches(plan.chunks, self.config):
             key = note_key(self.config)
             notes = prefill_batch(parts, key.size, self.config, key.variant)
-            self.state = self.compiled_steps(key, self.state, packed((notes,)))
+            self.state = self._enqueue(key, self.state, packed((notes,)))
         plan = dataclasses.replace(plan, chunks=behind_notes(plan.chunks, self.config))
         num_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks) + len(plan.decoding)
         giving = [*plan.decoding, *(chunk.request for chunk in plan.chunks if chunk.is_last)]
@@ -254,11 +257,16 @@ class Executor:
         self._run_first((key,))
         self.stats.launches += 1
         self.stats.found_idle += bool(self.in_flight) and not self._forwards and self.in_flight[-1].has_run
-        output, self.state, self.pool = self.compiled_steps(key, self.weights, self.state, self.pool, *arguments)
+        output, self.state, self.pool = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
         if key.kind in ("forward_decode", "forward_prefill"):
             self._forwards.append(Forward(output, sample_key(key, self.config), requests, plan.chunks))
         else:
             self._enqueued(Launch(output, requests, plan.chunks))
+
+    def _enqueue(self, key: StepKey, *arguments: Any) -> Any:
+        """Enqueues a step: on all devices before another engine's on any."""
+        with self._turn:
+            return self.compiled_steps(key, *arguments)
 
     def _expect_first_runs(self, plans: dict[Any, StepPlan]) -> None:
         if self._first_runs is not None:
@@ -268,7 +276,8 @@ class Executor:
         """Runs steps that have not run yet as a first run is to be."""
         if self._first_runs is not None:
             held = self.weights, self.state, self.pool
-            self.state, self.pool = self._first_runs.run(keys, self.compiled_steps, *held)
+            with self._turn:
+                self.state, self.pool = self._first_runs.run(keys, self.compiled_steps, *held)
 
     def _enqueued(self, launch: Launch) -> None:
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), launch.output)

@@ -13,8 +13,16 @@ import jax
 from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.mailbox import Mailbox
 
-_KINDS = ("decode", "prefill", "forward_decode", "forward_prefill")  # those with layers, that take weights, state, pool
-_HELD = 3
+# Steps in which devices exchange: what they take of the engine's before a batch, and give back behind their output.
+_OF_A_PASS, _OF_A_CHOICE = ("weights", "state", "pool"), ("weights", "state")
+_HELD = {
+    "decode": _OF_A_PASS,
+    "prefill": _OF_A_PASS,
+    "forward_decode": _OF_A_PASS,
+    "forward_prefill": _OF_A_PASS,
+    "sample_decode": _OF_A_CHOICE,
+    "sample_prefill": _OF_A_CHOICE,
+}
 _RUNS = 2  # XLA launches kernel by kernel the first time, and a graph from the second on
 
 
@@ -31,14 +39,19 @@ class FirstRuns:
 
     def expect(self, plans: Mapping[Any, StepPlan]) -> None:
         """Takes note of steps that have not run."""
-        self._empty_batches |= {key: plan.arguments[_HELD:] for key, plan in plans.items() if key.kind in _KINDS}
+        for key, plan in plans.items():
+            if key.kind in _HELD:
+                self._empty_batches[key] = plan.arguments[len(_HELD[key.kind]) :]
 
     def run(self, keys: Iterable[Any], steps: CompiledSteps, weights: Any, state: Any, pool: Any) -> tuple[Any, Any]:
         """Runs those of these steps that have not run, if they are compiled; returns state and pool."""
         for key in keys:
             if key not in self._empty_batches or key not in steps:
                 continue
-            batch, alone = self._empty_batches.pop(key), jax.tree.map(self._mailbox.looped, weights)
+            names, batch = _HELD[key.kind], self._empty_batches.pop(key)
+            held = {"weights": jax.tree.map(self._mailbox.looped, weights), "state": state, "pool": pool}
             for _ in range(_RUNS):
-                _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))
+                _, *given = jax.block_until_ready(steps(key, *(held[name] for name in names), *batch))
+                held |= zip(names[1:], given, strict=True)
+            state, pool = held["state"], held["pool"]
         return state, pool

@@ -27,6 +27,7 @@ CONFIG = EngineConfig(
     greedy_steps=False,
     progress=False,
 )
+_EXCHANGES = ("psum", "all_gather")  # the primitives
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 DRAWN = dataclasses.replace(GREEDY, temperature=0.8, seed=7)
 
@@ -87,14 +88,14 @@ def assert_all_hold_the_same(engine):
             np.testing.assert_array_equal(other.view(np.uint8), first.view(np.uint8))
 
 
-def unordered_sums(jaxpr):
-    """Sums over devices that do not wait for the one before them, in a program and all that it calls."""
+def unordered_exchanges(jaxpr):
+    """Exchanges between devices that do not wait for the one before them, in a program and all that it calls."""
     found, latest, behind = [], None, {}
     for number, equation in enumerate(jaxpr.eqns):
         before = {each for var in equation.invars for each in behind.get(id(var), ())}
         inner = list(jaxprs_in_params(equation.params))
-        found += [each for one in inner for each in unordered_sums(one)]
-        if equation.primitive.name == "psum" or any(sums(one) for one in inner):
+        found += [each for one in inner for each in unordered_exchanges(one)]
+        if equation.primitive.name in _EXCHANGES or any(exchanges(one) for one in inner):
             if latest is not None and latest not in before:
                 found.append(equation)
             latest = number
@@ -103,9 +104,9 @@ def unordered_sums(jaxpr):
     return found
 
 
-def sums(jaxpr):
-    """Whether a program sums over devices."""
+def exchanges(jaxpr):
+    """Whether devices exchange in a program."""
     return any(
-        equation.primitive.name == "psum" or any(map(sums, jaxprs_in_params(equation.params)))
+        equation.primitive.name in _EXCHANGES or any(map(exchanges, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns
     )
