@@ -85,7 +85,7 @@ class ForwardBatch:
         encoder_out_cache_loc: The slots of this pass's encoder tokens; None if their keys are in the pool.
         encoder_page_table: The pages of each encoder, where `page_tables` says those of the sequences.
         spec_info: What drafting or verifying adds.
-        unrolled: Whether a model may run its layers in turn without a loop on a GPU: for a pass so short that launching
+        unrolled: Whether a model may run its layers in turn without a loop: for a pass of a GPU so short that launching
             it counts, and that is no turn of a loop itself, which would keep copies of the layers' weights. Static.
     """
 

@@ -22,6 +22,7 @@ from jax import export
 from jattn.progress import logger
 from jattn_kernels.call import Device, assume_device, default_device
 from jattn_kernels.dispatch import implementations
+from jattn_kernels.traced_once import traced_once
 
 _FEWEST_STEPS = 4  # for which processes are begun: each imports JAX first
 # Settings of JAX that are of this process alone, by how their names begin.
@@ -64,11 +65,12 @@ class Question(NamedTuple):
         for name, value in self.settings.items():
             if getattr(jax.config, name, value) != value:
                 jax.config.update(name, value)
-        exported = export.export(
-            jax.jit(self.function),
-            platforms=["cuda" if self.device.platform == "gpu" else "cpu"],
-            disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in _KERNELS],
-        )(*self.arguments)
+        with traced_once():
+            exported = export.export(
+                jax.jit(self.function),
+                platforms=["cuda" if self.device.platform == "gpu" else "cpu"],
+                disabled_checks=[export.DisabledSafetyCheck.custom_call(name) for name in _KERNELS],
+            )(*self.arguments)
         return dataclasses.replace(exported, _get_vjp=None)  # nobody asks for it, and it cannot be sent
 
 

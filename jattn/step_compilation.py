@@ -16,6 +16,7 @@ from jattn.lowering import LoweringProcesses, processes_for
 from jattn.progress import logger, shown
 from jattn.step_cache import StepCache, step_cache, without_jax_cache
 from jattn.step_keys import StepNames
+from jattn_kernels.traced_once import traced_once
 
 COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 
@@ -173,7 +174,8 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
 
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
     step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
-    return step.lower(*plan.arguments)
+    with traced_once():
+        return step.lower(*plan.arguments)
 
 
 def _options(plan: StepPlan) -> dict[str, Any] | None:

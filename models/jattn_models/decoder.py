@@ -13,7 +13,6 @@ from jattn.checkpoint import QUANTIZATIONS, Checkpoint
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec, KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
-from jattn_kernels import call
 from jattn_models import tensor_names, weights
 from jattn_models.attention import Pass
 from jattn_models.decoder_config import DecoderConfig
@@ -211,4 +210,4 @@ def _in_turn(period: Sequence[DecoderLayer], this_pass: Pass) -> bool:
     A mixture's step gains 2 % and compiles for 4 s more, so its loop is left to XLA.
     """
     of_mixtures = any(isinstance(layer.mlp, MixtureOfExperts) for layer in period)
-    return this_pass.forward_batch.unrolled and call.default_device().platform == "gpu" and not of_mixtures
+    return this_pass.forward_batch.unrolled and not of_mixtures

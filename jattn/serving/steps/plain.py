@@ -19,6 +19,7 @@ from jattn.serving.steps.logprobs import TokenLogprobs, prompt_logprobs, token_l
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import decode_pass, owners, ragged_pass
 from jattn.serving.steps.sampler import sample
+from jattn_kernels import call
 
 # What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
 Variant = Literal["greedy", "plain", "full"]
@@ -214,7 +215,8 @@ class Steps:
         rows, state = plan[:, 0], state.with_pages(plan)
         values = state.take(rows)
         live = (rows < state.finished.shape[0]) & ~values.finished
-        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live, unrolled=True)
+        unrolled = call.default_device().platform == "gpu"
+        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
         hidden, pool = self._forward(weights, pool, batch)
         state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
         return Unsampled(hidden=hidden, rows=rows, live=live), state, pool

@@ -12,6 +12,7 @@ from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, Ma
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
 from jattn_kernels.spec import AttentionSpec
+from jattn_kernels.traced_once import run_once
 
 _HOPPER = (9, 0)
 _DTYPES = ("bfloat16", "float16")
@@ -219,7 +220,7 @@ def _refuses_rotation(call: AttentionCall) -> str | None:
 def _run(call: Call, operands: Any) -> Any:
     from jattn_kernels.mosaic.entry import run
 
-    return run(call, operands)
+    return run_once(run, call, operands)
 
 
 def _make_schedule(call: AttentionCall, *lengths: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, NormCall, default_device
 from jattn_kernels.implementation import Implementation, refuses_mode
+from jattn_kernels.traced_once import run_once
 from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
 
@@ -127,7 +128,7 @@ def _refuses_rotation(call: AttentionCall) -> str | None:
 def _run(call: Call, operands: Any) -> Any:
     from jattn_kernels.triton.entry import run
 
-    return run(call, operands)
+    return run_once(run, call, operands)
 
 
 def _make_schedule(call: AttentionCall, *lengths: Any) -> Any:
