@@ -37,6 +37,11 @@ OTHERS = [
     ExpertCase(name="experts_not_of_8", tokens=70, **(FEW | {"experts": 6})),
     ExpertCase(name="half_empty_block", tokens=300, biases=True, **(MANY | {"hidden": 320, "units": 192})),
 ]
+# One token goes through one kernel where its products take enough of a GPU's blocks.
+ONE_KERNEL = [
+    ExpertCase(name=f"one_{units}_{dtype}", tokens=1, experts=16, per_token=4, hidden=2048, units=units, dtype=dtype)
+    for units, dtype in ((768, "bfloat16"), (1408, "float16"))
+]
 STATIC = ("activation", "weighs_inputs", "implementation")
 
 
@@ -66,7 +71,9 @@ def test_gpu_agrees_with_the_oracle(case, implementation):
 ROUTED = [
     pytest.param(case, scoring, i % 2 == 1, id=f"{case.name}_{scoring}{'_biased' * (i % 2)}")
     for i, (case, scoring) in enumerate(
-        zip(CASES, itertools.cycle(("softmax", "sigmoid", "softmax_of_chosen", "softmax")), strict=False)
+        zip(
+            (*CASES, *ONE_KERNEL), itertools.cycle(("softmax", "sigmoid", "softmax_of_chosen", "softmax")), strict=False
+        )
     )
 ]
 

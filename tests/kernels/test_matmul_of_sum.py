@@ -37,14 +37,25 @@ def summed(x, additions):
     ],
 )
 def test_rows_are_added_up_and_normed_before_their_product(hopper, rows, depth, dtype, implementation):
-    x, kernel = operands(rows, depth, 64, dtype=dtype)
+    with interpreted():
+        check_product_of_sum(rows, depth, 64, dtype, implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "columns"), [(2048, 5120), (2048, 128), (4096, 2048), (1152, 320)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_are_added_up_and_normed_before_their_product_on_a_gpu(depth, columns, dtype):
+    check_product_of_sum(1, depth, columns, dtype, "mosaic")
+
+
+def check_product_of_sum(rows, depth, columns, dtype, implementation):
+    x, kernel = operands(rows, depth, columns, dtype=dtype)
     more = jax.random.normal(jax.random.key(1), (2, rows, depth))
     additions = tuple(dataclasses.replace(splits_of(each), dtype=x.dtype) for each in more)
     given = dataclasses.replace(unnormed(x), additions=additions)
     facts = {"implementation": implementation, "layer_index": 1, "out_dtype": "float32"}
-    with interpreted():
-        out, total, normed = jax.jit(lambda x, kernel: matmul_splits_of_sum(x, kernel, **facts))(given, kernel)
-        alone = jax.jit(lambda x, kernel: matmul_splits(x, kernel, **facts))(given, kernel)
+    out, total, normed = jax.jit(lambda x, kernel: matmul_splits_of_sum(x, kernel, **facts))(given, kernel)
+    alone = jax.jit(lambda x, kernel: matmul_splits(x, kernel, **facts))(given, kernel)
     np.testing.assert_array_equal(total, summed(x, additions))
     expected = dataclasses.replace(given, rows=total, additions=())
     assert_product_of_normed(out, expected, kernel[1])
