@@ -39,7 +39,7 @@ OTHERS = [
 ]
 # One token goes through one kernel where its products take enough of a GPU's blocks.
 ONE_KERNEL = [
-    ExpertCase(name=f"one_{units}_{dtype}", tokens=1, experts=16, per_token=4, hidden=2048, units=units, dtype=dtype)
+    ExpertCase(name=f"one_{units}_{dtype}", tokens=1, experts=32, per_token=4, hidden=2048, units=units, dtype=dtype)
     for units, dtype in ((768, "bfloat16"), (1408, "float16"))
 ]
 STATIC = ("activation", "weighs_inputs", "implementation")
