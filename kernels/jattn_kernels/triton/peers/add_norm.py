@@ -39,9 +39,6 @@ from jattn_kernels.triton.peers.exchange import (
 )
 from jattn_kernels.triton.peers.numbers import added, nothing, rounded, summed, wide
 
-# Bytes that NVLink takes in as long as a sum of two shots and a norm take longer, by the times of two devices: 6 us.
-_MOST_STORED_MORE = 2_500_000
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddNormConfig:
@@ -79,16 +76,6 @@ def fits(columns: int, dtype: Any, inbox: Inbox) -> bool:
     """Whether there is a kernel for rows of so many numbers."""
     row_bytes = columns * jnp.dtype(dtype).itemsize
     return row_bytes % PIECE_BYTES == 0 and PIECE_WORDS * tile_of(row_bytes // PIECE_BYTES) <= inbox.lane_words
-
-
-def gains(num_bytes: int, inbox: Inbox) -> bool:
-    """Whether so many bytes are not summed sooner by `all_reduce`, which stores less where many devices have much.
-
-    Here a device stores all to each other one; there a share of it, twice. No group of more than two devices has been
-    timed.
-    """
-    others = inbox.devices - 1
-    return (others - 2 * others / inbox.devices) * num_bytes <= _MOST_STORED_MORE
 
 
 def add_norm(
