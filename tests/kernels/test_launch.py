@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jattn_kernels import mosaic
 from jattn_kernels.mosaic.sm90.common import launch
@@ -44,6 +45,15 @@ def test_refs_that_a_kernel_writes_into_are_behind_no_barrier_until_they_are_fro
     before, behind = barriers(traced(run, X, X))
     assert [len(before.invars), len(behind.invars)] == [1, 1]
     assert before.invars[0].aval.shape == X.shape
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_barriers": True}, {"auto_barriers": False}])
+def test_only_a_kernel_that_says_so_goes_without_barriers_around_its_stores(monkeypatch, options):
+    made = []
+    monkeypatch.setattr(launch.plgpu, "kernel", lambda body, **facts: made.append(facts["compiler_params"]))
+    launch.kernel(lambda: None, **options)
+    (params,) = made
+    assert params.unsafe_no_auto_barriers != options.get("auto_barriers", True)
 
 
 def test_no_kernel_is_launched_past_it():

@@ -50,6 +50,7 @@ INTERPRETED = [
     case("fp8_few_rows", heads=8, kv_lens=(70, 3), kv_dtype="float8_e4m3fn"),
     case("few_rows_layers", num_layers=2, layer_index=1, kv_lens=(70, 3), page_size=64),
     case("verify_window", heads=32, q_len=2, kv_lens=(270, 65), kv_start=(5, 0), spec={"window_left": 40}),
+    case("negative_scale", heads=32, kv_lens=(70, 3), page_size=64, spec={"sm_scale": -0.1}),
     case("blocks_of_rows_split", heads=128, kv_lens=(300, 0), dtype="float16", padding_rows=1),
 ]
 SLOW = [

@@ -22,6 +22,7 @@ def kernel(
     *,
     num_threads: int = 1,
     reduction_bytes: int = tiles.REDUCTION_BYTES,
+    auto_barriers: bool = True,
     **options: Any,
 ) -> Callable[..., Any]:
     """`plgpu.kernel` as all of ours are launched.
@@ -29,13 +30,18 @@ def kernel(
     Args:
         num_threads: Warpgroups of a block.
         reduction_bytes: Shared memory for reductions across warps.
+        auto_barriers: Whether a warpgroup's warps meet before and after each of its stores. A body that goes without
+            says itself where they must.
         options: Others of `plgpu.kernel`.
     """
+    params = plgpu.CompilerParams(
+        approx_math=True, reduction_scratch_bytes=reduction_bytes, unsafe_no_auto_barriers=not auto_barriers
+    )
     launch: Any = plgpu.kernel(
         body,
         num_threads=num_threads,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=reduction_bytes),
+        compiler_params=params,
         interpret=tiles.interpret_params(),
         **options,
     )

@@ -1,4 +1,9 @@
-"""A consumer warpgroup of the latent kernel: online softmax (Milakov & Gimelshein 2018) of its tile of each pair."""
+"""A consumer warpgroup of the latent kernel: online softmax (Milakov & Gimelshein 2018) of its tile of each pair.
+
+Mosaic puts no barriers around stores here. All threads arrive on every barrier: what they store for the other consumer
+to load needs none. Two are asked for by name: before stores where products of other warps may still read, and before
+products that read what all warps stored.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -59,6 +64,7 @@ class Consumer:
         """What the warpgroup does for a worker's work tiles."""
         scratch, half = self._scratch, self._config.half
         scratch.zeros[self._number] = jnp.int32(0)
+        plgpu.commit_smem()
 
         def attend_work_tile(number, now, _, state):
             plgpu.barrier_wait(scratch.q_full)
@@ -81,31 +87,23 @@ class Consumer:
     def _attend_pair(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, pair, state: _State) -> _State:
         """Both tiles of a pair, the first consumer's first: whose memory is then free while the second one is done."""
         places = self._places()
-        if self._number == 0:
-            state = self._attend_own(work_tile, rows, is_masked, pair * CONSUMERS, places, state)
-            return self._attend_other(places, state)
-        state = self._attend_other(places, state)
-        return self._attend_own(work_tile, rows, is_masked, pair * CONSUMERS + 1, places, state)
+        tile = pair * CONSUMERS + self._number
+        if self._number == 1 and tiles.interpret_params() is None:
+            return self._attend_overlapped(work_tile, rows, is_masked, tile, places, state)
+        s = self._logits(work_tile, rows, tile, places, is_masked)
+        if self._number == 1:
+            state = self._attend_other(places, state)
+        state = self._attend_own(work_tile, is_masked, tile, places, s, state)
+        return self._attend_other(places, state) if self._number == 0 else state
 
-    def _attend_own(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, tile, places, state: _State) -> _State:
+    def _attend_own(self, work_tile: WorkTile, is_masked: bool, tile, places, s, state: _State) -> _State:
         """This consumer's tile: its probabilities, which the other one needs too, and this half of its values."""
         scratch, number = self._scratch, self._number
-        s = self._logits(work_tile, rows, tile, places, is_masked)
-        m_new = jnp.maximum(state.m_i, s.max(axis=1))
-        shift = _shift(m_new)
-        p, alpha = jnp.exp2(s - _spread(shift)), jnp.exp2(state.m_i - shift)
-        rounded = p.astype(self._config.dtype)
-        scratch.maxima[number] = m_new
-        scratch.pe.at[places[number]][...] = rounded
-        if is_masked:
-            self._clear_unowned(work_tile, tile)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.p_full.at[number])
-        l_i = state.l_i * alpha + p.sum(axis=1)
+        p, alpha, m_i, l_i = self._softmax(s, work_tile, is_masked, tile, places, state.m_i, state.l_i)
         values = scratch.own.at[places[number]]
-        acc = tiles.add_product(_scaled(state.acc, alpha), rounded, values, scratch.of_registers[number])
+        acc = tiles.add_product(_scaled(state.acc, alpha), p, values, scratch.of_registers[number])
         plgpu.barrier_arrive(scratch.own_empty.at[number])
-        return _State(acc, m_new, l_i)
+        return _State(acc, m_i, l_i)
 
     def _attend_other(self, places, state: _State) -> _State:
         """The other consumer's tile: this half of its values."""
@@ -118,23 +116,91 @@ class Consumer:
         plgpu.barrier_arrive(scratch.other_empty.at[peer])
         return _State(acc, m_new, state.l_i * alpha)
 
-    def _logits(self, work_tile: WorkTile, rows: _Rows, tile, places, is_masked: bool):
-        """Logits over ln 2 of this consumer's tile; -inf where a row does not see a key."""
+    def _attend_overlapped(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, tile, places, state) -> _State:
+        """Both tiles of a pair by the second consumer, on a GPU, where products run while other things are done: those
+        of its own keys during the first consumer's softmax, those of the first tile's values during its own."""
         scratch, number, peer = self._scratch, self._number, self._peer
-        own, other = places[number], places[peer]
+
+        def attend(acc_ref, s_ref, m_ref, l_ref):
+            self._start_products(s_ref, places)
+            plgpu.barrier_wait(scratch.p_full.at[peer])
+            m_first = _load(scratch.maxima.at[peer])
+            alpha = jnp.exp2(m_ref[...] - _shift(m_first))
+            acc_ref[...] = _scaled(plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), alpha)
+            plgpu.wgmma(acc_ref, scratch.pe.at[places[peer]], scratch.other.at[places[peer]])
+            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # all but the last product
+            s = self._as_logits(s, work_tile, rows, tile, is_masked)
+            l_first = l_ref[...] * alpha
+            p, alpha, m_ref[...], l_ref[...] = self._softmax(s, work_tile, is_masked, tile, places, m_first, l_first)
+            acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+            plgpu.barrier_arrive(scratch.other_empty.at[peer])
+            acc_ref[...] = _scaled(acc, alpha)
+            plgpu.wgmma(acc_ref, p, scratch.own.at[places[number]])
+
+        nothing = plgpu.layout_cast(jnp.zeros(_SHAPE, jnp.float32), plgpu.Layout.WGMMA)
+        accumulator: Any = plgpu.WGMMAAccumulatorRef.init
+        starts = (accumulator(state.acc), accumulator(nothing), state.m_i, state.l_i)
+        acc, _, m_i, l_i = pl.run_state(lambda refs: attend(*refs))(starts)
+        plgpu.barrier_arrive(scratch.own_empty.at[number])
+        return _State(acc, m_i, l_i)
+
+    def _softmax(self, s, work_tile: WorkTile, is_masked: bool, tile, places, m_i, l_i):
+        """Probabilities of this consumer's tile, handed to the other one with the new maximum.
+
+        Returns:
+            Them, the factor of what was summed before, the new maximum, and the new sum.
+        """
+        scratch, number, unit = self._scratch, self._number, self._unit
+        m_new = jnp.maximum(m_i, s.max(axis=1) * unit)
+        shift = _shift(m_new)
+        p, alpha = jnp.exp2(s * unit - _spread(shift)), jnp.exp2(m_i - shift)
+        rounded = p.astype(self._config.dtype)
+        plgpu.commit_smem()  # products with the keys have ended in all warps: `pe` and rows are written over
+        scratch.maxima[number] = m_new
+        scratch.pe.at[places[number]][...] = rounded
+        if is_masked:
+            self._clear_unowned(work_tile, tile)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.p_full.at[number])
+        return rounded, alpha, m_new, l_i * alpha + p.sum(axis=1)
+
+    @property
+    def _is_scaled_late(self) -> bool:
+        """Whether products are scaled in the exponent: where nothing else is done to them, and the largest stays so."""
+        spec = self._config.spec
+        return self._operands.logit_factor is None and spec.logits_soft_cap is None and spec.scale > 0
+
+    @property
+    def _unit(self) -> float:
+        """What `_logits` are multiplied by in the exponent, which takes no instruction of its own."""
+        return self._config.spec.scale * LOG2E if self._is_scaled_late else 1.0
+
+    def _logits(self, work_tile: WorkTile, rows: _Rows, tile, places, is_masked: bool):
+        """Logits over ln 2 and over `_unit` of this consumer's tile; -inf where a row does not see a key."""
 
         def products(ref):
-            plgpu.barrier_wait(scratch.own_full.at[number])
-            plgpu.wgmma(ref, scratch.q.at[own], scratch.own.at[own].transpose((1, 0)))
-            plgpu.barrier_wait(scratch.other_full.at[number])
-            plgpu.wgmma(ref, scratch.q.at[other], scratch.other.at[own].transpose((1, 0)))
-            plgpu.wgmma(ref, scratch.q_pe, scratch.pe.at[own].transpose((1, 0)))
+            self._start_products(ref, places)
             return ref[...]
 
         s = pl.run_scoped(products, tiles.accumulator(*_SHAPE))
+        return self._as_logits(s, work_tile, rows, tile, is_masked)
+
+    def _start_products(self, ref, places) -> None:
+        """Starts the products of queries and keys of this consumer's tile."""
+        scratch, number, peer = self._scratch, self._number, self._peer
+        own, other = places[number], places[peer]
+        plgpu.barrier_wait(scratch.own_full.at[number])
+        plgpu.wgmma(ref, scratch.q.at[own], scratch.own.at[own].transpose((1, 0)))
+        plgpu.barrier_wait(scratch.other_full.at[number])
+        plgpu.wgmma(ref, scratch.q.at[other], scratch.other.at[own].transpose((1, 0)))
+        plgpu.wgmma(ref, scratch.q_pe, scratch.pe.at[own].transpose((1, 0)))
+
+    def _as_logits(self, s, work_tile: WorkTile, rows: _Rows, tile, is_masked: bool):
+        """What `_logits` gives, of products that have ended."""
         is_last = lax.div(tile, CONSUMERS) + 1 == work_tile.end
-        pl.when(is_last)(lambda: plgpu.barrier_arrive(scratch.q_empty))  # the next ones come during what is left
-        s = base2_logits(s, self._config.spec, factor=rows.factor)
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(self._scratch.q_empty))  # the next ones come during what is left
+        if not self._is_scaled_late:
+            s = base2_logits(s, self._config.spec, factor=rows.factor)
         return jnp.where(self._visible(work_tile, rows, tile), s, -jnp.inf) if is_masked else s
 
     def _visible(self, work_tile: WorkTile, rows: _Rows, tile):

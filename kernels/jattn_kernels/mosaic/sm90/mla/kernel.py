@@ -48,6 +48,7 @@ def attend(config: LatentConfig, operands: Operands, schedule: DecodeSchedule) -
         grid_names=("worker", "rows"),
         num_threads=CONSUMERS + 1,
         reduction_bytes=0,  # rows lie within warps, and all memory is needed
+        auto_barriers=False,  # a consumer's few are by name
         kernel_name="mla_decode",
     )
     return SplitResults(*run(*leaves))
