@@ -7,7 +7,7 @@ import ctypes
 import dataclasses
 import functools
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +39,17 @@ class Mailbox:
         loopback: The same with each device in the others' place: for the first run of a step, in which kernels are
             loaded and graphs made, before a device waits for another.
         turn: Held while a step is enqueued: all devices must run the steps of a process's engines in one order. And
-            while inboxes are filled without an exchange, until that is done.
+            while inboxes are filled without an exchange, until that is done. One of all mailboxes, which may have
+            devices in common.
+        emptied: How often it has been.
     """
 
     inbox: Inbox
     words: jax.Array
     table: jax.Array
     loopback: jax.Array
-    turn: threading.RLock = dataclasses.field(default_factory=threading.RLock, compare=False, repr=False)
+    emptied: int = 0
+    turn: ClassVar[threading.RLock] = threading.RLock()
 
     def looped(self, leaf: Any) -> Any:
         """A model's leaf; the loopback table in the place of the table."""
@@ -54,8 +57,9 @@ class Mailbox:
 
     def waited_in_vain(self) -> list[int]:
         """The numbers of devices that gave up waiting for another."""
-        shards = sorted(self.words.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return [rank for rank, shard in enumerate(shards) if np.asarray(_failed(shard.data))]
+        with self.turn:  # else its memory may be handed on meanwhile, to be emptied
+            shards = sorted(self.words.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+            return [rank for rank, shard in enumerate(shards) if np.asarray(_failed(shard.data))]
 
     def check(self) -> None:
         """Raises if a device has given up.
@@ -80,13 +84,19 @@ class Mailbox:
         emptied = jax.jit(fill, donate_argnums=0, keep_unused=True, out_shardings=sharding)
         with self.turn:  # a device runs it behind its steps, of whichever engine
             self.words = jax.block_until_ready(emptied(self.words))
+            self.emptied += 1
         if _addresses(self.words) != before:
             raise RuntimeError("The devices' inboxes are elsewhere than steps were told: start the process again.")
 
 
-@functools.cache
 def mailbox_of(parallel: Parallel) -> Mailbox | None:
     """The mailbox of devices, made once in a process; None where they exchange by XLA's collectives."""
+    with Mailbox.turn:
+        return _made(parallel)
+
+
+@functools.cache
+def _made(parallel: Parallel) -> Mailbox | None:
     if sentence := refuses(parallel):
         if parallel.axis is not None and jax.default_backend() == "gpu":
             logger.warning("Sums of devices go through XLA's collectives, which end a step's CUDA graph. %s", sentence)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels.call import MatmulCall, modes_of
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
-from jattn_kernels.norm import packed_norm, summed_and_normed
+from jattn_kernels.norm import check_additions, packed_norm, summed_and_normed
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
@@ -96,8 +96,9 @@ def matmul_splits_of_sum(
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
-    if not x.additions:
-        raise ValueError("`x` must have some `additions`. Got none: use `matmul_splits`.")
+    if not isinstance(x, Unnormed) or not x.additions:
+        got = "none" if isinstance(x, Unnormed) else type(x).__name__
+        raise ValueError(f"`x` must be Unnormed, with some `additions`. Got {got}: use `matmul_splits`.")
     product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)
     assert rows is not None
     return product, *rows
@@ -116,6 +117,7 @@ def _in_splits(
     if addition is not None and serves(dataclasses.replace(call, biased=True), implementation):
         call, operands = dataclasses.replace(call, biased=True), dataclasses.replace(operands, bias=addition)
     if isinstance(x, Unnormed):
+        check_additions(x)
         adds = all(isinstance(addition, Splits) for addition in x.additions)
         norm_call, norm = packed_norm(rows, x.scale, x.eps, x.offset, x.layer_index, x.additions if adds else ())
         call, operands = dataclasses.replace(call, norm=norm_call), dataclasses.replace(operands, norm=norm)

@@ -68,12 +68,6 @@ def add_rms_norm(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: There is no kernel for this size, dtype or device.
     """
-    check_are_arrays(x=x, addition=addition)
-    if x.ndim != 2 or addition.shape != x.shape or addition.dtype != x.dtype:
-        raise ValueError(
-            "`x` and `addition` must be [T, D] of one dtype. "
-            f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
-        )
     given = Unnormed(rows=x, additions=(addition,), scale=scale, layer_index=layer_index, eps=eps, offset=offset)
     return summed_and_normed(given, rounded=rounded, implementation=implementation)
 
@@ -86,6 +80,7 @@ def summed_and_normed(
     Args:
         rounded: As of `add_rms_norm`.
     """
+    check_additions(x)
     options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
     if x.additions and all(isinstance(addition, Splits) for addition in x.additions):
         call, operands = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
@@ -95,6 +90,21 @@ def summed_and_normed(
             return choose(call, implementation).implementation.run(call, operands)
     total = functools.reduce(lambda rows, addition: rows + added(addition), x.additions, x.rows)
     return total, rms_norm(total, x.scale, eps=x.eps, offset=x.offset, **options)
+
+
+def check_additions(x: Unnormed) -> None:
+    """Raises if what is added to rows is not as they are.
+
+    Raises:
+        ValueError: A shape or dtype is wrong.
+    """
+    for addition in x.additions:
+        check_are_arrays(x=x.rows, addition=addition)
+        if x.ndim != 2 or addition.shape != x.shape or addition.dtype != x.dtype:
+            raise ValueError(
+                "`x` and `addition` must be [T, D] of one dtype. "
+                f"Got x.shape={x.shape} of {x.dtype}, addition.shape={addition.shape} of {addition.dtype}."
+            )
 
 
 def taken(x: Float[Array, "..."] | Unnormed | Ungated, *, implementation: str | None = None) -> Float[Array, "..."]:

@@ -30,7 +30,7 @@ class Ungated:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of what the activation makes of them."""
-        return (self.rows.shape[0], self.rows.shape[1] // 2)
+        return (*self.rows.shape[:-1], self.rows.shape[-1] // 2)
 
     @property
     def ndim(self) -> int:

@@ -275,8 +275,9 @@ def test_steps_run_twice_on_an_empty_batch_before_devices_wait_for_each_other(ll
     assert texts(engine, PROMPTS, GREEDY) + texts(engine, PROMPTS, DRAWN) == on_one
 
 
-def test_a_device_that_waited_in_vain_starts_the_engine_over(llama, on_one, fake_mailbox, monkeypatch):
-    """What it computed since is NaN; the mailbox is emptied before anything runs again."""
+@pytest.mark.parametrize("by_another", [False, True])
+def test_a_device_that_waited_in_vain_starts_the_engine_over(llama, on_one, fake_mailbox, monkeypatch, by_another):
+    """What it computed since is NaN; the mailbox is emptied before anything runs again, if not by another engine."""
     engine = engine_of(llama, 2)
     request = engine.make_request(PROMPTS[2], GREEDY)
     engine.add(request)
@@ -292,7 +293,11 @@ def test_a_device_that_waited_in_vain_starts_the_engine_over(llama, on_one, fake
     monkeypatch.setattr(fake_mailbox, "empty", mended)
     engine.executor.weights, before = broken, fake_mailbox.words
     fake_mailbox.words = before.at[FAILED].set(1)
-    with pytest.raises(RuntimeError, match="Device 0 of 2 that share the model waited some seconds for another one"):
+    sentence = "Device 0 of 2 that share the model waited some seconds for another one"
+    if by_another:
+        empty()
+        sentence = "another engine on them has begun anew since"
+    with pytest.raises(RuntimeError, match=sentence):
         run(engine)
     run(engine)
     assert fake_mailbox.waited_in_vain() == []

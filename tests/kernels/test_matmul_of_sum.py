@@ -1,13 +1,14 @@
 """Products of rows that are added up and normed first."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import Splits, Unnormed, added, matmul_splits, matmul_splits_of_sum, rms_norm
+from jattn_kernels import Splits, Unnormed, added, matmul_splits, matmul_splits_of_sum, rms_norm, summed_and_normed
 from jattn_kernels.call import Device
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
@@ -67,8 +68,23 @@ def check_product_of_sum(rows, depth, columns, dtype, implementation):
 
 def test_what_adds_nothing_up_is_no_sum():
     x, kernel = operands(1, 64, 64)
-    with pytest.raises(ValueError, match="`x` must have some `additions`"):
+    with pytest.raises(ValueError, match=r"with some `additions`\. Got none"):
         matmul_splits_of_sum(unnormed(x), kernel[1])
+    given: Any = x
+    with pytest.raises(ValueError, match=r"with some `additions`\. Got ArrayImpl"):
+        matmul_splits_of_sum(given, kernel[1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype"), [(3, 1024, "bfloat16"), (1, 1, "bfloat16"), (1, 1024, "float32")]
+)
+def test_what_is_added_is_like_the_rows(hopper, rows, columns, dtype):
+    x, kernel = operands(1, 1024, 64)
+    addition = Splits(parts=jnp.zeros((2, rows, columns)), num_rows=rows, dtype=jnp.dtype(dtype))
+    given = dataclasses.replace(unnormed(x), additions=(addition,))
+    for function in (lambda: matmul_splits_of_sum(given, kernel[1]), lambda: summed_and_normed(given)):
+        with pytest.raises(ValueError, match=rf"of one dtype\. .* addition\.shape=\({rows}, {columns}\) of {dtype}\."):
+            function()
 
 
 @pytest.mark.parametrize("columns", [128, 5120])

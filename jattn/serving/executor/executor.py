@@ -106,6 +106,7 @@ class Executor:
         self._merging = threading.Lock()
         self._mailbox = mailbox_of(config.parallel)
         self._turn = contextlib.nullcontext() if self._mailbox is None else self._mailbox.turn
+        self._emptied = 0 if self._mailbox is None else self._mailbox.emptied
         self._first_runs = None if self._mailbox is None else FirstRuns(self._mailbox)
         self._expect_first_runs(plans)
         self.compiled_steps, later = _compiled(plans, config, have, processes, in_background)
@@ -176,7 +177,7 @@ class Executor:
         """The launches under way, oldest first, but for the `keep` newest: each once it has run.
 
         Raises:
-            RuntimeError: A device waited in vain for another one.
+            RuntimeError: A device waited in vain for another one, in this engine's launches or in another's.
         """
         while len(self.in_flight) > keep:
             start = time.perf_counter()
@@ -184,6 +185,11 @@ class Executor:
             self.stats.waited_seconds += time.perf_counter() - start
             if self._mailbox is not None and NO_TOKEN in launch.output.tokens:
                 self._mailbox.check()
+                if self._mailbox.emptied != self._emptied:
+                    raise RuntimeError(
+                        "A device waited in vain for another one, and another engine on them has begun anew since: "
+                        "what this engine's launches computed meanwhile is NaN."
+                    )
             self.in_flight.popleft()
             yield launch
 
@@ -195,6 +201,7 @@ class Executor:
         self.pool = self.state = None  # their memory is needed for the new ones
         if self._mailbox is not None:
             self._mailbox.empty()  # devices may have got out of step
+            self._emptied = self._mailbox.emptied
         self.pool, self.state = self._make_pool(), self._make_state()
         self._on_device = self._nothing_sent()  # what was sent may be what failed
 

@@ -195,6 +195,8 @@ class Steps:
     ) -> tuple[StepOutput, LoopState, KVPool]:
         """One more token for each row; finished and padded rows write nowhere. State and pool are donated.
 
+        On a GPU layers run in turn without a loop: as a turn of a loop it would keep copies of their weights.
+
         Args:
             plan: The rows and their last pages, as `LoopState.with_pages` takes them.
         """

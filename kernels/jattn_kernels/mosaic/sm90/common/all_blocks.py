@@ -1,5 +1,6 @@
 """A count in global memory by which all blocks of a grid wait for what others have stored; Pallas' own is cleared by a
-kernel before each launch. All blocks must run at a time: a grid of no more than there are SMs."""
+kernel before each launch. All blocks must run at a time: a grid of no more than there are SMs, of which no other
+process may hold some for good, as two that wait like this could under MPS."""
 
 from typing import Any
 

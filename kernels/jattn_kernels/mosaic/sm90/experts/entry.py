@@ -66,7 +66,8 @@ def _of_one_token(call: ExpertsCall, operands: ExpertsOperands) -> Splits:
         down=operands.down,
         layer=operands.layer_index.reshape(1),
     )
-    parts = one_token.one_token(call, given, _parts(operands.logits, route_few.token_rows(1)))
+    rows = route_few.token_rows(1)
+    parts = one_token.one_token(call, given, _parts(operands.logits, rows)[:, :rows])
     return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
 
 

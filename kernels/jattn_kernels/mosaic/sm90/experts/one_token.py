@@ -84,7 +84,7 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
         return False
     if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
         return False
-    if call.per_token > TILED_ROWS:
+    if call.per_token > TILED_ROWS or call.device.num_sms is None:  # blocks wait for each other: all must run
         return False
     depths = call.hidden_size, call.units
     return chooses(routing, is_biased=is_biased) and max(depths) <= _MOST_DEPTH and not any(d % _DEPTH for d in depths)
