@@ -57,13 +57,15 @@ def _ragged(*, heads: tuple[int, int] = (32, 8), d: int = 128, v_d: int | None =
     return jattn_kernels.ragged_extend(q, k, v, _array((9,)), _array((9,)), spec=spec, implementation="triton")
 
 
-def _latent(operation: str, *, heads: int, tokens: int = 1, kv_dtype: str = "bfloat16", page_size: int = 64) -> Any:
+def _latent(
+    operation: str, *, heads: int, tokens: int = 1, kv_dtype: str = "bfloat16", page_size: int = 64, seqs: int = 8
+) -> Any:
     spec = AttentionSpec(num_q_heads=heads, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=192**-0.5)
-    leading = (8, tokens) if operation.endswith("decode") else (2048,)
+    leading = (seqs, tokens) if operation.endswith("decode") else (2048,)
     q, q_pe = _array((*leading, heads, 512), "bfloat16"), _array((*leading, heads, 64), "bfloat16")
-    args = [q, q_pe, _array((64, page_size, 576), kv_dtype), _array((8, 8)), _array((8,))]
+    args = [q, q_pe, _array((64, page_size, 576), kv_dtype), _array((seqs, 8)), _array((seqs,))]
     if operation.endswith("extend"):
-        args.append(_array((9,)))
+        args.append(_array((seqs + 1,)))
     return getattr(jattn_kernels, operation)(*args, spec=spec, implementation="triton")
 
 
@@ -170,6 +172,9 @@ MAIN: dict[str, Call] = {
     "ragged_192_128": functools.partial(_ragged, heads=(16, 16), d=192, v_d=128),
     "mla_decode_16": functools.partial(_latent, "mla_decode", heads=16),
     "mla_decode_128": functools.partial(_latent, "mla_decode", heads=128),
+    "mla_decode_16_of_many": functools.partial(_latent, "mla_decode", heads=16, seqs=64),
+    "mla_decode_32_of_many": functools.partial(_latent, "mla_decode", heads=32, seqs=64),
+    "mla_decode_128_of_many": functools.partial(_latent, "mla_decode", heads=128, seqs=64),
     "mla_decode_128_2_tokens": functools.partial(_latent, "mla_decode", heads=128, tokens=2),
     "mla_decode_fp8": functools.partial(_latent, "mla_decode", heads=16, kv_dtype=_FP8),
     "mla_extend_16": functools.partial(_latent, "mla_extend", heads=16),

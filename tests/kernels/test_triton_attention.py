@@ -78,6 +78,25 @@ def test_tiles_as_the_rule_has_them_agree_with_the_oracle(case):
     assert_close(case, inputs, *attended(case, inputs))
 
 
+@pytest.mark.parametrize(
+    "case",
+    by_name("mla_decode_fp8_layers", "mla_decode_verify_window", "mla_extend_soft_cap_kv_start"),
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("way", ["shares_keys", "asks_early", "whole_tiles"])
+def test_latents_the_ways_of_large_batches_on_hopper_agree_with_the_oracle(small_tiles, monkeypatch, case, way):
+    choose = entry.choose_tiles
+
+    def chosen(call):
+        sizes = choose(call)
+        return sizes if way == "shares_keys" else dataclasses.replace(sizes, **{"whole_tiles": True, way: True})
+
+    monkeypatch.setattr(entry, "choose_tiles", chosen)
+    monkeypatch.setattr(entry, "shares_keys", lambda call, sizes: way == "shares_keys")
+    inputs = build(case)
+    assert_close(case, inputs, *attended(case, inputs))
+
+
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
 
 
@@ -141,3 +160,17 @@ def test_extend_does_not_depend_on_the_sequences_before_it(small_tiles):
         alone = run(q[7:27], k, v, table[1:], jnp.array([25], jnp.int32), jnp.array([0, 20], jnp.int32))
     for one, other in zip(both, alone, strict=True):
         np.testing.assert_array_equal(one[7:], other)
+
+
+def test_schedule_of_other_tiles_than_float32_queries_need_is_made_anew():
+    q, k, v, table, lens = decode_arguments([30, 25], tokens=20, dtype=jnp.float32)
+    k, v = (pages.astype(jnp.float8_e4m3fn) for pages in (k, v))
+    q, offsets = q.reshape(-1, 4, 16)[:27], jnp.array([0, 7, 27], jnp.int32)
+    facts = {"spec": SPEC, "implementation": "triton"}
+    with interpreted():
+        about = {"num_tokens": 27, "dtype": jnp.float32, "kv_dtype": k.dtype, "page_size": 8, **facts}
+        schedule = make_schedule(lens, offsets, **about)
+        with_it = paged_extend(q, k, v, table, lens, offsets, schedule=schedule, return_lse=True, **facts)
+        without = paged_extend(q, k, v, table, lens, offsets, return_lse=True, **facts)
+    for one, other in zip(with_it, without, strict=True):
+        np.testing.assert_array_equal(one, other)

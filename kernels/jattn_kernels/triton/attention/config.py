@@ -112,6 +112,8 @@ class AttendConfig:
         rotates, shrink: Whether keys are rotated, and what they are divided by then.
         whole_tiles: Whether tiles that all rows see have a loop of their own.
         split_rows: Rows of a KV head in a split's partial result.
+        shares_keys: Whether the keys of a tile are shared out among warpgroups, which have its rows all.
+        asks_early: Whether the next tile is asked for before this one's values are multiplied.
     """
 
     num_q_heads: int
@@ -148,6 +150,8 @@ class AttendConfig:
     shrink: float
     whole_tiles: bool
     split_rows: int
+    shares_keys: bool
+    asks_early: bool
 
     @property
     def group(self) -> int:
@@ -184,10 +188,21 @@ class AttendConfig:
         return (self.k.page, self.k.token) != (self.v.page, self.v.token)
 
     @property
+    def has_whole_pages(self) -> bool:
+        """Whether a tile's keys are those of whole pages, whose rows follow one another as their numbers do."""
+        are_in_row = all(x.page == self.page_size * x.token for x in (self.k, self.v))
+        return self.page_size > 1 and self.block_n % self.page_size == 0 and are_in_row
+
+    @property
     def late_scale(self) -> float:
         """By what logits are multiplied only when their maximum is known; 1 where they are whole before."""
         is_plain = not (self.has_factor or self.has_slopes or self.soft_cap > 0)
         return self.scale * math.log2(math.e) if is_plain and self.scale > 0 else 1.0
+
+    @property
+    def edge_stages(self) -> int:
+        """Of the loop over tiles that some row does not see, too few beside whole ones for a deep pipeline."""
+        return min(2, self.stages) if self.whole_tiles else self.stages
 
     @property
     def precision(self) -> str:

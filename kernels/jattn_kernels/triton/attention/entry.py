@@ -25,7 +25,13 @@ from jattn_kernels.triton.attention.config import (
 )
 from jattn_kernels.triton.attention.kernel import attend
 from jattn_kernels.triton.attention.merge_splits import MergeConfig, merge_splits
-from jattn_kernels.triton.attention.tile_sizes import AttendTiles, choose_tiles, row_numbers, uses_warpgroups
+from jattn_kernels.triton.attention.tile_sizes import (
+    AttendTiles,
+    choose_tiles,
+    row_numbers,
+    shares_keys,
+    uses_warpgroups,
+)
 from jattn_kernels.triton.attention.work import Work, decode_work, extend_work
 from jattn_kernels.triton.launch import launch
 
@@ -56,12 +62,13 @@ def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
     if seq_lens is None:
         seq_lens = jnp.diff(operands.cu_kv_lens)
     work = options.schedule
-    if work is None or depends_on_places(spec, options) or options.custom_mask is not None:
+    of_schedule = choose_tiles(call.for_schedule())
+    if work is None or sizes != of_schedule or depends_on_places(spec, options) or options.custom_mask is not None:
         max_keys = None if table is None or call.page_size is None else table.shape[1] * call.page_size
         work = _work(call, options, sizes, seq_lens, cu_q_lens, max_keys)
     q0, q1 = _queries(call, operands, work)
     config = _config(call, operands, sizes, q0, q1)
-    if table is not None and not call.operation.endswith("decode"):
+    if table is not None and not call.operation.endswith("decode") and not (config.v_is_k and config.has_whole_pages):
         config, table = by_slot(config, table)
     mask_row = None
     if options.custom_mask is not None:
@@ -230,8 +237,10 @@ def _config(
         native_fp8=tuple(call.device.compute_capability or ()) >= _NATIVE_FP8,
         rotates=spec.rope_theta is not None,
         shrink=shrink,
-        whole_tiles=not call.operation.endswith("decode") and options.custom_mask is None,
+        whole_tiles=sizes.whole_tiles and options.custom_mask is None,
         split_rows=call.num_tokens * spec.group_size,
+        shares_keys=shares_keys(call, sizes),
+        asks_early=sizes.asks_early,
     )
 
 

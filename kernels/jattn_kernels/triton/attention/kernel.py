@@ -120,7 +120,7 @@ def attend(
     # What some row does not see lies on both sides of that.
     before = (whole_begin - begin) // C.block_n
     after = tl.cdiv(last - whole_end, C.block_n)
-    for i in tl.range(0, before + after, num_stages=C.stages):
+    for i in tl.range(0, before + after, num_stages=C.edge_stages):
         start = tl.where(i < before, begin + i * C.block_n, whole_end + (i - before) * C.block_n)
         m_i, l_i, acc0, acc1 = _attend_keys(
             start, last, q0, q1, m_i, l_i, acc0, acc1, k_head, v_head, table, first, end, position, mask_ptr, mask_row,
@@ -173,7 +173,7 @@ def _attend_keys(
     """The running result with a tile of keys taken in."""
     key = start + tl.arange(0, C.block_n)
     is_key = key < last
-    k_row = key_rows(key, is_key, table, False, C)
+    k_row = key_rows(start, last, table, False, C)
     k0 = load_part(k_head, k_row, is_key, 0, MASKED, C)
     k1 = k0
     if C.keys.second > 0:
@@ -181,9 +181,43 @@ def _attend_keys(
     if C.rotates:
         k0, k1 = rotate_halves(k0, k1, key, turn_ptr, C)
     k0 = k0.to(C.dtype)
-    products = tl.dot(q0, k0.trans(), input_precision=C.precision)
-    if C.keys.second > 0:
-        products = tl.dot(q1, k1.to(C.dtype).trans(), products, input_precision=C.precision)
+    if C.shares_keys:
+        # Of a product whose result goes into another, Triton gives the warps rows alone: with 64 of them two warpgroups
+        # would do the same. It does not look past an `if`, whose branches LLVM then sees to be one.
+        if start < last:
+            part0 = tl.dot(q0, k0.trans(), input_precision=C.precision)
+            part1 = tl.dot(q1, k1.to(C.dtype).trans(), input_precision=C.precision)
+        else:
+            part0 = tl.dot(q0, k0.trans(), input_precision=C.precision)
+            part1 = tl.dot(q1, k1.to(C.dtype).trans(), input_precision=C.precision)
+        products = part0 + part1
+    else:
+        products = tl.dot(q0, k0.trans(), input_precision=C.precision)
+        if C.keys.second > 0:
+            products = tl.dot(q1, k1.to(C.dtype).trans(), products, input_precision=C.precision)
+    if C.asks_early:
+        # Triton puts an `if` that nothing else waits for at the end of a pass, after the loads for the next one.
+        if start < last:
+            m_i, l_i, acc0, acc1 = _take_in(
+                products, start, last, k0, k_row, m_i, l_i, acc0, acc1, v_head, table, first, end, position, mask_ptr,
+                mask_row, slope, factor, C, MASKED,
+            )  # fmt: skip
+        return m_i, l_i, acc0, acc1
+    return _take_in(
+        products, start, last, k0, k_row, m_i, l_i, acc0, acc1, v_head, table, first, end, position, mask_ptr, mask_row,
+        slope, factor, C, MASKED,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _take_in(
+    products, start, last, k0, k_row, m_i, l_i, acc0, acc1, v_head, table, first, end, position, mask_ptr, mask_row,
+    slope, factor, C: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The running result with a tile's products and values taken in."""
+    key = start + tl.arange(0, C.block_n)
+    is_key = key < last
     logits = logits_of(products, factor, key, position, slope, C)
     if MASKED:
         seen = seen_keys(key, first, end, mask_ptr, mask_row, C)
@@ -205,7 +239,7 @@ def _attend_keys(
     else:
         v_row = k_row
         if C.v_rows_apart:
-            v_row = key_rows(key, is_key, table, True, C)
+            v_row = key_rows(start, last, table, True, C)
         if C.v_pairs:
             v0, v1 = load_pairs(v_head, v_row, is_key, MASKED, C)
         else:

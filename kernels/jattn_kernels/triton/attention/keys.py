@@ -12,19 +12,33 @@ ANGLE = tl.constexpr(6.283185307179586 / 2**32)
 
 @triton.jit
 @no_type_check
-def key_rows(key, is_key, table, OF_VALUES: tl.constexpr, C: tl.constexpr):
-    """Where the rows of some keys or of their values begin, in numbers from the layer's and the head's first.
+def key_rows(start, last, table, OF_VALUES: tl.constexpr, C: tl.constexpr):
+    """Where the rows of a tile's keys or of their values begin, in numbers from the layer's and the head's first.
 
     Args:
+        start: The first key, a multiple of `C.block_n`.
+        last: The key past the last one that is read.
         table: The sequence's row of the page table; of ragged keys where its first row stands.
     """
     PAGE: tl.constexpr = C.v.page if OF_VALUES else C.k.page
     TOKEN: tl.constexpr = C.v.token if OF_VALUES else C.k.token
+    key = start + tl.arange(0, C.block_n)
     if C.page_size == 0:
         row = (tl.load(table) + key).to(tl.int64) * TOKEN
+    elif C.has_whole_pages:
+        # A thread loads a page's number once, and not for each of its keys.
+        first = start + tl.arange(0, C.block_n // C.page_size) * C.page_size
+        page = tl.load(table + first.to(tl.uint32) // C.page_size, mask=first < last, other=0)
+        slot = page[:, None] * C.page_size + tl.arange(0, C.page_size)[None]
+        row = tl.reshape(slot, [C.block_n]).to(tl.int64) * TOKEN
     else:
-        page = tl.load(table + key // C.page_size, mask=is_key, other=0).to(tl.int64)
-        row = page * PAGE + (key % C.page_size) * TOKEN
+        place = key.to(tl.uint32)  # whose division by a power of two is a shift
+        page = tl.load(table + place // C.page_size, mask=key < last, other=0)
+        within = (place % C.page_size).to(tl.int32)
+        if C.page_size * TOKEN == PAGE:
+            row = (page * C.page_size + within).to(tl.int64) * TOKEN
+        else:
+            row = page.to(tl.int64) * PAGE + within * TOKEN
     return row
 
 

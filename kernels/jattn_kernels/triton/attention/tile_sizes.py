@@ -20,6 +20,8 @@ _MOST_AHEAD = 3
 _MOST_AHEAD_OF_FEW = 4  # tiles, where they are small
 _AHEAD_BYTES = 128 * 1024  # that keep an SM's share of the memory busy
 _INVARIANT_KEYS = 512  # of a split, where it must not depend on the batch
+_LONG_TILE = 64  # keys
+_SMS_OF_FEW = 8  # for a sequence of latents, where those are few
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class AttendTiles:
         workers: Into how many shares decode cuts the keys.
         at_once: How many of them are worked on at the same time.
         tiles_per_split: Tiles of keys after which sequences are cut, where that must not depend on the batch.
+        whole_tiles: Whether tiles that all rows see are worth a loop of their own.
+        asks_early: Whether the next tile is asked for before this one's values are multiplied.
     """
 
     block_m: int
@@ -47,6 +51,8 @@ class AttendTiles:
     workers: int
     at_once: int
     tiles_per_split: int | None
+    whole_tiles: bool
+    asks_early: bool
 
 
 class Shape(NamedTuple):
@@ -101,18 +107,21 @@ def choose_tiles(call: AttentionCall) -> AttendTiles:
     assert call.num_tokens is not None
     block_tokens = call.num_tokens if decode else max(block_m // spec.group_size, 1)
     row_blocks = -(-block_tokens * spec.group_size // block_m)
-    needed = _bytes(call, Arrangement(block_m, block_n, ahead, warps))
-    places = num_sms(device) * max(min(_shared_memory(device) // needed, 3), 1)
+    needed, most = _bytes(call, Arrangement(block_m, block_n, ahead, warps)), 8 // warps if _is_latent(call) else 3
+    places = num_sms(device) * max(min(_shared_memory(device) // needed, most), 1)
+    early = _asks_early(call, block_n)
     return AttendTiles(
         block_m=block_m,
         block_n=block_n,
-        stages=ahead + (1 if call.page_size is None else 2),
+        stages=ahead + (0 if early else 1 if call.page_size is None else 2),
         warps=warps,
         block_tokens=block_tokens,
         row_blocks=row_blocks,
         workers=max(places * _waves(call) // (spec.num_kv_heads * row_blocks), 1),
         at_once=max(places // (spec.num_kv_heads * row_blocks), 1),
         tiles_per_split=max(_INVARIANT_KEYS // block_n, 1) if decode and spec.batch_invariant else None,
+        whole_tiles=not decode or (_is_latent(call) and not _is_few(call)),
+        asks_early=early,
     )
 
 
@@ -142,7 +151,7 @@ def by_rule(call: AttentionCall) -> Arrangement:
 def _decode_rule(call: AttentionCall) -> Arrangement:
     """Of few rows, where the memory is what is waited for."""
     spec, latent, shared = call.spec, _is_latent(call), _shared_memory(call.device)
-    columns, wide, hopper, tight = _columns(call), _itemsize(call) == 4, _is_hopper(call), shared < _ROOMY
+    columns, wide, hopper, tight = _columns(call), _is_wide(call), _is_hopper(call), shared < _ROOMY
     assert call.num_tokens is not None
     rows = triton.next_power_of_2(call.num_tokens * spec.group_size)
     block_m = min(max(rows, LEAST_BLOCK), _DECODE_ROWS // 2 if latent and not hopper else _DECODE_ROWS)
@@ -150,7 +159,8 @@ def _decode_rule(call: AttentionCall) -> Arrangement:
     if latent and tight:
         return _deepest(call, block_m, 16, warps, most=_MOST_AHEAD, room=shared)
     if latent:
-        return _deepest(call, block_m, 64 if hopper and block_m > LEAST_BLOCK else 32, warps, most=2, room=shared)
+        is_deep = hopper and (block_m > LEAST_BLOCK or (_itemsize(call) == 2 and not wide and not _is_few(call)))
+        return _deepest(call, block_m, 64 if is_deep else 32, warps, most=2, room=shared)
     if tight or wide or spec.rope_theta is not None:
         block_n = 32 if wide or tight or columns > 256 or spec.rope_theta is not None else 64
         return _deepest(call, block_m, block_n, warps, most=_MOST_AHEAD, room=shared if tight else shared // 2)
@@ -165,7 +175,7 @@ def _decode_rule(call: AttentionCall) -> Arrangement:
 
 def _extend_rule(call: AttentionCall) -> Arrangement:
     """Of many rows, where the products are."""
-    latent, columns, wide, hopper = _is_latent(call), _columns(call), _itemsize(call) == 4, _is_hopper(call)
+    latent, columns, wide, hopper = _is_latent(call), _columns(call), _is_wide(call), _is_hopper(call)
     block_m = 32 if latent and not hopper else 64 if latent or wide or columns > 256 else 128
     block_n, most = 64 if hopper and not wide and columns <= 256 else 32, 2
     warps = 4 if block_m * parts_of(call.spec.value_dim).blocks[0] <= _ROWS_OF_FOUR_WARPS else 8
@@ -176,7 +186,9 @@ def _extend_rule(call: AttentionCall) -> Arrangement:
         block_m, warps = 32, 4
     elif "custom_mask" in call.features and hopper:
         block_n = 32
-    elif hopper and not latent and call.spec.rope_theta is None:
+    elif latent and hopper:
+        block_n = 64 if _itemsize(call) == 2 else 32
+    elif hopper and call.spec.rope_theta is None:
         if columns <= 128:
             block_n, warps, most = 128, 4, 3
         elif columns <= 256 and _itemsize(call) == 1:
@@ -210,6 +222,12 @@ def _is_many(call: AttentionCall) -> bool:
     return call.spec.batch_invariant or call.num_seqs * call.spec.num_kv_heads >= num_sms(call.device)
 
 
+def _is_few(call: AttentionCall) -> bool:
+    """Whether a program has few tiles of latents, so that it is done before a second loop is worth its beginning."""
+    assert call.num_seqs is not None
+    return not call.spec.batch_invariant and call.num_seqs * _SMS_OF_FEW < num_sms(call.device)
+
+
 def _waves(call: AttentionCall) -> int:
     """Programs that decode wants for each place on an SM: where sequences are few, the last ones must not be."""
     if _shared_memory(call.device) < _ROOMY:
@@ -236,13 +254,32 @@ def _bytes(call: AttentionCall, sizes: Arrangement) -> int:
     itemsize, columns = _itemsize(call), _columns(call)
     queries = sizes.block_m * (columns if _is_latent(call) else columns // 2) * max(itemsize, 2)
     # Products of warpgroups read the tile before, still, when the next one comes.
-    tiles = sizes.ahead + (call.page_size is None and uses_warpgroups(call.device, sizes.block_m))
+    warpgroups = uses_warpgroups(call.device, sizes.block_m)
+    if not _is_latent(call):
+        tiles = sizes.ahead + (call.page_size is None and warpgroups)
+    elif warpgroups and _asks_early(call, sizes.block_n):
+        tiles = sizes.ahead
+    else:
+        tiles = (sizes.ahead + 1) // 2 + warpgroups  # half the stages are those of page numbers
     return sizes.block_n * columns * itemsize * tiles + queries + _OTHER_BYTES
 
 
 def uses_warpgroups(device: Device, block_m: int) -> bool:
     """Whether products are of four warps together, which take their second operand from shared memory."""
     return device.compute_capability in _WARPGROUPS and block_m >= _WARPGROUP_ROWS
+
+
+def shares_keys(call: AttentionCall, sizes: AttendTiles) -> bool:
+    """Whether a tile of latents has rows for one of several of Hopper's warpgroups, which can share its keys."""
+    rows_of_all = LEAST_BLOCK * sizes.warps
+    is_for = _is_latent(call) and _is_hopper(call) and _itemsize(call) == 2  # others are not in shared memory as loaded
+    return is_for and _WARPGROUP_ROWS <= sizes.block_m < rows_of_all
+
+
+def _asks_early(call: AttentionCall, block_n: int) -> bool:
+    """Whether a tile of latents is asked for as soon as the one before has its logits, which pays where it is long."""
+    is_for = _is_latent(call) and _is_hopper(call) and _itemsize(call) == 2 and not _is_wide(call)
+    return is_for and block_n >= _LONG_TILE
 
 
 def _columns(call: AttentionCall) -> int:
@@ -257,6 +294,11 @@ def _columns(call: AttentionCall) -> int:
 
 def _itemsize(call: AttentionCall) -> int:
     return 1 if call.kv_dtype.startswith("float8") else 4 if call.kv_dtype == "float32" else 2
+
+
+def _is_wide(call: AttentionCall) -> bool:
+    """Whether products are of float32 numbers."""
+    return "float32" in (call.q_dtype, call.kv_dtype)
 
 
 def _is_latent(call: AttentionCall) -> bool:

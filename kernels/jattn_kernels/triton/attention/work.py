@@ -67,7 +67,7 @@ def decode_work(
         assert max_keys is not None
         schedule = split_at_multiples(first, end, tiles_per_split=sizes.tiles_per_split, max_keys=max_keys, **facts)
     return Work(
-        tiles=_decode_tiles(schedule, num_tokens),
+        tiles=_decode_tiles(schedule, bounds if sizes.whole_tiles and not masked else None, num_tokens),
         split=jnp.where(schedule.work_tiles[:, 3] > 1, _numbers(schedule.work_tiles), -1),
         merges=schedule.split,
         bounds=KeyBounds(*(bound.reshape(-1) for bound in bounds)),
@@ -78,13 +78,21 @@ def _numbers(of_tiles: Int[Array, "W ..."]) -> Int[Array, " W"]:
     return jnp.arange(of_tiles.shape[0], dtype=jnp.int32)
 
 
-def _decode_tiles(schedule: DecodeSchedule, num_tokens: int) -> Int[Array, "W 7"]:
+def _decode_tiles(schedule: DecodeSchedule, bounds: KeyBounds | None, num_tokens: int) -> Int[Array, "W 7"]:
+    """With `bounds`, [B, tokens], tiles that all of a sequence's tokens see are told apart."""
     sequence, first, end, _, end_key = schedule.work_tiles.T
-    used = _numbers(sequence) < schedule.workers[-1, 1]
-    begin = first * schedule.block_kv
-    last = jnp.maximum(jnp.minimum(end * schedule.block_kv, end_key), begin)
+    used, block_kv = _numbers(sequence) < schedule.workers[-1, 1], schedule.block_kv
+    begin = first * block_kv
+    last = jnp.maximum(jnp.minimum(end * block_kv, end_key), begin)
     tokens = jnp.where(used, num_tokens, 0)
-    return jnp.stack([sequence, sequence * num_tokens, tokens, begin, begin, begin, last], axis=1)
+    whole = begin, begin
+    if bounds is not None:
+        seen_first, seen_end = jnp.max(bounds.first, axis=1)[sequence], jnp.min(bounds.end, axis=1)[sequence]
+        whole_begin = jnp.maximum(-(-seen_first // block_kv) * block_kv, begin)
+        whole_end = jnp.minimum(seen_end, last) // block_kv * block_kv
+        is_none = whole_end <= whole_begin
+        whole = jnp.where(is_none, begin, whole_begin), jnp.where(is_none, begin, whole_end)
+    return jnp.stack([sequence, sequence * num_tokens, tokens, begin, *whole, last], axis=1)
 
 
 def extend_work(
