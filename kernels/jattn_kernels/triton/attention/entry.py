@@ -68,7 +68,7 @@ def run_attention(call: AttentionCall, operands: AttentionOperands) -> Result:
         work = _work(call, options, sizes, seq_lens, cu_q_lens, max_keys)
     q0, q1 = _queries(call, operands, work)
     config = _config(call, operands, sizes, q0, q1)
-    if table is not None and not call.operation.endswith("decode") and not (config.v_is_k and config.has_whole_pages):
+    if table is not None and not call.operation.endswith("decode") and not config.has_whole_pages:
         config, table = by_slot(config, table)
     mask_row = None
     if options.custom_mask is not None:
