@@ -66,12 +66,13 @@ def test_pages_are_read_whole_where_their_rows_are_those_of_one_array():
     assert config.has_whole_pages
     assert not dataclasses.replace(config, page_size=1).has_whole_pages
     assert not dataclasses.replace(config, block_n=config.page_size // 2).has_whole_pages
+    assert not configs(paged_decode, kv_dtype="float8_e4m3fn")[0].has_whole_pages
     by_head = dataclasses.replace(config.k, token=config.k.head, head=config.k.page // 2)
     assert not dataclasses.replace(config, k=by_head, v=by_head).has_whole_pages
 
 
-def tiles_of_latents(heads, num_seqs, *, kv_dtype="bfloat16", capability=(9, 0), **spec):
-    facts = AttentionSpec(num_q_heads=heads, num_kv_heads=1, head_dim=576, v_head_dim=512, **spec)
+def tiles_of_latents(heads, num_seqs, *, kv_dtype="bfloat16", capability=(9, 0), latent=512, **spec):
+    facts = AttentionSpec(num_q_heads=heads, num_kv_heads=1, head_dim=latent + 64, v_head_dim=latent, **spec)
     device = Device("gpu", capability, 132)
     sizes = {"page_size": 16, "num_tokens": 1, "num_seqs": num_seqs, "device": device}
     return choose_tiles(
@@ -90,6 +91,13 @@ def test_many_sequences_of_latents_have_long_tiles_and_a_loop_of_whole_ones(head
 def test_tiles_of_latents_that_are_batch_invariant_are_those_of_any_batch():
     one, many = (tiles_of_latents(16, num_seqs, batch_invariant=True) for num_seqs in (1, 64))
     assert one == many
+
+
+@pytest.mark.parametrize(("latent", "early"), [(128, True), (64, False)])
+def test_latents_of_one_warpgroup_are_not_asked_for_early(latent, early):
+    """Triton 3.6 does not compile that."""
+    assert tiles_of_latents(64, 64, latent=latent).asks_early == early
+    assert tiles_of_latents(16, 64, latent=latent).asks_early
 
 
 @pytest.mark.parametrize("change", [{"kv_dtype": "float8_e4m3fn"}, {"capability": (8, 0)}, {"capability": (12, 0)}])

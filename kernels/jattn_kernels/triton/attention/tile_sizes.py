@@ -109,7 +109,7 @@ def choose_tiles(call: AttentionCall) -> AttendTiles:
     row_blocks = -(-block_tokens * spec.group_size // block_m)
     needed, most = _bytes(call, Arrangement(block_m, block_n, ahead, warps)), 8 // warps if _is_latent(call) else 3
     places = num_sms(device) * max(min(_shared_memory(device) // needed, most), 1)
-    early = _asks_early(call, block_n)
+    early = _asks_early(call, Arrangement(block_m, block_n, ahead, warps))
     return AttendTiles(
         block_m=block_m,
         block_n=block_n,
@@ -257,7 +257,7 @@ def _bytes(call: AttentionCall, sizes: Arrangement) -> int:
     warpgroups = uses_warpgroups(call.device, sizes.block_m)
     if not _is_latent(call):
         tiles = sizes.ahead + (call.page_size is None and warpgroups)
-    elif warpgroups and _asks_early(call, sizes.block_n):
+    elif warpgroups and _asks_early(call, sizes):
         tiles = sizes.ahead
     else:
         tiles = (sizes.ahead + 1) // 2 + warpgroups  # half the stages are those of page numbers
@@ -269,17 +269,21 @@ def uses_warpgroups(device: Device, block_m: int) -> bool:
     return device.compute_capability in _WARPGROUPS and block_m >= _WARPGROUP_ROWS
 
 
-def shares_keys(call: AttentionCall, sizes: AttendTiles) -> bool:
+def shares_keys(call: AttentionCall, sizes: AttendTiles | Arrangement) -> bool:
     """Whether a tile of latents has rows for one of several of Hopper's warpgroups, which can share its keys."""
     rows_of_all = LEAST_BLOCK * sizes.warps
     is_for = _is_latent(call) and _is_hopper(call) and _itemsize(call) == 2  # others are not in shared memory as loaded
     return is_for and _WARPGROUP_ROWS <= sizes.block_m < rows_of_all
 
 
-def _asks_early(call: AttentionCall, block_n: int) -> bool:
-    """Whether a tile of latents is asked for as soon as the one before has its logits, which pays where it is long."""
+def _asks_early(call: AttentionCall, sizes: Arrangement) -> bool:
+    """Whether a tile of latents is asked for as soon as the one before has its logits, which pays where it is long.
+
+    Triton 3.6 does not compile it for one warpgroup by itself, as latents of up to 64 numbers have.
+    """
     is_for = _is_latent(call) and _is_hopper(call) and _itemsize(call) == 2 and not _is_wide(call)
-    return is_for and block_n >= _LONG_TILE
+    alone = uses_warpgroups(call.device, sizes.block_m) and not shares_keys(call, sizes)
+    return is_for and sizes.block_n >= _LONG_TILE and not alone
 
 
 def _columns(call: AttentionCall) -> int:
