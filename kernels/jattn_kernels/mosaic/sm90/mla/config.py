@@ -94,14 +94,16 @@ class SharedMemory(NamedTuple):
         pe: The rotated ones, and in their place, once they are multiplied, the consumer's probabilities.
         of_registers: Each consumer's, in the interpreter only.
         zeros: A zero of each consumer's, which the compiler does not know of.
-        maxima: Each consumer's running maximum of every row in base 2.
+        maxima: Running maximum of every row in base 2, after the first tile of a pair, and after both.
         sums: Each consumer's sums of exponentials, of this work tile and the last.
         q_full, q_empty: producer -> consumers: a work tile's q has arrived; back: is no longer needed.
         own_full, other_full: producer -> consumers: columns of each consumer's tile have arrived, those of `pe` with
             the other ones.
         own_empty, other_empty: Back, from the one consumer that reads them last: its own; the other one.
-        p_full, sum_full: consumer <-> consumer, of probabilities with `maxima`, and of `sums`: one for each of theirs,
-            as a consumer may be done with a work tile of no keys before the other one has seen its sums of the last.
+        m_full: first consumer -> second: its maximum of a pair.
+        p_full, sum_full: consumer <-> consumer, of probabilities, the second one's with the pair's maximum, and of
+            `sums`: one for each of theirs, as a consumer may be done with a work tile of no keys before the other one
+            has seen its sums of the last.
     """
 
     q: Any  # [2, 64, C / 2]
@@ -119,6 +121,7 @@ class SharedMemory(NamedTuple):
     other_full: Any  # [2]
     own_empty: Any  # [2]
     other_empty: Any  # [2]
+    m_full: Any
     p_full: Any  # [2]
     sum_full: Any  # [2 * 2]
 
@@ -144,6 +147,7 @@ def shared_memory(config: LatentConfig) -> SharedMemory:
         other_full=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=CONSUMERS),
         own_empty=each,
         other_empty=each,
+        m_full=plgpu.Barrier(),
         p_full=each,
         sum_full=plgpu.Barrier(num_barriers=2 * CONSUMERS),
     )

@@ -85,84 +85,68 @@ class Consumer:
         walk(self._operands, work_tiles, attend_work_tile, jnp.int32(0))
 
     def _attend_pair(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, pair, state: _State) -> _State:
-        """Both tiles of a pair, the first consumer's first: whose memory is then free while the second one is done."""
-        places = self._places()
-        tile = pair * CONSUMERS + self._number
-        if self._number == 1 and tiles.interpret_params() is None:
-            return self._attend_overlapped(work_tile, rows, is_masked, tile, places, state)
+        """Both tiles of a pair, the own one first, whose probabilities are in registers."""
+        tile, places = pair * CONSUMERS + self._number, self._places()
         s = self._logits(work_tile, rows, tile, places, is_masked)
-        if self._number == 1:
-            state = self._attend_other(places, state)
-        state = self._attend_own(work_tile, is_masked, tile, places, s, state)
-        return self._attend_other(places, state) if self._number == 0 else state
-
-    def _attend_own(self, work_tile: WorkTile, is_masked: bool, tile, places, s, state: _State) -> _State:
-        """This consumer's tile: its probabilities, which the other one needs too, and this half of its values."""
-        scratch, number = self._scratch, self._number
-        p, alpha, m_i, l_i = self._softmax(s, work_tile, is_masked, tile, places, state.m_i, state.l_i)
-        values = scratch.own.at[places[number]]
-        acc = tiles.add_product(_scaled(state.acc, alpha), p, values, scratch.of_registers[number])
-        plgpu.barrier_arrive(scratch.own_empty.at[number])
-        return _State(acc, m_i, l_i)
-
-    def _attend_other(self, places, state: _State) -> _State:
-        """The other consumer's tile: this half of its values."""
-        scratch, peer = self._scratch, self._peer
-        plgpu.barrier_wait(scratch.p_full.at[peer])
-        m_new = _load(scratch.maxima.at[peer])
-        alpha = jnp.exp2(state.m_i - _shift(m_new))
-        place = places[peer]
-        acc = tiles.accumulate(_scaled(state.acc, alpha), scratch.pe.at[place], scratch.other.at[place])
-        plgpu.barrier_arrive(scratch.other_empty.at[peer])
-        return _State(acc, m_new, state.l_i * alpha)
-
-    def _attend_overlapped(self, work_tile: WorkTile, rows: _Rows, is_masked: bool, tile, places, state) -> _State:
-        """Both tiles of a pair by the second consumer, on a GPU, where products run while other things are done: those
-        of its own keys during the first consumer's softmax, those of the first tile's values during its own."""
-        scratch, number, peer = self._scratch, self._number, self._peer
-
-        def attend(acc_ref, s_ref, m_ref, l_ref):
-            self._start_products(s_ref, places)
-            plgpu.barrier_wait(scratch.p_full.at[peer])
-            m_first = _load(scratch.maxima.at[peer])
-            alpha = jnp.exp2(m_ref[...] - _shift(m_first))
-            acc_ref[...] = _scaled(plgpu.wgmma_accumulator_load(acc_ref, wait_n=None), alpha)
-            plgpu.wgmma(acc_ref, scratch.pe.at[places[peer]], scratch.other.at[places[peer]])
-            s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)  # all but the last product
-            s = self._as_logits(s, work_tile, rows, tile, is_masked)
-            l_first = l_ref[...] * alpha
-            p, alpha, m_ref[...], l_ref[...] = self._softmax(s, work_tile, is_masked, tile, places, m_first, l_first)
-            acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-            plgpu.barrier_arrive(scratch.other_empty.at[peer])
-            acc_ref[...] = _scaled(acc, alpha)
-            plgpu.wgmma(acc_ref, p, scratch.own.at[places[number]])
-
-        nothing = plgpu.layout_cast(jnp.zeros(_SHAPE, jnp.float32), plgpu.Layout.WGMMA)
-        accumulator: Any = plgpu.WGMMAAccumulatorRef.init
-        starts = (accumulator(state.acc), accumulator(nothing), state.m_i, state.l_i)
-        acc, _, m_i, l_i = pl.run_state(lambda refs: attend(*refs))(starts)
-        plgpu.barrier_arrive(scratch.own_empty.at[number])
-        return _State(acc, m_i, l_i)
-
-    def _softmax(self, s, work_tile: WorkTile, is_masked: bool, tile, places, m_i, l_i):
-        """Probabilities of this consumer's tile, handed to the other one with the new maximum.
-
-        Returns:
-            Them, the factor of what was summed before, the new maximum, and the new sum.
-        """
-        scratch, number, unit = self._scratch, self._number, self._unit
-        m_new = jnp.maximum(m_i, s.max(axis=1) * unit)
-        shift = _shift(m_new)
-        p, alpha = jnp.exp2(s * unit - _spread(shift)), jnp.exp2(m_i - shift)
-        rounded = p.astype(self._config.dtype)
         plgpu.commit_smem()  # products with the keys have ended in all warps: `pe` and rows are written over
-        scratch.maxima[number] = m_new
-        scratch.pe.at[places[number]][...] = rounded
         if is_masked:
             self._clear_unowned(work_tile, tile)
+        return (self._attend_first, self._attend_second)[self._number](s, places, state)
+
+    def _attend_first(self, s, places, state: _State) -> _State:
+        """The first consumer's: its maximum is handed on at once, its probabilities once they are of the pair's."""
+        scratch, dtype = self._scratch, self._config.dtype
+        m_first = self._new_maximum(s, state.m_i)
+        scratch.maxima[0] = m_first
+        plgpu.barrier_arrive(scratch.m_full)
+        p, alpha = self._exponentials(s, m_first), jnp.exp2(state.m_i - _shift(m_first))
+        l_i = state.l_i * alpha + p.sum(axis=1)
+
+        def hand_over():
+            plgpu.barrier_wait(scratch.p_full.at[1])
+            to_pair = jnp.exp2(m_first - _shift(_load(scratch.maxima.at[1])))
+            scratch.pe.at[places[0]][...] = (p * _spread(to_pair)).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.p_full.at[0])
+
+        acc, own = _scaled(state.acc, alpha), scratch.own.at[places[0]]
+        acc = tiles.add_product(acc, p.astype(dtype), own, scratch.of_registers[0], hand_over)
+        plgpu.barrier_arrive(scratch.own_empty.at[0])
+        m_pair = _load(scratch.maxima.at[1])
+        to_pair = jnp.exp2(m_first - _shift(m_pair))
+        acc = self._add_other(places, _scaled(acc, to_pair))
+        return _State(acc, m_pair, l_i * to_pair)
+
+    def _attend_second(self, s, places, state: _State) -> _State:
+        """The second consumer's, whose maximum is the pair's: of the first one's it waits for no more at first."""
+        scratch = self._scratch
+        plgpu.barrier_wait(scratch.m_full)
+        m_pair = self._new_maximum(s, _load(scratch.maxima.at[0]))
+        p, alpha = self._exponentials(s, m_pair), jnp.exp2(state.m_i - _shift(m_pair))
+        rounded = p.astype(self._config.dtype)
+        scratch.maxima[1] = m_pair
+        scratch.pe.at[places[1]][...] = rounded
         plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.p_full.at[number])
-        return rounded, alpha, m_new, l_i * alpha + p.sum(axis=1)
+        plgpu.barrier_arrive(scratch.p_full.at[1])
+        l_i = state.l_i * alpha + p.sum(axis=1)
+        acc, own = _scaled(state.acc, alpha), scratch.own.at[places[1]]
+        acc = tiles.add_product(acc, rounded, own, scratch.of_registers[1])
+        plgpu.barrier_arrive(scratch.own_empty.at[1])
+        plgpu.barrier_wait(scratch.p_full.at[0])
+        return _State(self._add_other(places, acc), m_pair, l_i)
+
+    def _add_other(self, places, acc):
+        """Adds the other consumer's tile: this half of its values."""
+        place = places[self._peer]
+        acc = tiles.accumulate(acc, self._scratch.pe.at[place], self._scratch.other.at[place])
+        plgpu.barrier_arrive(self._scratch.other_empty.at[self._peer])
+        return acc
+
+    def _new_maximum(self, s, m_i):
+        return jnp.maximum(m_i, s.max(axis=1) * self._unit)
+
+    def _exponentials(self, s, m_i):
+        return jnp.exp2(s * self._unit - _spread(_shift(m_i)))
 
     @property
     def _is_scaled_late(self) -> bool:

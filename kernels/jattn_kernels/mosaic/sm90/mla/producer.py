@@ -116,6 +116,7 @@ def _copy_pairs(
         for tile_of in range(CONSUMERS):
             wait(scratch.own_empty, tile_of)
             copy(tile_of, tile_of * half, half, scratch.own, scratch.own_full)
+        for tile_of in range(CONSUMERS):
             wait(scratch.other_empty, tile_of)
             copy(tile_of, (1 - tile_of) * half, half, scratch.other, scratch.other_full)
             copy(tile_of, 2 * half, config.rotated, scratch.pe, scratch.other_full)
