@@ -5,7 +5,7 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
   producer warpgroup      TMA: weights, 128 inputs of 64 columns a stage, stages ahead, from one product into the next
   consumer warpgroup      the choice of experts; acc^T += w^T x^T, columns of the weights on wgmma's 64 rows and the
                           token, with 7 others that nobody needs, on its columns
-  chosen                  consumer -> producer, and itself: the experts are known, in shared memory
+  chosen                  consumer -> producer: one choice more is known, in shared memory; each has a barrier
   full                    producer -> consumer: a stage has arrived; `empty` back: it may be overwritten
   count                   in global memory: of all hidden units' blocks that have been stored. The second product's rows
                           are read when they are all there; its weights are in shared memory by then.
@@ -163,7 +163,7 @@ class _OneToken:
             experts=plgpu.SMEM((per_token, WARPS), jnp.int32),
             full=plgpu.Barrier(num_barriers=_STAGES),
             empty=plgpu.Barrier(num_barriers=_STAGES),
-            chosen=plgpu.Barrier(),
+            chosen=plgpu.Barrier(num_barriers=per_token),
             rows_full=plgpu.Barrier(),
             hidden_full=plgpu.Barrier(),
         )
@@ -201,7 +201,10 @@ class _OneToken:
 
     def _produce(self, operands: Any, scratch: _Scratch) -> None:
         layer = operands.layer[0]
-        plgpu.barrier_wait(scratch.chosen)
+
+        def expert_of(choice: Any, known: Any) -> Any:
+            pl.loop(known, choice + 1)(lambda i: plgpu.barrier_wait(scratch.chosen.at[i]))
+            return scratch.experts[choice, 0]
 
         def copy(weights: Any, done: Any) -> Any:
             stage = lax.rem(done, _STAGES)
@@ -209,8 +212,9 @@ class _OneToken:
             plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], scratch.full.at[stage])
             return done + 1
 
-        def copy_first(_, choice, block, done):
-            expert = scratch.experts[choice, 0]
+        def copy_first(_, choice, block, carry):
+            done, known = carry
+            expert = expert_of(choice, known)
 
             def copy_step(k, done):
                 for part in range(_PAIR):
@@ -218,21 +222,23 @@ class _OneToken:
                     done = copy(operands.gate_up.at[layer, expert, pl.ds(k * _DEPTH, _DEPTH), columns], done)
                 return done
 
-            return lax.fori_loop(0, self.columns // _DEPTH, copy_step, done)
+            return lax.fori_loop(0, self.columns // _DEPTH, copy_step, done), jnp.maximum(known, choice + 1)
 
-        def copy_second(_, choice, block, done):
-            expert, columns = scratch.experts[choice, 0], pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)
+        def copy_second(_, choice, block, carry):
+            done, known = carry
+            expert, columns = expert_of(choice, known), pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)
 
             def copy_step(k, done):
                 return copy(operands.down.at[layer, expert, pl.ds(k * _DEPTH, _DEPTH), columns], done)
 
-            return lax.fori_loop(0, self.units // _DEPTH, copy_step, done)
+            return lax.fori_loop(0, self.units // _DEPTH, copy_step, done), jnp.maximum(known, choice + 1)
 
-        done = jnp.int32(0)
+        carry = jnp.int32(0), jnp.int32(0)
         if self.first:
-            done = self._for_each(False, copy_first, done)
+            carry = self._for_each(False, copy_first, carry)
         if self.second:
-            done = self._for_each(True, copy_second, done)
+            carry = self._for_each(True, copy_second, carry)
+        done, _ = carry
         wait_for_last(scratch.empty, done, _STAGES)
 
     def _consume(self, operands: Any, logits: Any, hidden: Any, parts: Any, scratch: _Scratch) -> None:
@@ -260,11 +266,11 @@ class _OneToken:
 
         def keep(i, expert):
             scratch.experts[i] = expert
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(scratch.chosen.at[i])
 
         choose_by_warps(self.routing, numbers, number, operands.bias, scratch.scores, scratch.weights, keep)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.chosen)
-        plgpu.barrier_wait(scratch.chosen)
 
     def _multiply_first(self, hidden: Any, count: Any, scratch: _Scratch, done: Any) -> Any:
         steps = self.columns // _DEPTH * _PAIR
