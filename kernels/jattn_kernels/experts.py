@@ -81,7 +81,7 @@ def routed_experts(
     weighs_inputs: bool = False,
     in_splits: bool = False,
     **options: Unpack[ExpertsKwargs],
-) -> Any:
+) -> Float[Array, "T D"] | Splits:
     """`mixture_of_experts` of what `route` chooses; on Hopper one kernel chooses and puts the rows in order.
 
     Args:

@@ -13,16 +13,8 @@ import jax
 from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.mailbox import Mailbox
 
-# Steps in which devices exchange: what they take of the engine's before a batch, and give back behind their output.
-_OF_A_PASS, _OF_A_CHOICE = ("weights", "state", "pool"), ("weights", "state")
-_HELD = {
-    "decode": _OF_A_PASS,
-    "prefill": _OF_A_PASS,
-    "forward_decode": _OF_A_PASS,
-    "forward_prefill": _OF_A_PASS,
-    "sample_decode": _OF_A_CHOICE,
-    "sample_prefill": _OF_A_CHOICE,
-}
+_ALONE = "note"  # the kind of step in which devices do not exchange
+_CHOICES = ("sample_decode", "sample_prefill")  # those that take weights and state; others take the pool too
 _RUNS = 2  # XLA launches kernel by kernel the first time, and a graph from the second on
 
 
@@ -40,18 +32,18 @@ class FirstRuns:
     def expect(self, plans: Mapping[Any, StepPlan]) -> None:
         """Takes note of steps that have not run."""
         for key, plan in plans.items():
-            if key.kind in _HELD:
-                self._empty_batches[key] = plan.arguments[len(_HELD[key.kind]) :]
+            if key.kind != _ALONE:
+                self._empty_batches[key] = plan.arguments[2 if key.kind in _CHOICES else 3 :]
 
     def run(self, keys: Iterable[Any], steps: CompiledSteps, weights: Any, state: Any, pool: Any) -> tuple[Any, Any]:
         """Runs those of these steps that have not run, if they are compiled; returns state and pool."""
         for key in keys:
             if key not in self._empty_batches or key not in steps:
                 continue
-            names, batch = _HELD[key.kind], self._empty_batches.pop(key)
-            held = {"weights": jax.tree.map(self._mailbox.looped, weights), "state": state, "pool": pool}
+            batch, alone = self._empty_batches.pop(key), jax.tree.map(self._mailbox.looped, weights)
             for _ in range(_RUNS):
-                _, *given = jax.block_until_ready(steps(key, *(held[name] for name in names), *batch))
-                held |= zip(names[1:], given, strict=True)
-            state, pool = held["state"], held["pool"]
+                if key.kind in _CHOICES:
+                    _, state = jax.block_until_ready(steps(key, alone, state, *batch))
+                else:
+                    _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))
         return state, pool

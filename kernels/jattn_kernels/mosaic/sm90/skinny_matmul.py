@@ -29,6 +29,7 @@ from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.row_norm import norm_in_place
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
@@ -235,24 +236,13 @@ class _Product:
         def multiply_tile(split, block, first, steps, done):
             bias = None if operands.bias is None else self._bias(operands, split, block)
 
-            def product(acc):
-                @pl.loop(0, steps)
-                def multiply_step(k):
-                    stage = lax.rem(done + k, stages)
-                    plgpu.barrier_wait(scratch.full.at[stage])
-                    own = pl.ds((first + k) * _DEPTH, _DEPTH)
-                    x = scratch.x.at[stage] if self.norm is None else scratch.x.at[:, own]
-                    plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
-                    plgpu.wgmma_wait(1)  # that of the last step is done
+            def multiply(acc, stage, k):
+                own = pl.ds((first + k) * _DEPTH, _DEPTH)
+                x = scratch.x.at[stage] if self.norm is None else scratch.x.at[:, own]
+                plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
-                    @pl.when(k > 0)
-                    def free():
-                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, stages)])
-
-                return acc[...]
-
-            result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, MOST_ROWS))
-            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, stages)])
+            shape = WGMMA_ROWS, MOST_ROWS
+            result = summed_over_stages(multiply, scratch, done, steps, stages=stages, shape=shape)
             self._store(sums, split, block, result if bias is None else result + bias)
 
         self._for_each_tile(multiply_tile)

@@ -1,11 +1,15 @@
-"""What products with weights of few bits share: their work tiles, and the end of their copies."""
+"""What products share whose operands come in stages: work tiles, the sum over stages, and the end of their copies."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+
+from jattn_kernels.mosaic.sm90.common import tiles
 
 
 class ProductTile(NamedTuple):
@@ -16,6 +20,43 @@ class ProductTile(NamedTuple):
     split: Any
     first: Any
     steps: Any
+
+
+def summed_over_stages(
+    multiply: Callable[[Any, Any, Any], None],
+    scratch: Any,
+    done: Any,
+    steps: Any,
+    *,
+    stages: int,
+    shape: tuple[int, int],
+) -> jax.Array:
+    """The sum of what is multiplied in each of so many steps, once a step's operands have arrived.
+
+    Args:
+        multiply: (accumulator, stage, step): begins the products of a step. The stage before is free once they run.
+        scratch: Has the barriers `full` and `empty` of each stage.
+        done: Steps of before, of all stages.
+        shape: Of the sum.
+    """
+
+    def product(acc):
+        @pl.loop(0, steps)
+        def multiply_step(k):
+            stage = lax.rem(done + k, stages)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            multiply(acc, stage, k)
+            plgpu.wgmma_wait(1)  # that of the last step is done
+
+            @pl.when(k > 0)
+            def free():
+                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, stages)])
+
+        return acc[...]
+
+    result = pl.run_scoped(product, tiles.accumulator(*shape))
+    plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, stages)])
+    return result
 
 
 def wait_for_last(empty: Any, steps: Any, stages: int) -> None:

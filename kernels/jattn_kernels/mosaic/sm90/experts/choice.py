@@ -31,6 +31,24 @@ def chooses(routing: Routing, *, is_biased: bool) -> bool:
     return fits and routing.groups_per_token == routing.num_groups and not (by_logits and is_biased)
 
 
+def factor_of(routing: Routing, of_chosen: jax.Array, of_all: jax.Array) -> jax.Array:
+    """What each token's scores are multiplied with to be weights.
+
+    Args:
+        of_chosen, of_all: The sum of its chosen experts' scores, and of all experts'.
+    """
+    if by_chosen(routing):
+        return routing.scaling_factor / (of_chosen + LEAST_SUM)
+    if routing.scoring == "softmax":
+        return routing.scaling_factor / of_all
+    return jnp.full_like(of_chosen, routing.scaling_factor)
+
+
+def by_chosen(routing: Routing) -> bool:
+    """Whether weights are shares of the chosen experts' scores."""
+    return routing.normalised or routing.scoring == "softmax_of_chosen"
+
+
 class ChoiceScratch(NamedTuple):
     """Shared memory of a warpgroup.
 
@@ -159,12 +177,7 @@ def choose_block(
 
     none = plgpu.layout_cast(jnp.zeros((TOKENS,), jnp.float32), OF_TOKENS)
     _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (merit, none))
-    if routing.normalised or routing.scoring == "softmax_of_chosen":
-        factor = routing.scaling_factor / (of_chosen + LEAST_SUM)
-    elif routing.scoring == "softmax":
-        factor = routing.scaling_factor / all_scores
-    else:
-        factor = jnp.full_like(of_chosen, routing.scaling_factor)
+    factor = factor_of(routing, of_chosen, all_scores)
 
     plgpu.commit_smem()
 

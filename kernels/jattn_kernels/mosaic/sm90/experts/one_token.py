@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import all_blocks, launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
-from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
+from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages, wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
@@ -306,23 +306,12 @@ class _OneToken:
         plgpu.barrier_wait(scratch.hidden_full)
 
         def multiply_unit(_, choice, block, done):
-            def product(acc):
-                @pl.loop(0, steps)
-                def multiply_step(k):
-                    stage = lax.rem(done + k, _STAGES)
-                    plgpu.barrier_wait(scratch.full.at[stage])
-                    x = rows.at[:, pl.ds(k * _DEPTH, _DEPTH)]
-                    plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
-                    plgpu.wgmma_wait(1)
+            def multiply(acc, stage, k):
+                x = rows.at[:, pl.ds(k * _DEPTH, _DEPTH)]
+                plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
-                    @pl.when(k > 0)
-                    def free():
-                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, _STAGES)])
-
-                return acc[...]
-
-            result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, TILED_ROWS))
-            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, _STAGES)])
+            shape = WGMMA_ROWS, TILED_ROWS
+            result = summed_over_stages(multiply, scratch, done, steps, stages=_STAGES, shape=shape)
             result = result.astype(hidden.dtype).astype(jnp.float32) * scratch.weights[choice, 0]
             self._store_row(parts, choice * self.columns + block * WGMMA_ROWS, result, choice)
             return done + steps

@@ -9,8 +9,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.lowering.routing import LEAST_SUM
 from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.experts.choice import by_chosen, factor_of
 from jattn_kernels.routing_spec import Routing
 
 LANES = 32
@@ -52,7 +52,6 @@ def choose_by_warps(
     def score_of(logits, most):
         return jax.nn.sigmoid(logits) if routing.scoring == "sigmoid" else jnp.exp(logits - most)
 
-    by_chosen = routing.normalised or routing.scoring == "softmax_of_chosen"
     scores, total = None, most
     if bias_ref is not None:
         scores = score_of(logits, spread(most))
@@ -61,7 +60,7 @@ def choose_by_warps(
             total = jnp.ones_like(most)
         bias = plgpu.load(bias_ref, layout=layout.reduce(0), optimized=False)
         key = _key(scores + lax.broadcast_in_dim(bias, shape, [1]))
-    elif routing.scoring == "softmax" and not by_chosen:
+    elif routing.scoring == "softmax" and not by_chosen(routing):
         total = score_of(logits, spread(most)).sum(axis=1)
 
     negative = -number  # Mosaic has one instruction for a warp's maximum, and five shuffles for its minimum
@@ -81,12 +80,7 @@ def choose_by_warps(
 
     none = plgpu.layout_cast(jnp.zeros((shape[0],), jnp.float32), layout.reduce(1))
     _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (key, none))
-    if by_chosen:
-        factor = routing.scaling_factor / (of_chosen + LEAST_SUM)
-    elif routing.scoring == "softmax":
-        factor = routing.scaling_factor / total
-    else:
-        factor = jnp.full_like(of_chosen, routing.scaling_factor)
+    factor = factor_of(routing, of_chosen, total)
     plgpu.commit_smem()
 
     @pl.loop(0, routing.per_token)

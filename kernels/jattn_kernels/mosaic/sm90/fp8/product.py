@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
+from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, summed_over_stages, wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
@@ -204,22 +204,12 @@ class _Product:
             early = self.sizes.block_rows <= _EARLY_ROWS
             factors = self._factors(x_scales, scales, layer, tile, begin) if early else None
 
-            def product(acc):
-                @pl.loop(0, tile.steps)
-                def multiply_step(k):
-                    stage = lax.rem(done + k, stages)
-                    plgpu.barrier_wait(scratch.full.at[stage])
-                    plgpu.wgmma(acc, scratch.kernel.at[stage, own], scratch.x.at[stage].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)  # that of the last step is done
+            def multiply(acc, stage, k):
+                del k
+                plgpu.wgmma(acc, scratch.kernel.at[stage, own], scratch.x.at[stage].transpose((1, 0)))
 
-                    @pl.when(k > 0)
-                    def free():
-                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, stages)])
-
-                return acc[...]
-
-            result = pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
-            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + tile.steps - 1, stages)])
+            shape = WGMMA_ROWS, self.sizes.block_rows
+            result = summed_over_stages(multiply, scratch, done, tile.steps, stages=stages, shape=shape)
             of_rows, of_columns = factors or self._factors(x_scales, scales, layer, tile, begin)
             result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
             result *= lax.broadcast_in_dim(of_columns, result.shape, [0])
