@@ -129,7 +129,7 @@ def test_steps_are_left_to_the_background_where_they_would_wait_for_each_other(
     config = resolved(dataclasses.replace(SIZES, compile_in_background=asked), tiny_model())
     monkeypatch.setattr(executor, "COMPILING_AT_ONCE", at_once)
     monkeypatch.setattr(executor, "default_device", lambda: Device(platform))
-    assert len(step_keys(config)) == 12
+    assert len(step_keys(config)) == 13
     assert executor.compiles_in_background(config) == expected
 
 
@@ -144,4 +144,5 @@ def test_largest_steps_are_one_of_each_kind_and_variant():
         *(StepKey("decode", 32, variant) for variant in ("greedy", "plain", "full")),
         *(StepKey("prefill", 2048, variant) for variant in ("greedy", "plain", "full")),
         StepKey("note", 2048, "full"),
+        StepKey("score", 256, "full"),
     }

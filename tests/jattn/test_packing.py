@@ -35,4 +35,4 @@ def test_every_launch_takes_one_array_of_the_host():
     for key, plan in plans_of(CONFIG).executor.compiled_steps.items():
         *_, sent = plan.arguments
         assert isinstance(sent, np.ndarray), key
-        assert len(plan.arguments) == (2 if key.kind == "note" else 4)
+        assert len(plan.arguments) == {"note": 2, "score": 3}.get(key.kind, 4)

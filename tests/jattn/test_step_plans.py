@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from jattn.serving.executor.step_plans import step_key
@@ -45,3 +46,11 @@ def test_finer_buckets_cost_a_bounded_number_of_steps(engine):
     """Of 8,192 tokens: 8 sizes by doubling alone, 17 so."""
     prefills = [key for key in engine.executor.compiled_steps if key.kind == "prefill"]
     assert len(prefills) == 17 * 3
+
+
+def test_no_forward_pass_or_score_asks_the_device_what_to_do():
+    """XLA's host waits for the answer of a condition. On a CPU the choice of tokens has one, a GPU's kernel has none."""
+    engine = plans_of(dataclasses.replace(CONFIG, structured_steps=True))
+    for key, plan in engine.executor.compiled_steps.items():
+        if key.kind in ("forward_prefill", "forward_decode", "note", "score"):
+            assert " cond[" not in str(jax.make_jaxpr(plan.function)(*plan.arguments)), key

@@ -47,8 +47,6 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
             with_limits=config.speculative is not None,
             numpy=np,
         ),
-        next_ids=_host_array(bucket, 0, np.int32) if is_full else None,
-        wants_logprobs=_host_array(bucket, False, np.bool_) if is_full else None,
     )
     end = 0
     for i, chunk in enumerate(chunks):
@@ -60,15 +58,8 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
         batch.values.seq_lens[i] = chunk.stop
         _fill_row(batch.values, i, chunk.request)
         if is_full:
-            _fill_full(batch, i, begin, chunk)
+            _fill_rules(batch.values, i, chunk.request)
     return batch
-
-
-def prompt_places(chunk: Chunk) -> range:
-    """Places of the prompt whose log-probabilities come with the chunk, each with the token before it."""
-    if chunk.request.params.prompt_logprobs is None:
-        return range(0)
-    return range(chunk.start + 1, min(chunk.stop + 1, len(chunk.request.prompt)))
 
 
 def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
@@ -90,15 +81,9 @@ def _fill_row(rows: LoopState, i: int, request: Request) -> None:
     rows.sampling.seed[i] = request.number if params.seed is None else params.seed
 
 
-def _fill_full(batch: PrefillBatch, i: int, begin: int, chunk: Chunk) -> None:
-    rules, request = batch.values.rules, chunk.request
+def _fill_rules(rows: LoopState, i: int, request: Request) -> None:
+    rules, params = rows.rules, request.params
     assert rules
-    assert batch.next_ids is not None
-    assert batch.wants_logprobs is not None
-    places = prompt_places(chunk)
-    batch.next_ids[begin : begin + len(places)] = [request.prompt[place] for place in places]
-    batch.wants_logprobs[begin : begin + len(places)] = True
-    params = request.params
     rules.in_force[i] = request.needs_full_steps
     rules.repetition_penalty[i] = params.repetition_penalty
     rules.presence_penalty[i] = params.presence_penalty
@@ -112,4 +97,3 @@ def _fill_full(batch: PrefillBatch, i: int, begin: int, chunk: Chunk) -> None:
     rules.bias[i, : len(bias)] = list(bias.values())
     rules.prompt_len[i] = len(request.prompt)
     rules.min_len[i] = len(request.prompt) + params.min_tokens
-    rules.wants_logprobs[i] = params.logprobs is not None

@@ -23,13 +23,14 @@ from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.first_runs import FirstRuns
 from jattn.serving.executor.last_sent import LastSent
-from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for
+from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for_all
 from jattn.serving.executor.masks import masks_of
 from jattn.serving.executor.memory import MemoryUse, memory_use
 from jattn.serving.executor.mixing import LONGEST_MIXED
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.pool_size import beside_steps
+from jattn.serving.executor.scores import scores_of
 from jattn.serving.executor.served_model import served_model
 from jattn.serving.executor.state import made_state
 from jattn.serving.executor.step_plans import (
@@ -37,6 +38,7 @@ from jattn.serving.executor.step_plans import (
     in_order_of_need,
     largest_steps,
     note_key,
+    score_key,
     step_key,
     step_keys,
     step_plans,
@@ -124,7 +126,7 @@ class Executor:
         self.stats = LaunchStats()
         self._on_device = self._nothing_sent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
-        self._finalizer = weakref.finalize(self, _wait_for_all, self.in_flight, self._forwards)
+        self._finalizer = weakref.finalize(self, wait_for_all, self.in_flight, self._forwards)
 
     def may_mix(self, decoding: Sequence[Request]) -> bool:
         """Whether one launch can decode these requests beside prompts, and gains by it."""
@@ -165,9 +167,8 @@ class Executor:
         while self._forwards:
             forward = self._forwards[0]
             masks = masks_of(forward.requests, forward.sample_key.size, self._vocab_size)
-            unsampled = dataclasses.replace(forward.output, prompt_logprobs=None)
             self._run_first((forward.sample_key,))
-            output, self.state = self._enqueue(forward.sample_key, self.weights, self.state, unsampled, masks)
+            output, self.state = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
             self._enqueued(forward.sampled(output))
             self._forwards.popleft()
             requests += [request for request in forward.requests if request and request.grammar]
@@ -195,7 +196,7 @@ class Executor:
 
     def restart(self) -> None:
         """Forgets all launches, after they have run, and begins with a new pool and state."""
-        _wait_for_all(self.in_flight, self._forwards)
+        wait_for_all(self.in_flight, self._forwards)
         self.in_flight.clear()
         self._forwards.clear()
         self.pool = self.state = None  # their memory is needed for the new ones
@@ -265,10 +266,13 @@ class Executor:
         self.stats.launches += 1
         self.stats.found_idle += bool(self.in_flight) and not self._forwards and self.in_flight[-1].has_run
         output, self.state, self.pool = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
+        score = functools.partial(self._enqueue, score_key(self.config), self.weights, output.prompt_hidden)
+        scores = scores_of(plan.chunks, score_key(self.config).size, score)
+        output = dataclasses.replace(output, prompt_hidden=None)
         if key.kind in ("forward_decode", "forward_prefill"):
-            self._forwards.append(Forward(output, sample_key(key, self.config), requests, plan.chunks))
+            self._forwards.append(Forward(output, sample_key(key, self.config), requests, scores))
         else:
-            self._enqueued(Launch(output, requests, plan.chunks))
+            self._enqueued(Launch(output, requests, scores))
 
     def _enqueue(self, key: StepKey, *arguments: Any) -> Any:
         """Enqueues a step: on all devices before another engine's on any."""
@@ -287,7 +291,7 @@ class Executor:
                 self.state, self.pool = self._first_runs.run(keys, self.compiled_steps, *held)
 
     def _enqueued(self, launch: Launch) -> None:
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), launch.output)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), (launch.output, launch.logprobs))
         self.in_flight.append(launch)
 
 
@@ -340,7 +344,3 @@ def _add_steps(executor: "weakref.ref[Executor]", steps: CompiledSteps) -> None:
     found = executor()
     if found is not None:
         found.add_steps(steps)
-
-
-def _wait_for_all(launches: Sequence[Launch], forwards: Sequence[Forward]) -> None:
-    wait_for([*launches, *forwards])

@@ -14,6 +14,7 @@ from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.mailbox import Mailbox
 
 _ALONE = "note"  # the kind of step in which devices do not exchange
+_SCORE = "score"  # takes the weights alone
 _CHOICES = ("sample_decode", "sample_prefill")  # those that take weights and state; others take the pool too
 _RUNS = 2  # XLA launches kernel by kernel the first time, and a graph from the second on
 
@@ -33,7 +34,8 @@ class FirstRuns:
         """Takes note of steps that have not run."""
         for key, plan in plans.items():
             if key.kind != _ALONE:
-                self._empty_batches[key] = plan.arguments[2 if key.kind in _CHOICES else 3 :]
+                num_held = 1 if key.kind == _SCORE else 2 if key.kind in _CHOICES else 3
+                self._empty_batches[key] = plan.arguments[num_held:]
 
     def run(self, keys: Iterable[Any], steps: CompiledSteps, weights: Any, state: Any, pool: Any) -> tuple[Any, Any]:
         """Runs those of these steps that have not run, if they are compiled; returns state and pool."""
@@ -42,7 +44,9 @@ class FirstRuns:
                 continue
             batch, alone = self._empty_batches.pop(key), jax.tree.map(self._mailbox.looped, weights)
             for _ in range(_RUNS):
-                if key.kind in _CHOICES:
+                if key.kind == _SCORE:
+                    jax.block_until_ready(steps(key, alone, *batch))
+                elif key.kind in _CHOICES:
                     _, state = jax.block_until_ready(steps(key, alone, state, *batch))
                 else:
                     _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))

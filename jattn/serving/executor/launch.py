@@ -2,16 +2,15 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jattn.serving.executor.batches import prompt_places
+from jattn.serving.executor.scores import Score
 from jattn.serving.executor.step_plans import StepKey
-from jattn.serving.plan import Chunk
 from jattn.serving.request import Request
-from jattn.serving.steps.logprobs import Logprob
+from jattn.serving.steps.logprobs import Logprob, TokenLogprobs
 from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Unsampled
 
 
@@ -53,12 +52,17 @@ class Launch:
     Attributes:
         output: On the device, or on the host once it is read.
         requests: Whose token the output's row i is; None where the row yields none.
-        chunks: What a prefill computes.
+        scores: Log-probabilities of tokens of prompts, with their places in order.
     """
 
     output: StepOutput
     requests: Sequence[Request | None]
-    chunks: Sequence[Chunk]
+    scores: Sequence[Score] = ()
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Those of `scores`."""
+        return [score.logprobs for score in self.scores]
 
     @property
     def has_run(self) -> bool:
@@ -68,7 +72,9 @@ class Launch:
 
     def read(self) -> "Launch":
         """The launch with its output on the host, once it has run."""
-        return dataclasses.replace(self, output=jax.device_get(self.output))
+        output, logprobs = jax.device_get((self.output, self.logprobs))
+        scores = [score._replace(logprobs=found) for score, found in zip(self.scores, logprobs, strict=True)]
+        return dataclasses.replace(self, output=output, scores=scores)
 
     def given(self) -> Iterator[Given]:
         """What each request was given, but for those that have ended meanwhile; of a launch that is read."""
@@ -90,13 +96,9 @@ class Launch:
 
     def prompt_logprobs(self) -> Iterator[tuple[Request, int, dict[int, Logprob]]]:
         """Requests, places of their prompts, and the log-probabilities there; of a launch that is read."""
-        begin, logprobs = 0, self.output.prompt_logprobs
-        for chunk in self.chunks:
-            request = chunk.request
-            for i, place in enumerate(prompt_places(chunk), begin):
-                assert logprobs is not None
+        for places, logprobs in self.scores:
+            for i, (request, place, _) in enumerate(places):
                 yield request, place, logprobs.at(i, request.prompt[place], request.params.prompt_logprobs or 0)
-            begin += chunk.stop - chunk.start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,22 +108,21 @@ class Forward:
     Attributes:
         output: What it leaves on the device.
         sample_key: The step that chooses.
-        requests, chunks: The launch's.
+        requests, scores: The launch's.
     """
 
     output: Unsampled
     sample_key: StepKey
     requests: Sequence[Request | None]
-    chunks: Sequence[Chunk]
+    scores: Sequence[Score]
 
     def sampled(self, output: StepOutput) -> Launch:
         """The launch, once its tokens are chosen."""
-        output = dataclasses.replace(output, prompt_logprobs=self.output.prompt_logprobs)
-        return Launch(output, self.requests, self.chunks)
+        return Launch(output, self.requests, self.scores)
 
 
-def wait_for(launches: Iterable[Launch | Forward]) -> None:
+def wait_for_all(launches: Sequence[Launch], forwards: Sequence[Forward]) -> None:
     """Returns once they have run, whether or not they failed."""
-    for launch in launches:
+    for launch in [*launches, *forwards]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(launch.output)
+            jax.block_until_ready((launch.output, [score.logprobs for score in launch.scores]))

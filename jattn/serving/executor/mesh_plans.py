@@ -13,11 +13,13 @@ from jattn.parallel import Parallel
 
 _HELD = {
     "note": (False,),  # the loop state
+    "score": (True,),  # weights
     "sample_decode": (True, False),  # weights and loop state
     "sample_prefill": (True, False),
 }
 _GIVEN = {
     "note": False,
+    "score": False,
     "sample_decode": (False, False),  # output and loop state
     "sample_prefill": (False, False),
 }

@@ -34,6 +34,6 @@ def served_model(model: CausalLM, config: ResolvedConfig, *, draft_model: Causal
         served = TargetAndDraft(model, draft_model, max_context_len=config.max_context_len)
     backend = backend_class(config.backend).for_model(served.attention_layers, config.backend_options)
     graph, weights = nnx.split(served)
-    parts = (graph, backend, min(config.max_logprobs, model.vocab_size), config.parallel)
+    parts = (graph, backend, min(config.max_logprobs, model.vocab_size), config.parallel, config.prefill_tokens)
     steps = Steps(*parts) if config.speculative is None else SpeculativeSteps(*parts, drafter=config.speculative)
     return ServedModel(weights, steps, served.kv_groups, mixed_rows(config, backend))

@@ -1,26 +1,41 @@
 """Which steps an engine compiles, and which of them a launch takes."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
 
 from jattn.compiled_steps import StepPlan
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.mesh_plans import on_mesh
+from jattn.serving.executor.scores import score_batch
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import Packing, on_packed, packed
 from jattn.serving.steps.plain import VARIANTS, Steps, Variant
+
+_SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
 
 
 class StepKey(NamedTuple):
     """A compiled step.
 
     Attributes:
-        size: Rows of a decode or a choice of tokens, tokens of a prefill or a note.
+        size: Rows of a decode or a choice of tokens, tokens of a prefill or a note, places of a score.
     """
 
-    kind: Literal["decode", "prefill", "note", "forward_decode", "forward_prefill", "sample_decode", "sample_prefill"]
+    kind: Literal[
+        "decode",
+        "prefill",
+        "note",
+        "score",
+        "forward_decode",
+        "forward_prefill",
+        "sample_decode",
+        "sample_prefill",
+    ]
     size: int
     variant: Variant
 
@@ -52,11 +67,22 @@ def step_plans(
             prefill = functools.partial(steps.prefill, variant=key.variant)
             sent = decode_batch([], mixed_rows, config), prefill_batch([], key.size, config, key.variant)
             plans[key] = taking_packed(prefill, held, sent, donate=(1, 2))
-        else:
+        elif key.kind == "note":
             note = functools.partial(steps.note, variant=key.variant)
             sent = (prefill_batch([], key.size, config, key.variant),)
             plans[key] = taking_packed(note, held[1:2], sent, donate=(0,))
-    return on_mesh(plans, config.parallel)
+    plans = on_mesh(plans, config.parallel)
+    return plans | on_mesh(_score_plans(steps, plans, config), config.parallel)
+
+
+def _score_plans(steps: Steps, plans: Mapping[StepKey, StepPlan], config: ResolvedConfig) -> dict[Any, StepPlan]:
+    """The step that scores what a prefill leaves, if there is one."""
+    prefill = plans.get(StepKey("prefill", config.prefill_buckets[0], "full"))
+    if prefill is None:
+        return {}
+    key, left = score_key(config), jax.eval_shape(prefill.function, *prefill.arguments)[0].prompt_hidden
+    arguments = (prefill.arguments[0], np.zeros(left.shape, left.dtype), score_batch([], key.size))
+    return {key: StepPlan(steps.score, arguments)}
 
 
 def step_keys(config: ResolvedConfig) -> list[StepKey]:
@@ -68,6 +94,8 @@ def step_keys(config: ResolvedConfig) -> list[StepKey]:
             keys += [StepKey("prefill", size, variant) for size in config.prefill_buckets]
     if config.enable_prefix_caching and (config.full_sampling or config.speculative):
         keys.append(note_key(config))
+    if config.full_sampling:
+        keys.append(score_key(config))
     return keys
 
 
@@ -92,6 +120,11 @@ def taking_packed(step: Callable[..., Any], held: tuple[Any, ...], sent: Any, *,
 def note_key(config: ResolvedConfig) -> StepKey:
     """The one step that puts tokens on record without computing them."""
     return StepKey("note", config.prefill_tokens, "full" if config.full_sampling else "plain")
+
+
+def score_key(config: ResolvedConfig) -> StepKey:
+    """The one step that gives log-probabilities of prompts."""
+    return StepKey("score", min(_SCORED_AT_ONCE, config.prefill_tokens), "full")
 
 
 def _asked(requests: Iterable[Request]) -> Variant:

@@ -12,7 +12,7 @@ from jattn.pytree import pytree
 
 @pytree(kw_only=True)
 class LogitRules:
-    """What each row's request asks of its logits, and whether it wants log-probabilities; see `SamplingParams`.
+    """What each row's request asks of its logits; see `SamplingParams`.
 
     Attributes:
         in_force: Whether the row's request asks for any of this; if not, the other fields may be a former request's.
@@ -21,7 +21,6 @@ class LogitRules:
         only_listed: Whether no other token may come than those of `bias_ids`.
         prompt_len: Tokens of the prompt; those after it are the output.
         min_len: A stop token may not come before this position.
-        wants_logprobs: Whether log-probabilities are given with each token.
     """
 
     in_force: Bool[Array, " B"]
@@ -33,7 +32,6 @@ class LogitRules:
     only_listed: Bool[Array, " B"]
     prompt_len: Int[Array, " B"]
     min_len: Int[Array, " B"]
-    wants_logprobs: Bool[Array, " B"]
 
 
 @pytree(kw_only=True)
@@ -140,7 +138,6 @@ def empty_rules(num_rows: int, max_logit_bias: int, numpy: Any = jnp) -> LogitRu
         only_listed=zeros(jnp.bool_),
         prompt_len=zeros(jnp.int32),
         min_len=zeros(jnp.int32),
-        wants_logprobs=zeros(jnp.bool_),
     )
 
 

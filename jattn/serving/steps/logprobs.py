@@ -1,14 +1,15 @@
 """Log-probabilities of tokens under the model's own logits, beside those of the likeliest tokens."""
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jattn.pytree import pytree
+
+_PART = 128  # tokens of the vocabulary, one by one in memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,71 +45,35 @@ class TokenLogprobs:
         return found
 
 
-def token_logprobs(
-    logits: Float[Array, "N V"], tokens: Int[Array, " N"], wanted: Bool[Array, " N"], *, top: int
-) -> TokenLogprobs:
-    """Log-probabilities of `tokens`, and of the `top` likeliest; zeros if none is `wanted`."""
-    return lax.cond(
-        jnp.any(wanted),
-        lambda: _token_logprobs(logits, tokens, top),
-        lambda: _nothing(logits.shape[0], top),
-    )
-
-
-def prompt_logprobs(
-    compute_logits: Callable[[Float[Array, "C D"]], Float[Array, "C V"]],
-    hidden: Float[Array, "T D"],
-    next_ids: Int[Array, " T"],
-    wanted: Bool[Array, " T"],
-    *,
-    top: int,
-    rows_at_once: int = 256,
-) -> TokenLogprobs:
-    """Log-probabilities of the token after each place of a prefill.
-
-    Args:
-        next_ids: The tokens after.
-        wanted: Places whose answer is asked for; the others' means nothing.
-        rows_at_once: Places whose logits are held at the same time.
-    """
-    num_tokens = hidden.shape[0]
-    size = min(rows_at_once, num_tokens)
-    parts = -(-num_tokens // size)
-
-    def split(array):
-        padding = [(0, parts * size - num_tokens)] + [(0, 0)] * (array.ndim - 1)
-        return jnp.pad(array, padding).reshape(parts, size, *array.shape[1:])
-
-    def of_part(part):
-        hidden, next_ids, wanted = part
-        return lax.cond(
-            jnp.any(wanted),
-            lambda: _token_logprobs(compute_logits(hidden), next_ids, top),
-            lambda: _nothing(size, top),
-        )
-
-    of_parts = lax.map(of_part, (split(hidden), split(next_ids), split(wanted)))
-    return jax.tree.map(lambda leaf: leaf.reshape(parts * size, *leaf.shape[2:])[:num_tokens], of_parts)
-
-
-def _token_logprobs(logits, tokens, top):
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    logprob = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)
+def token_logprobs(logits: Float[Array, "N V"], tokens: Int[Array, " N"], *, top: int) -> TokenLogprobs:
+    """Log-probabilities of `tokens`, and of the `top` likeliest."""
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=1)
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     lower = jnp.arange(logits.shape[1], dtype=jnp.int32)[None] < tokens[:, None]
-    before = (logprobs > logprob) | ((logprobs == logprob) & lower)
-    top_logprobs, top_ids = lax.top_k(logprobs, top)
+    before = (logits > own) | ((logits == own) & lower)
+    top_logits, top_ids = _likeliest(logits, top)
     return TokenLogprobs(
-        logprob=logprob[:, 0],
+        logprob=own[:, 0] - total,
         rank=1 + jnp.sum(before, axis=1, dtype=jnp.int32),
-        top_ids=top_ids.astype(jnp.int32),
-        top_logprobs=top_logprobs,
+        top_ids=top_ids,
+        top_logprobs=top_logits - total[:, None],
     )
 
 
-def _nothing(size, top):
-    return TokenLogprobs(
-        logprob=jnp.zeros(size, jnp.float32),
-        rank=jnp.zeros(size, jnp.int32),
-        top_ids=jnp.zeros((size, top), jnp.int32),
-        top_logprobs=jnp.zeros((size, top), jnp.float32),
-    )
+def _likeliest(logits: Float[Array, "N V"], count: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+    """The greatest logits in order, among equal ones the lower id first, and their tokens.
+
+    XLA sorts all that it is to find the greatest of. So those parts of the vocabulary are found first that have the
+    greatest logits: of each token outside of them there are as many, one a part, that come before it.
+    """
+    num_parts = -(-logits.shape[1] // _PART)
+    if not 0 < 2 * count < num_parts:
+        greatest, tokens = lax.top_k(logits, count)
+        return greatest, tokens
+    padding = ((0, 0), (0, num_parts * _PART - logits.shape[1]))
+    parts = jnp.pad(logits, padding, constant_values=-jnp.inf).reshape(-1, num_parts, _PART)
+    chosen = jnp.sort(lax.top_k(jnp.max(parts, axis=2), count)[1], axis=1)  # by id again, for what is equal
+    candidates = jnp.take_along_axis(parts, chosen[:, :, None], axis=1).reshape(-1, count * _PART)
+    greatest, places = lax.top_k(candidates, count)
+    return greatest, jnp.take_along_axis(chosen, places // _PART, axis=1) * _PART + places % _PART

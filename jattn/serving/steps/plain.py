@@ -1,10 +1,8 @@
 """The two steps of the serving loop, prefill and decode, as pure functions of arrays."""
 
 import dataclasses
-import functools
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -15,7 +13,7 @@ from jattn.kv_pool import KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import TokenMasks, apply_masks, apply_rules
-from jattn.serving.steps.logprobs import TokenLogprobs, prompt_logprobs, token_logprobs
+from jattn.serving.steps.logprobs import TokenLogprobs, token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import decode_pass, owners, ragged_pass
 from jattn.serving.steps.sampler import sample
@@ -42,8 +40,6 @@ class PrefillBatch:
         is_last: Whether the sequence's prompt ends here, so that a token is sampled.
         values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
             `finished` are the launch's to fill.
-        next_ids: In the full variant only, here and below: the token after each one, as far as known.
-        wants_logprobs: Places where the log-probability of `next_ids` is asked for.
     """
 
     input_ids: Int[Array, " T"]
@@ -52,25 +48,23 @@ class PrefillBatch:
     is_first: Bool[Array, " B"]
     is_last: Bool[Array, " B"]
     values: LoopState
-    next_ids: Int[Array, " T"] | None = None
-    wants_logprobs: Bool[Array, " T"] | None = None
 
 
 @pytree(kw_only=True)
 class StepOutput:
-    """What the host reads of a launch.
+    """What the host reads of a launch, but for `prompt_hidden`.
 
     Attributes:
         tokens: The next token of each row of the launch, after a prefill of each row of the loop state; of a step that
             verifies, those that it accepts, and UNUSED past the last.
         logprobs: Its log-probabilities, in the full variant; of a step that verifies, place by place of each row.
-        prompt_logprobs: Those of `PrefillBatch.next_ids`, in the full variant of a prefill.
+        prompt_hidden: What `score` takes, in the full variant of a prefill.
         drafts: Of a step that verifies, how many tokens were drafted for each row, and how many of them accepted.
     """
 
     tokens: Int[Array, " B"] | Int[Array, "B D"]
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
+    prompt_hidden: Float[Array, "M D"] | None = None
     drafts: Int[Array, "B 2"] | None = None
 
 
@@ -83,14 +77,14 @@ class Unsampled:
         rows: The loop state's row of each sequence.
         live: Whether the sequence gives a token.
         drafts: The tokens drafted for each sequence, whose places follow its own; None of a step that verifies none.
-        prompt_logprobs: Those that `StepOutput` is to have.
+        prompt_hidden: What `StepOutput` is to have.
     """
 
     hidden: Float[Array, "N D"]
     rows: Int[Array, " B"]
     live: Bool[Array, " B"]
     drafts: Int[Array, "B drafts"] | None = None
-    prompt_logprobs: TokenLogprobs | None = None
+    prompt_hidden: Float[Array, "M D"] | None = None
 
 
 @pytree(kw_only=True)
@@ -120,12 +114,14 @@ class Steps:
         backend: Attention for every layer.
         max_logprobs: Likeliest tokens whose log-probabilities the full variant gives.
         parallel: The devices that share the model.
+        prefill_tokens: Tokens of the largest prefill, M.
     """
 
     graph: nnx.GraphDef
     backend: AttentionBackend
     max_logprobs: int = 0
     parallel: Parallel = ONE_DEVICE
+    prefill_tokens: int = 0
 
     def prefill(
         self,
@@ -146,7 +142,7 @@ class Steps:
         """
         unsampled, state, pool = self.forward_prefill(weights, state, pool, plan, batch, variant=variant)
         output, state = self.sample(weights, state, unsampled, variant=variant)
-        return dataclasses.replace(output, prompt_logprobs=unsampled.prompt_logprobs), state, pool
+        return dataclasses.replace(output, prompt_hidden=unsampled.prompt_hidden), state, pool
 
     def forward_prefill(
         self,
@@ -174,15 +170,16 @@ class Steps:
         mode = ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND
         forward_batch = ragged_pass(pool, values.page_table, tokens, seq_lens, cu_q_lens, mode=mode)
         hidden, pool = self._forward(weights, pool, forward_batch)
-        prompt, state = self._noted(weights, hidden, state, batch, forward_batch.positions, variant=variant)
-        if self.parallel.axis is not None:  # their logits are exchanged before those that tokens are chosen from
-            hidden, prompt = jax.lax.optimization_barrier((hidden, prompt))
+        owner, is_real = owners(batch.cu_q_lens, num_tokens)
+        state = self._recorded(state, batch, owner, is_real, forward_batch.positions, variant=variant)
         # A row is in one sequence here at most: by row, there are the fewest tokens to choose.
         last = jnp.zeros(num_rows, jnp.int32).at[rows].set(jnp.maximum(cu_q_lens[1:] - 1, 0), mode="drop")
         gives = jnp.concatenate([batch.is_last, live])
         gives = jnp.zeros(num_rows, jnp.bool_).at[rows].set(gives, mode="drop")
         every = jnp.arange(num_rows, dtype=jnp.int32)
-        return Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_logprobs=prompt), state, pool
+        padding = ((0, max(0, self.prefill_tokens - num_tokens)), (0, 0))
+        of_prompts = jnp.pad(hidden, padding) if variant == "full" else None
+        return Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_hidden=of_prompts), state, pool
 
     def decode(
         self,
@@ -254,11 +251,20 @@ class Steps:
         if variant != "full":
             return output, state
         assert state.history
-        assert values.rules
         state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
-        wanted = live & values.rules.in_force & values.rules.wants_logprobs
-        logprobs = token_logprobs(logits, tokens, wanted, top=self.max_logprobs)
-        return dataclasses.replace(output, logprobs=logprobs), state
+        return dataclasses.replace(output, logprobs=token_logprobs(logits, tokens, top=self.max_logprobs)), state
+
+    def score(self, weights: Any, hidden: Float[Array, "M D"], places: Int[Array, "S 2"]) -> TokenLogprobs:
+        """Log-probabilities of tokens of prompts.
+
+        A step of its own, as only the host knows without asking the device whether any are wanted.
+
+        Args:
+            hidden: `StepOutput.prompt_hidden`.
+            places: Where the token before is in the launch, and the token.
+        """
+        logits = self._logits(weights, hidden[places[:, 0]])
+        return token_logprobs(logits, places[:, 1], top=self.max_logprobs)
 
     def note(self, state: LoopState, batch: PrefillBatch, *, variant: Variant) -> LoopState:
         """The state once parts of sequences are on record that no prefill computes, as the pool has their keys.
@@ -276,23 +282,6 @@ class Steps:
     def _forward(self, weights, pool, forward_batch):
         metadata = self.backend.init_forward_metadata(forward_batch)
         return self._model(weights)(forward_batch, metadata, self.backend, pool)
-
-    def _noted(self, weights, hidden, state, batch, positions, *, variant):
-        """Log-probabilities of prompts, if asked for, and the state that has the parts of prompts on record."""
-        owner, is_real = owners(batch.cu_q_lens, batch.input_ids.shape[0])
-        state = self._recorded(state, batch, owner, is_real, positions, variant=variant)
-        if variant != "full":
-            return None, state
-        assert batch.next_ids is not None
-        assert batch.wants_logprobs is not None
-        prompt = prompt_logprobs(
-            functools.partial(self._logits, weights),
-            hidden,
-            batch.next_ids,
-            batch.wants_logprobs,
-            top=self.max_logprobs,
-        )
-        return prompt, state
 
     def _recorded(self, state, batch, owner, is_real, positions, *, variant):
         """The state that has the parts of prompts on record, as far as drafting and the rules read it."""

@@ -103,11 +103,9 @@ class SpeculativeSteps(Steps):
         )
         if variant != "full":
             return output, state
-        assert at_places.rules
         assert state.history
         state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), choice.tokens))
-        wanted = is_given.reshape(-1) & at_places.rules.in_force & at_places.rules.wants_logprobs
-        logprobs = token_logprobs(logits, choice.tokens, wanted, top=self.max_logprobs)
+        logprobs = token_logprobs(logits, choice.tokens, top=self.max_logprobs)
         return dataclasses.replace(output, logprobs=logprobs), state
 
 

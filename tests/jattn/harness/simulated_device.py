@@ -11,7 +11,7 @@ from jattn.serving.steps.plain import StepOutput
 
 
 class Sizes(nnx.Module):
-    """A model that has sizes and computes nothing."""
+    """A model that has sizes and computes zeros."""
 
     vocab_size = 8
     context_len = 2**16
@@ -23,10 +23,10 @@ class Sizes(nnx.Module):
         raise NotImplementedError
 
     def __call__(self, forward_batch, metadata, backend, pool):
-        raise NotImplementedError
+        return jnp.zeros((forward_batch.input_ids.shape[0], 1)), pool
 
     def compute_logits(self, hidden):
-        raise NotImplementedError
+        return jnp.zeros((hidden.shape[0], self.vocab_size))
 
 
 class SimulatedDevice:
