@@ -26,6 +26,8 @@ _RATES = {
     "own_output_tokens_per_s": "the engine's own",
     "served_share": "served of the engine's own",
     "found_idle_share": "launches that found the device idle",
+    "idle_share_at_least": "time that the device was idle, at least",
+    "idle_share_at_most": "time that the device was idle, at most",
 }
 
 
@@ -97,4 +99,4 @@ def show(rows: Iterable[Row], console: Any) -> None:
 def _rate(name: str, value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.1%}" if name.endswith("share") else f"{value:,.1f}"
+    return f"{value:.1%}" if "share" in name else f"{value:,.1f}"

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from jattn.load.child import measured_apart
 from jattn.load.figures import Row
 from jattn.load.own import own_rate
@@ -22,11 +24,12 @@ def measured_served(llm: LLM, workload: Workload, levels: Sequence[Level]) -> It
         for number, level in enumerate(levels):
             drawn = dataclasses.replace(workload, seed=workload.seed + number)
             own = service.thread.call(lambda engine, level=level, drawn=drawn: own_rate(engine, drawn, level)).result()
-            before = dataclasses.replace(llm.engine.executor.stats)
+            before = _counts(llm)
             row = measured_apart(url, drawn, level)
-            after = llm.engine.executor.stats
-            row["found_idle_share"] = round(
-                (after.found_idle - before.found_idle) / max(1, after.launches - before.launches), 4
+            launches, found_idle, *idle_seconds = np.subtract(_counts(llm), before).tolist()
+            row["found_idle_share"] = round(found_idle / max(1, launches), 4)
+            row["idle_share_at_least"], row["idle_share_at_most"] = (
+                round(seconds / row["seconds"], 4) for seconds in idle_seconds
             )
             if own is not None:
                 row |= {
@@ -34,3 +37,10 @@ def measured_served(llm: LLM, workload: Workload, levels: Sequence[Level]) -> It
                     "served_share": round(row["output_tokens_per_s"] / own, 4),
                 }
             yield row
+
+
+def _counts(llm: LLM) -> tuple[float, ...]:
+    """Launches, those that found the device idle, and its idle time in seconds, at least and at most."""
+    executor = llm.engine.executor
+    stats, idle = executor.stats, executor.idle_time
+    return float(stats.launches), float(stats.found_idle), idle.at_least, idle.at_most

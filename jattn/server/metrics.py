@@ -55,6 +55,8 @@ _HISTOGRAMS = {
 _OWN_COUNTERS = {
     "launches": "Steps that were enqueued on the device.",
     "launches_found_idle": "Those that found the device idle amid work: the host was late.",
+    "device_idle_seconds_at_least": "The device had nothing to do amid work, as the host saw.",
+    "device_idle_seconds_at_most": "Likewise, the time included since the host had last seen it at work.",
     "host_seconds": "Steps on the host, without its waits for the device.",
 }
 _LABELS = ("model_name", "engine")
@@ -104,8 +106,8 @@ class Metrics:
             name: Counter(f"jattn:{name}", text, _LABELS, registry=registry).labels(*values)
             for name, text in _OWN_COUNTERS.items()
         }
-        self._own_totals = {"launches": 0, "launches_found_idle": 0}
-        self._launch_stats = engine.executor.stats
+        self._own_totals: dict[str, float] = {}
+        self._executor = engine.executor
         self._success = Counter(
             "vllm:request_success", "Requests that have ended.", (*_LABELS, "finished_reason"), registry=registry
         )
@@ -165,10 +167,15 @@ class Metrics:
         self._cache_queries, self._cache_hits = cache.queries, cache.hits
 
     def _count_launches(self) -> None:
-        stats = self._launch_stats
-        totals = {"launches": stats.launches, "launches_found_idle": stats.found_idle}
+        stats, idle = self._executor.stats, self._executor.idle_time
+        totals: dict[str, float] = {
+            "launches": stats.launches,
+            "launches_found_idle": stats.found_idle,
+            "device_idle_seconds_at_least": idle.at_least,
+            "device_idle_seconds_at_most": idle.at_most,
+        }
         for name, total in totals.items():
-            self._own[name].inc(total - self._own_totals[name])
+            self._own[name].inc(total - self._own_totals.get(name, 0))
         self._own_totals = totals
 
     def progressed(self, progress: Progress, now: float) -> None:

@@ -146,11 +146,15 @@ class Engine:
         ahead, and the choice of tokens behind it.
         """
         with self._guarded():
+            self.executor.idle_time.look()
             events = self._read(0) if self.scheduler.must_preempt() else []
             before = len(self.executor.in_flight)
             for plan in self._plans():
                 self.executor.submit(plan)
-            return events + self._read(len(self.executor.in_flight) - before) + self._sample()
+            events += self._read(len(self.executor.in_flight) - before) + self._sample()
+            if not self.scheduler.has_work:
+                self.executor.idle_time.no_work()
+            return events
 
     def _plans(self) -> list[Plan]:
         """The next launches."""

@@ -210,6 +210,8 @@ def test_metrics_count_under_the_names_of_vllm(http_server):
     assert {name: after.get(f"vllm:{name}") for name in counts} == counts
     assert after["jattn:step_seconds_count"] > 10
     assert after["jattn:launches_total"] >= after["jattn:launches_found_idle_total"] >= 0
+    least, most = (after[f"jattn:device_idle_seconds_at_{bound}_total"] for bound in ("least", "most"))
+    assert 0 <= least <= most
     assert after["jattn:launches_total"] > 10
     assert 0 < after["jattn:host_seconds_total"] < after["jattn:step_seconds_sum"]
 

@@ -49,7 +49,7 @@ def test_finer_buckets_cost_a_bounded_number_of_steps(engine):
 
 
 def test_no_forward_pass_or_score_asks_the_device_what_to_do():
-    """XLA's host waits for the answer of a condition. On a CPU the choice of tokens has one, a GPU's kernel has none."""
+    """XLA's host waits for the answer of a condition. (Filters have one where no kernel serves them, as on a CPU.)"""
     engine = plans_of(dataclasses.replace(CONFIG, structured_steps=True))
     for key, plan in engine.executor.compiled_steps.items():
         if key.kind in ("forward_prefill", "forward_decode", "note", "score"):

@@ -16,12 +16,12 @@ from jattn.compiled_steps import CompiledSteps, StepPlan, described, smallest_bu
 from jattn.device_mesh import held_by_all, spans_processes
 from jattn.lowering import LoweringProcesses, processes_for
 from jattn.mailbox import mailbox_of
-from jattn.matmul import FP8, INT4
 from jattn.model import CausalLM
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
 from jattn.serving.executor.first_runs import FirstRuns
+from jattn.serving.executor.idle_time import IdleTime
 from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for_all
 from jattn.serving.executor.masks import masks_of
@@ -31,7 +31,7 @@ from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.pool_size import beside_steps
 from jattn.serving.executor.scores import scores_of
-from jattn.serving.executor.served_model import served_model
+from jattn.serving.executor.served_model import check_loaded, served_model
 from jattn.serving.executor.state import made_state
 from jattn.serving.executor.step_plans import (
     StepKey,
@@ -74,6 +74,7 @@ class Executor:
     Attributes:
         config: Sizes, with the pool's.
         stats: Counts of launches.
+        idle_time: What the device waited for the host amid work.
         background: What is compiled while others serve; until it is, a launch takes the next larger step.
     """
 
@@ -87,7 +88,7 @@ class Executor:
     ):
         served = served_model(model, config, draft_model=draft_model)
         self.weights, steps, self._mixed_rows = served.weights, served.steps, served.mixed_rows
-        _check_loaded(self.weights, config)
+        check_loaded(self.weights, config)
         in_background = compiles_in_background(config)
         have, processes = CompiledSteps({}), LoweringProcesses(_num_processes(config, in_background))
         if fit_pool and not spans_processes(config.parallel):  # where it does, each would find another number
@@ -123,7 +124,7 @@ class Executor:
             processes.close()
         self.in_flight: deque[Launch] = deque()
         self._forwards: deque[Forward] = deque()
-        self.stats = LaunchStats()
+        self.stats, self.idle_time = LaunchStats(), IdleTime()
         self._on_device = self._nothing_sent()  # a row's last pages are the same for `page_size` steps
         # Also at exit: the interpreter dies if it takes down what a launch still uses.
         self._finalizer = weakref.finalize(self, wait_for_all, self.in_flight, self._forwards)
@@ -152,6 +153,7 @@ class Executor:
 
     def submit(self, plan: Plan) -> None:
         """Enqueues a launch, or its forward pass."""
+        self.idle_time.look()
         if plan.chunks:
             self._submit_prefill(plan)
         else:
@@ -168,7 +170,9 @@ class Executor:
             forward = self._forwards[0]
             masks = masks_of(forward.requests, forward.sample_key.size, self._vocab_size)
             self._run_first((forward.sample_key,))
+            self.idle_time.look()
             output, self.state = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
+            self.idle_time.enqueued(output.tokens)
             self._enqueued(forward.sampled(output))
             self._forwards.popleft()
             requests += [request for request in forward.requests if request and request.grammar]
@@ -184,6 +188,7 @@ class Executor:
             start = time.perf_counter()
             launch = self.in_flight[0].read()  # under way until it is read: `restart` waits for it
             self.stats.waited_seconds += time.perf_counter() - start
+            self.idle_time.look()
             if self._mailbox is not None and NO_TOKEN in launch.output.tokens:
                 self._mailbox.check()
                 if self._mailbox.emptied != self._emptied:
@@ -199,6 +204,7 @@ class Executor:
         wait_for_all(self.in_flight, self._forwards)
         self.in_flight.clear()
         self._forwards.clear()
+        self.idle_time.no_work()
         self.pool = self.state = None  # their memory is needed for the new ones
         if self._mailbox is not None:
             self._mailbox.empty()  # devices may have got out of step
@@ -264,14 +270,16 @@ class Executor:
         """
         self._run_first((key,))
         self.stats.launches += 1
-        self.stats.found_idle += bool(self.in_flight) and not self._forwards and self.in_flight[-1].has_run
+        self.stats.found_idle += self.idle_time.look()
         output, self.state, self.pool = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
         score = functools.partial(self._enqueue, score_key(self.config), self.weights, output.prompt_hidden)
         scores = scores_of(plan.chunks, score_key(self.config).size, score)
         output = dataclasses.replace(output, prompt_hidden=None)
         if key.kind in ("forward_decode", "forward_prefill"):
+            self.idle_time.enqueued(output.hidden)
             self._forwards.append(Forward(output, sample_key(key, self.config), requests, scores))
         else:
+            self.idle_time.enqueued(output.tokens)
             self._enqueued(Launch(output, requests, scores))
 
     def _enqueue(self, key: StepKey, *arguments: Any) -> Any:
@@ -322,22 +330,6 @@ def _compiled(
         return steps, {}
     left = in_order_of_need(key for key in plans if key not in steps)
     return steps, {key: plans[key].without_arrays() for key in left}
-
-
-def _check_loaded(weights: Any, config: ResolvedConfig) -> None:
-    """Says so if a model is not shared by as many devices as it is to be served by, or not quantised as it is to be."""
-    counts = {leaf.sharding.num_devices for leaf in jax.tree.leaves(weights) if isinstance(leaf, jax.Array)}
-    if counts - {config.tensor_parallel}:
-        raise ValueError(
-            "`tensor_parallel` must be the number of devices that `jattn.model.load_model` shared the model among, "
-            f"{max(counts)}. Got {config.tensor_parallel}."
-        )
-    held_in = {None: None, "fp8": FP8, "int4": INT4}[config.quantization]
-    if held_in is not None and not any(leaf.dtype == held_in for leaf in jax.tree.leaves(weights)):
-        raise ValueError(
-            "`quantization` must be None for a model that `jattn.model.load_model` was given a checkpoint without it "
-            f"for. Got {config.quantization!r}."
-        )
 
 
 def _add_steps(executor: "weakref.ref[Executor]", steps: CompiledSteps) -> None:

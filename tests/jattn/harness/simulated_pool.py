@@ -11,6 +11,7 @@ from unittest import mock
 
 from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
+from jattn.serving.executor.idle_time import IdleTime
 from jattn.serving.executor.launch import Given
 from tests.jattn.harness.simulated_device import Sizes
 
@@ -44,7 +45,7 @@ class SimulatedPool:
     """
 
     def __init__(self, config, rng):
-        self.in_flight = deque()
+        self.in_flight, self.idle_time = deque(), IdleTime()
         self.broken, self.interrupt = set(), None
         self.config, self._rng = config, rng
         self._nodes = {}
