@@ -135,7 +135,7 @@ def power_of_two_buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:
 
 
 # Tokens of a step from which on its time is theirs: padding beyond it costs what tokens cost.
-_FINER_FROM = 1024
+_FINER_FROM = 512
 
 
 def token_buckets(largest: int, smallest: int = 1) -> tuple[int, ...]:

@@ -111,10 +111,10 @@ def test_token_buckets_bound_padding_and_number(largest):
     assert list(buckets) == sorted(set(buckets))
     assert buckets[0] == min(64, largest)
     assert buckets[-1] == largest
-    padding = [1 - size / smallest_bucket(buckets, size) for size in range(1025, largest + 1)]
+    padding = [1 - size / smallest_bucket(buckets, size) for size in range(513, largest + 1)]
     assert max(padding, default=0) < 1 / 5
     assert np.mean(padding or 0) < 0.11
-    assert len(buckets) <= 5 + max(0, np.ceil(4 * np.log2(largest / 1024)))
+    assert len(buckets) <= 4 + max(0, np.ceil(4 * np.log2(largest / 512)))
 
 
 def test_smallest_bucket_holds_the_size_or_says_that_none_does():
