@@ -22,9 +22,9 @@ from jattn.serving.frontend.llm import LLM
 
 # The engine's thread and the event loop share the interpreter: at the default of 5 ms the device waits 7 % of a step.
 _SWITCH_SECONDS = 0.0005
-# Of the garbage collector, which holds all threads up, for a millisecond and now and then for a hundred, and finds next to
-# nothing: requests and streams go by their reference counts. By Python's own it took 4 % of the time at 9,000 tokens a
-# second, and the device waited as long.
+# The garbage collector holds all threads up, for a millisecond and now and then for a hundred, and finds next to
+# nothing: requests and streams go by their reference counts. By Python's thresholds it took 4 % of the time of 9,000
+# tokens a second.
 _GC_THRESHOLDS = (20_000, 20, 20)
 _LINGER_SECONDS = 5  # for answers to reach their clients once all have ended
 
