@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import QuantizedRows, Splits
+from jattn.matmul import QuantizedRows, Splits, Unmultiplied
 from jattn.norm import HeadNorms, NormedRows, Unnormed, normed_heads, taken
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
@@ -130,8 +130,8 @@ class Attention(nnx.Module):
         """Whether nothing but norms of each head stands between the projection and the turning."""
         return self.qkv_clip is None and self.temperature is None and not isinstance(self.q_norm, ProjectionNorm)
 
-    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits:
-        return self.o_proj.splits(out.reshape(out.shape[0], -1))
+    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits | Unmultiplied:
+        return self.o_proj.later(out.reshape(out.shape[0], -1))
 
     def _head_norms(self) -> HeadNorms | None:
         """The norms of each head by itself."""

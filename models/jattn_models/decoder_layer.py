@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.matmul import QuantizedRows, Splits, added
+from jattn.matmul import QuantizedRows, Splits, Unmultiplied, added, multiplied
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.attention import Attention, Pass
@@ -118,12 +118,12 @@ class DecoderLayer(nnx.Module):
         return Stream(hidden), norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
 
     def _after_attention(
-        self, stream: Stream, attended: Float[Array, "T D"] | Splits, parallel: Parallel
+        self, stream: Stream, attended: Float[Array, "T D"] | Splits | Unmultiplied, parallel: Parallel
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits]:
         """The residual stream after attention, and what this device's MLP adds to it."""
         norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
         if (
-            isinstance(attended, Splits)
+            isinstance(attended, Splits | Unmultiplied)
             and isinstance(norm, RMSNorm)
             and isinstance(self.mlp, MixtureOfExperts)
             and parallel.axis is None
@@ -132,7 +132,7 @@ class DecoderLayer(nnx.Module):
             left = () if stream.addition is None else (stream.addition,)
             addition, hidden = self.mlp.splits_of_sum(norm.later(stream.rows, *left, attended))
             return hidden, addition
-        hidden, normed = self._between(stream.summed(parallel), attended, parallel)
+        hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
         return hidden, self._of_mlp(normed, parallel)
 
     def _between(

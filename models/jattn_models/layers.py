@@ -14,6 +14,7 @@ from jattn.matmul import (
     QuantizedRows,
     Splits,
     Ungated,
+    Unmultiplied,
     matmul,
     matmul_splits,
     with_bias,
@@ -140,6 +141,13 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
         return matmul_splits(x, weights, bias=bias, layer_index=layer)
+
+    def later(self, x: Float[Array, "T D"]) -> Float[Array, "T F"] | Splits | Unmultiplied:
+        """The same, for a kernel that may take the product itself."""
+        weights, layer = self._weights()
+        if self.bias is not None or isinstance(weights, QuantizedKernel):
+            return self.splits(x)
+        return Unmultiplied(rows=x, kernel=weights, layer_index=layer)
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""

@@ -73,12 +73,12 @@ def sums_of_splits(text):
     return re.findall(r"stablehlo\.reduce.*\(tensor<\d+x\d+x(?:128|2048|5120)xf32>", text)
 
 
-def test_a_layer_has_seven_kernels(step):
-    """A product for q/k/v, rotation, attention, its merge, o, router, experts.
+def test_a_layer_has_five_kernels(step):
+    """A product for q/k/v, rotation, attention, its merge, and one for all that is left: o, router, experts.
 
     Each of the two layers stands in the text, and the last norm behind them: there is no loop.
     """
-    assert num_kernels(step) == 2 * 7 + 1
+    assert num_kernels(step) == 2 * 5 + 1
     assert "stablehlo.while" not in step
 
 

@@ -31,7 +31,7 @@ def rounded_sum(numbers: jax.Array, addition: jax.Array, *, dtype: Any) -> jax.A
 
 
 def norm_of_sum(
-    x: Any, scale: Any, additions: list[Any], target: Any, outs: tuple[Any, Any], *, eps: float, offset: float
+    x: Any, scale: Any, additions: list[Any], target: Any, outs: tuple[Any, ...], *, eps: float, offset: float
 ) -> None:
     """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
 
@@ -40,7 +40,7 @@ def norm_of_sum(
         scale: (columns,), in global memory.
         additions: Parts of splits, in global memory.
         target: (8, columns), tiled; its other rows stay as they are.
-        outs: Where the first block stores the sum, and its norm.
+        outs: Where the first block stores the sum, and then its norm; as far as they are asked for.
     """
     dtype, columns = x.dtype, x.shape[1]
     of_row = pieces(columns)
@@ -59,7 +59,7 @@ def norm_of_sum(
 
     @pl.when(lax.axis_index("block") == 0)
     def keep():
-        for out, of_pieces in zip(outs, (sums, normed), strict=True):
+        for out, of_pieces in zip(outs, (sums, normed), strict=False):
             for piece, numbers in zip(of_row, of_pieces, strict=True):
                 piece.of(out.at[0])[...] = numbers.astype(dtype)
 
