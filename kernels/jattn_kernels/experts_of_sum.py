@@ -92,5 +92,8 @@ def _in_one(
         depth=last.rows.shape[1],
         choice_biased=choice_bias is not None,
     )
-    choice: dict[str, Any] = {"router": operands, "choice_bias": None if choice_bias is None else choice_bias.astype(jnp.float32)}
+    choice: dict[str, Any] = {
+        "router": operands,
+        "choice_bias": None if choice_bias is None else choice_bias.astype(jnp.float32),
+    }
     return packed_experts(x.rows, gate_up, down, choice, options, **facts)

@@ -12,7 +12,15 @@ from jax import lax
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Count, Scratch, copy_stage, store_row, store_zeros
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
+    DEPTH,
+    STAGES,
+    Count,
+    Scratch,
+    copy_stage,
+    store_row,
+    store_zeros,
+)
 
 ROWS_LEFT = 2  # of what adds up to the result: the second is 0, and may be used for counts
 _PAIR = 2  # the gate's columns and the other half's
