@@ -95,7 +95,7 @@ def routed_experts(
         ValueError, NotImplementedError: As both.
     """
     check_logits(x, logits, routing, choice_bias)
-    choice = {
+    choice: dict[str, Any] = {
         "logits": logits if isinstance(logits, Splits) else jnp.asarray(logits).astype(jnp.float32),
         "choice_bias": None if choice_bias is None else jnp.asarray(choice_bias).astype(jnp.float32),
     }

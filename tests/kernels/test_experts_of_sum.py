@@ -13,7 +13,6 @@ from jattn_kernels import (
     Routing,
     Splits,
     Unmultiplied,
-    Unnormed,
     added,
     matmul_splits_of_sum,
     multiplied,
@@ -40,8 +39,8 @@ class Sizes(NamedTuple):
     per_token: int
 
 
-SMALL, LARGE = Sizes(1024, 256, 128, 64, 3), Sizes(2048, 4096, 768, 128, 8)
-UNEVEN = Sizes(1152, 640, 256, 64, 2)
+SMALL, LARGE = Sizes(1024, 256, 128, 64, 4), Sizes(2048, 4096, 768, 128, 8)
+UNEVEN = Sizes(1152, 640, 256, 64, 3)
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def in_turn(x, kernels, routing, **options):
 
 def test_products_are_not_added_where_none_is_taken():
     x, kernels = given(SMALL)
-    with pytest.raises(ValueError, match="may not be Unmultiplied. Give `multiplied` of it"):
+    with pytest.raises(ValueError, match=r"may not be Unmultiplied\. Give `multiplied` of it"):
         matmul_splits_of_sum(x, kernels["router"][-1])
 
 
@@ -182,4 +181,4 @@ def test_what_does_not_fit_the_kernel_is_taken_in_turn(hopper, change):
     x, kernels = jax.eval_shape(lambda: given(**{"sizes": SMALL, **change}))
     routing = Routing(num_experts=kernels["router"].shape[-1], per_token=2)
     traced = str(jax.make_jaxpr(functools.partial(mixture, routing=routing))(x, kernels))
-    assert ("skinny_matmul" in traced) and traced.count("kernel_name") > 1
+    assert "skinny_matmul" in traced

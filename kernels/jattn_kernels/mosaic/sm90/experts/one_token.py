@@ -7,8 +7,8 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
                           token, with 7 others that nobody needs, on its columns
   chosen                  consumer -> producer, and itself: the experts are known, in shared memory
   full                    producer -> consumer: a stage has arrived; `empty` back: it may be overwritten
-  counts                  in global memory: of all that blocks have stored of a phase. What the next one reads of it is
-                          read when all is there; its weights are in shared memory by then.
+  count                   in global memory: of all hidden units' blocks that have been stored. The second product's rows
+                          are read when they are all there; its weights are in shared memory by then.
 
 Each block makes the choice for itself. Sums are over the whole depth in its order, as `grouped_product` has them.
 
@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.call import ExpertsCall, RouterCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
@@ -49,7 +50,7 @@ from jattn_kernels.routing_spec import Routing
 _MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _MOST_EXPERTS = 512
 _PRODUCT, _ROUTER, _FIRST, _SECOND = _PHASES = "product", "router", "first", "second"
-_COUNT_COLUMNS = 32  # of a place for counts: each has a cache line
+_LEAST_PARTS = 3  # of what is left to be added: for a product, logits, and a count
 
 
 def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
@@ -76,9 +77,11 @@ def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
     norm, sms = call.norm, tiles.num_sms()
     if norm.scale_dtype != norm.dtype or norm.columns < LEAST or call.left_rows < ROWS_LEFT or call.depth % DEPTH:
         return False
-    if routing.num_experts % WGMMA_ROWS or max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
+    if routing.num_experts % WGMMA_ROWS or norm.columns % routing.num_experts or routing.per_token < _LEAST_PARTS:
         return False
-    return RouterPhases(norm, call.depth, routing.num_experts).row <= _MOST_DEPTH
+    if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
+        return False
+    return RouterPhases(norm, call.depth, routing.num_experts, routing.per_token).row <= _MOST_DEPTH
 
 
 def one_token(
@@ -93,7 +96,7 @@ def one_token(
     phases = ExpertPhases(call.per_token, call.units, call.hidden_size, call.activation)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = RouterPhases(call.router.norm, call.router.depth, call.num_experts)
+        router = RouterPhases(call.router.norm, call.router.depth, call.num_experts, call.per_token)
         kernel = dataclasses.replace(kernel, router=router, phases=_PHASES)
     if tiles.interpret_params() is None:
         made = kernel.run(operands)
@@ -149,11 +152,12 @@ class _OneToken:
         experts, router = self.experts, self.router
         columns = experts.columns
         made = _Made()
-        if router is not None and _PRODUCT in self.phases:
-            made = made._replace(products=array(router.product.splits, 1, columns))
+        if router is not None and self.phases == (_PRODUCT,):
+            made = made._replace(products=array(router.product.splits, columns))
+        if router is not None and self.phases == (_ROUTER,):
+            made = made._replace(logits=array(router.router.splits, router.num_experts))
         if router is not None and _ROUTER in self.phases:
-            logits = array(router.router.splits, WARPS, router.num_experts)
-            made = made._replace(logits=logits, total=array(1, columns, dtype=self.dtype))
+            made = made._replace(total=array(1, columns, dtype=self.dtype))
         if _FIRST in self.phases:
             made = made._replace(hidden=array(TILED_ROWS, experts.units, dtype=self.dtype))
         if _SECOND in self.phases:
@@ -193,50 +197,48 @@ class _OneToken:
         return _FIRST in self.phases or _SECOND in self.phases
 
     def _consume(self, operands: Any, made: _Made, scratch: Scratch) -> None:
-        products, logits, hidden = (
-            new if new is not None else given
-            for new, given in zip(
-                (made.products, made.logits, made.hidden),
-                (operands.products, operands.logits, operands.hidden),
-                strict=True,
-            )
-        )
-        of_products, of_logits, of_hidden = self._counts(operands)
-        done = jnp.int32(0)
+        products, logits, count = self._exchanged(operands, made)
+        hidden, done = operands.hidden if made.hidden is None else made.hidden, jnp.int32(0)
         if self.router is None and _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
         if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.consume_product(operands, products, scratch, of_products, done)
+            done = self.router.consume_product(operands, products, scratch, done)
         if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
-            self.router.sum(operands, products, made.total, scratch, of_products)
+            self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
-            done = self.router.consume_router(logits, scratch, of_logits, done)
-            of_logits.wait(self.router.router.units)
+            done = self.router.consume_router(logits, scratch, done)
         if self._chooses:
             self._choose(operands, logits, scratch)
         if _FIRST in self.phases:
             if self.router is None:
                 plgpu.barrier_wait(scratch.rows_full)
-            done = self.experts.consume_first(hidden, scratch, of_hidden, done)
+            done = self.experts.consume_first(hidden, scratch, count, done)
         if _SECOND in self.phases:
-            self.experts.consume_second(hidden, made.parts, scratch, of_hidden, done)
+            self.experts.consume_second(hidden, made.parts, scratch, count, done)
 
-    def _counts(self, operands: Any) -> list[Count]:
-        """Of products, logits and hidden units."""
-        if len(self.phases) == 1:
-            return [Count(), Count(), Count()]
-        counted = operands.logits if operands.sum is None else operands.sum.left
-        places = [0, 1, 2] if operands.sum is not None else [0, 0, 0]
-        return [Count(counted.at[0, 1, pl.ds(place * _COUNT_COLUMNS, _COUNT_COLUMNS)]) for place in places]
+    def _exchanged(self, operands: Any, made: _Made) -> tuple[Any, Any, Count]:
+        """Where blocks find each other's product and logits, and how many hidden units are there."""
+        router, is_one = self.router, len(self.phases) > 1
+        if router is None:
+            return None, None, Count(operands.logits.at[0, 1] if is_one else None)
+        if is_one:
+            products, logits, place = router.room(operands.sum.left)
+            return products, logits, Count(place)
+        products, logits = (
+            None if ref is None else Sums(ref, 0, ref.shape[-1], ref.shape[0])
+            for ref in (
+                operands.products if made.products is None else made.products,
+                operands.logits if made.logits is None else made.logits,
+            )
+        )
+        return products, logits, Count()
 
-    def _choose(self, operands: Any, logits: Any, scratch: Scratch) -> None:
-        """The token's experts and their weights; the rows of the other warps are those of no token."""
+    def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
+        """The token's experts and their weights."""
         layout, shape = by_experts(self.routing), (WARPS, self.routing.num_experts)
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        of_parts = [plgpu.load(logits.at[i], layout=layout, optimized=False) for i in range(logits.shape[0])]
-        numbers = jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)
         number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+        numbers = self._given(operands.logits, shape) if logits is None else logits.added_up(number, layout)
 
         def keep(i, expert):
             scratch.experts[i] = expert
@@ -245,3 +247,10 @@ class _OneToken:
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.chosen)
         plgpu.barrier_wait(scratch.chosen)
+
+    def _given(self, logits: Any, shape: tuple[int, ...]) -> jax.Array:
+        """Those of another kernel; the rows of the other warps are those of no token."""
+        layout = by_experts(self.routing)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        of_parts = [plgpu.load(logits.at[i], layout=layout, optimized=False) for i in range(logits.shape[0])]
+        return jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from jax import lax
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
-from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
     STAGES,
-    Count,
     Scratch,
     copy_stage,
     store_row,
@@ -31,10 +33,15 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 
 @dataclasses.dataclass(frozen=True)
 class SplitProduct:
-    """A product of one row, a unit a block: of few enough columns that each block of them has a block of the grid."""
+    """A product of one row, a unit a block: of few enough columns that each block of them has a block of the grid.
+
+    Attributes:
+        most_splits: Of the depth, at most.
+    """
 
     depth: int
     columns: int
+    most_splits: int
 
     @property
     def column_blocks(self) -> int:
@@ -48,7 +55,7 @@ class SplitProduct:
     @property
     def splits(self) -> int:
         """Shares of the depth."""
-        return min(self.steps, tiles.num_sms() // self.column_blocks)
+        return min(self.steps, self.most_splits, tiles.num_sms() // self.column_blocks)
 
     @property
     def units(self) -> int:
@@ -76,19 +83,29 @@ class RouterPhases:
         norm: Its facts.
         depth: Of the product.
         num_experts: The router's columns.
+        per_token: Parts that what is left comes in; in the second row of each there is room for a part of a product.
     """
 
     norm: NormCall
     depth: int
     num_experts: int
+    per_token: int
 
     @property
     def product(self) -> SplitProduct:
-        return SplitProduct(self.depth, self.norm.columns)
+        """Two parts are for logits, and the count of hidden units."""
+        return SplitProduct(self.depth, self.norm.columns, self.per_token - 2)
 
     @property
     def router(self) -> SplitProduct:
-        return SplitProduct(self.norm.columns, self.num_experts)
+        return SplitProduct(self.norm.columns, self.num_experts, self.norm.columns // self.num_experts)
+
+    def room(self, left: Any) -> tuple[Sums, Sums, Any]:
+        """In what is left: for the product, for logits, and for a count."""
+        _, rows, columns = left.shape
+        products = Sums(left, columns, rows * columns, self.product.splits)
+        logits = Sums(left, (self.product.splits * rows + 1) * columns, self.num_experts, self.router.splits)
+        return products, logits, left.at[self.per_token - 1, 1]
 
     @property
     def row(self) -> int:
@@ -115,7 +132,7 @@ class RouterPhases:
 
         return product.visit(number, copy_unit, done)
 
-    def consume_product(self, operands: Any, products: Any, scratch: Scratch, count: Count, done: Any) -> Any:
+    def consume_product(self, operands: Any, products: Sums, scratch: Scratch, done: Any) -> Any:
         """Stores the unit's sums; the stages that have been used then, as of all that consume."""
         product, width = self.product, self.product.most_steps * DEPTH
 
@@ -124,34 +141,38 @@ class RouterPhases:
             plgpu.copy_gmem_to_smem(source, scratch.x.at[:, pl.ds(0, width)], scratch.attended_full)
             plgpu.barrier_wait(scratch.attended_full)
             result = _multiplied(scratch, 0, done, steps)
-            store_row(products, split * product.columns + block * WGMMA_ROWS, result, 0)
-            count.tell()
+            _store(products, split, block, result)
 
         return product.visit(lax.axis_index("block"), multiply_unit, done)
 
-    def sum(self, operands: Any, products: Any, total: Any, scratch: Scratch, count: Count) -> None:
+    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
         """The norm of the sum in shared memory; the first block stores the sum, if there is a place for it."""
-        count.wait(self.product.units)
         norm, given = self.norm, operands.sum
+
+        def of_product(piece: Piece) -> jax.Array:
+            return products.added_up(piece.numbers, piece.layout)
+
         norm_of_sum(
             given.x,
             given.scale.at[given.scale_layer[0]],
-            [given.left, products],
+            [given.left],
             scratch.x.at[:, pl.ds(0, norm.columns)],
             () if total is None else (total,),
             eps=norm.eps,
             offset=norm.offset,
+            last=of_product,
         )
 
-    def consume_router(self, logits: Any, scratch: Scratch, count: Count, done: Any) -> Any:
-        router = self.router
-
+    def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:
         def multiply_unit(split, block, first, steps):
-            result = _multiplied(scratch, first, done, steps)
-            store_row(logits, split * WARPS * router.columns + block * WGMMA_ROWS, result, 0)
-            count.tell()
+            _store(logits, split, block, _multiplied(scratch, first, done, steps))
 
-        return router.visit(_from_last(), multiply_unit, done)
+        return self.router.visit(_from_last(), multiply_unit, done)
+
+
+def _store(sums: Sums, split: Any, block: Any, result: jax.Array) -> None:
+    """A unit's: the first row of what a block of columns has."""
+    store_row(sums.ref, sums.begin + split * sums.stride + block * WGMMA_ROWS, never_zero(result), 0)
 
 
 def _multiplied(scratch: Scratch, first: Any, done: Any, steps: Any) -> Any:

@@ -23,7 +23,7 @@ class SumOperands(NamedTuple):
     Attributes:
         x: The residual stream.
         scale, scale_layer: Of the norm.
-        left: What is added to x first; counts are kept in its second row, which is 0.
+        left: What is added to x first. In its second row, which is 0, blocks leave each other what they wait for.
         attended, output, output_layer: Row and weights of the product that is added then.
         router: Its weights; the experts' layer is meant.
     """
@@ -56,8 +56,8 @@ class OneTokenOperands(NamedTuple):
     gate_up: Float[Array, "L E D F2"]
     down: Float[Array, "L E F D"]
     layer: Int[Array, "1"]
-    products: Float32[Array, "S 1 D"] | None = None
-    logits: Float32[Array, "S 4 E"] | None = None
+    products: Float32[Array, "S D"] | None = None
+    logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
     hidden: Float[Array, "8 F"] | None = None
 
 
