@@ -23,12 +23,13 @@ from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.temperature import over_temperature
 from jattn_kernels.ungated import Ungated
-from jattn_kernels.unmultiplied import Unmultiplied
+from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
     "AttentionSpec",
     "HeadNorms",
+    "NextProduct",
     "NormedRows",
     "QuantizedKernel",
     "QuantizedRows",

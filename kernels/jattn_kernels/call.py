@@ -151,20 +151,35 @@ class NormCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NextCall:
+    """The static facts of a product that follows a mixture, of the norm of what both layers add up to; hashable.
+
+    Attributes:
+        norm: Of the product's rows.
+        columns: Of the product.
+    """
+
+    norm: NormCall
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterCall:
     """The static facts of what a mixture begins with where it takes the router's logits itself; hashable.
 
     Attributes:
         norm: Of the router's rows, which are added up first.
-        left_rows: Rows of the splits that are added first, of which those past the tokens are 0.
+        left: Parts of the splits that are added first, and rows of each, of which those past the tokens are 0.
         depth: Inputs of the product that is added last.
         choice_biased: Whether scores have a bias for the choice alone.
+        next: What follows the mixture; None if nothing.
     """
 
     norm: NormCall
-    left_rows: int
+    left: tuple[int, int]
     depth: int
     choice_biased: bool
+    next: NextCall | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -123,11 +123,9 @@ def packed_experts(
         facts["scales"], facts["block"] = gate_up.scales_kind, _block(gate_up, down)
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
+    arrays: dict[str, Any] = {**choice, **stacks}
     operands = ExpertsOperands(
-        x=jnp.asarray(x),
-        layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
-        **choice,
-        **stacks,
+        x=jnp.asarray(x), layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32), **arrays
     )
     call = ExpertsCall(
         num_tokens=x.shape[0],

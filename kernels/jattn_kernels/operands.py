@@ -187,6 +187,23 @@ class NormOperands:
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NextOperands:
+    """What a product that follows a mixture is made of.
+
+    Attributes:
+        scale, scale_layer: Of the norm of its rows.
+        kernel, layer: Its weights.
+    """
+
+    scale: Float[Array, "L D"]
+    scale_layer: Int[Array, ""]
+    kernel: Float[Array, "L D F"]
+    layer: Int[Array, ""]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterOperands:
     """What a mixture's logits are made of, and its rows: the norm of a sum.
 
@@ -194,6 +211,7 @@ class RouterOperands:
         norm: Of it; `norm.additions` are those that come first.
         attended, output, output_layer: Rows and weights, of all layers, of the product that is added last.
         kernel: The router's, of all layers; the experts' layer is meant.
+        next: Of what follows the mixture.
     """
 
     norm: NormOperands
@@ -201,6 +219,7 @@ class RouterOperands:
     output: Float[Array, "L A D"]
     output_layer: Int[Array, ""]
     kernel: Float[Array, "L D E"]
+    next: NextOperands | None = None
 
 
 @typing.no_type_check

@@ -1,4 +1,4 @@
-"""Unmultiplied: rows whose product with weights is meant, and not taken yet."""
+"""Products that are meant, and not taken yet: of rows that are there, and of those that a layer will leave."""
 
 import dataclasses
 import functools
@@ -36,3 +36,22 @@ class Unmultiplied:
     @property
     def dtype(self) -> Any:
         return self.rows.dtype
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextProduct:
+    """The product that the next layer begins with, of the norm of what this one leaves.
+
+    Attributes:
+        scale, scale_layer, eps, offset: As of `rms_norm`; the last two are static.
+        kernel, layer_index: As of `matmul`.
+    """
+
+    scale: Float[Array, "L D"]
+    scale_layer: Int[Array, ""] | int
+    kernel: Float[Array, "L D F"]
+    layer_index: Int[Array, ""] | int
+    eps: float = dataclasses.field(metadata={"static": True})
+    offset: float = dataclasses.field(default=0.0, metadata={"static": True})

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from jattn_kernels import (
+    NextProduct,
     Routing,
     Splits,
     Unmultiplied,
+    Unnormed,
     added,
+    matmul_splits,
     matmul_splits_of_sum,
     multiplied,
     route,
@@ -24,7 +27,7 @@ from jattn_kernels import (
 from jattn_kernels.call import Device
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
-from tests.kernels.harness.products import unnormed
+from tests.kernels.harness.products import assert_product_of_normed, unnormed
 
 LAYERS = 2
 
@@ -55,7 +58,7 @@ def stack(key, *shape, size, dtype):
     return numbers.astype(dtype).at[:-1].set(jnp.nan)
 
 
-def given(sizes, dtype="bfloat16", rows=1, *, left_rows=2):
+def given(sizes, dtype="bfloat16", rows=1, *, left_rows=3):
     """The token and all weights; what is added to it last is not multiplied yet."""
     weights = functools.partial(stack, dtype=dtype)
     kernels = {
@@ -68,14 +71,23 @@ def given(sizes, dtype="bfloat16", rows=1, *, left_rows=2):
         jax.random.normal(jax.random.key(key), (rows, width))
         for key, width in ((5, sizes.hidden), (6, sizes.hidden), (7, sizes.attended))
     )
-    parts = jnp.pad(jnp.stack([more * share for share in (0.5, 0.3, 0.2)]), ((0, 0), (0, left_rows - rows), (0, 0)))
+    shares = [0.5, *[0.5 / (sizes.per_token - 1)] * (sizes.per_token - 1)]
+    parts = jnp.pad(jnp.stack([more * share for share in shares]), ((0, 0), (0, left_rows - rows), (0, 0)))
     left = Splits(parts=parts, num_rows=rows, dtype=jnp.dtype(dtype))
     product = Unmultiplied(rows=attended.astype(dtype), kernel=output, layer_index=LAYERS - 1)
     return dataclasses.replace(unnormed(x.astype(dtype)), additions=(left, product)), kernels
 
 
-def mixture(x, kernels, routing, layer=LAYERS - 1, **options):
-    return routed_experts_of_sum(x, routing=routing, layer_index=layer, **kernels, **options)
+def following(sizes, dtype="bfloat16", columns=320):
+    """The next layer's norm and product; NaN in all layers but the last."""
+    scale = unnormed(jnp.zeros((1, sizes.hidden), dtype)).scale
+    kernel = stack(9, sizes.hidden, columns, size=sizes.hidden**-0.5, dtype=dtype)
+    return NextProduct(scale=scale, scale_layer=2, kernel=kernel, layer_index=LAYERS - 1, eps=1e-5, offset=0.5)
+
+
+def mixture(x, kernels, following=None, *, routing, **options):
+    facts = {"routing": routing, "layer_index": LAYERS - 1, "following": following}
+    return routed_experts_of_sum(x, **facts, **kernels, **options)
 
 
 def in_turn(x, kernels, routing, **options):
@@ -84,7 +96,19 @@ def in_turn(x, kernels, routing, **options):
     router, (gate_up, down) = kernels["router"], (kernels[name] for name in ("gate_up", "down"))
     facts = {"layer_index": LAYERS - 1}
     logits, total, normed = matmul_splits_of_sum(x, router, out_dtype=jnp.float32, **facts)
-    return routed_experts(normed, logits, routing, gate_up, down, in_splits=True, **facts, **options), total
+    return routed_experts(normed, logits, routing, gate_up, down, in_splits=True, **facts, **options), total, normed
+
+
+def next_in_turn(out, total, product):
+    norm = Unnormed(
+        rows=total,
+        additions=(out,),
+        scale=product.scale,
+        layer_index=product.scale_layer,
+        eps=product.eps,
+        offset=product.offset,
+    )
+    return matmul_splits(norm, product.kernel, layer_index=product.layer_index)
 
 
 def test_products_are_not_added_where_none_is_taken():
@@ -114,7 +138,14 @@ def assert_mixture_of_sum(out, total, x, kernels, routing, bias=None):
         returned = (gate / (1 + np.exp(-gate)) * up) @ down[expert] * weight
         expected, size = expected + returned, size + np.abs(returned).max()
     np.testing.assert_allclose(np.asarray(added(out), np.float64), expected, rtol=0, atol=8 * eps * size)
-    assert np.all(np.asarray(out.parts[:, 1:]) == 0), "what is kept for counts"
+    assert np.all(np.asarray(out.parts[:, 1:]) == 0), "what the next layer's blocks leave each other numbers in"
+
+
+def assert_next_product(product, out, total, given):
+    """Of the norm of what both layers add up to; its other rows are 0."""
+    facts = {"scale": given.scale, "layer_index": given.scale_layer, "eps": given.eps, "offset": given.offset}
+    assert_product_of_normed(product, Unnormed(rows=total + added(out), **facts), given.kernel[given.layer_index])
+    assert np.all(np.asarray(product.parts[:, 1:]) == 0)
 
 
 @pytest.mark.parametrize(
@@ -128,10 +159,12 @@ def test_one_tokens_mixture_of_a_sum_agrees_with_float64(hopper, sizes, dtype, s
     x, kernels = given(sizes, dtype)
     routing = Routing(num_experts=sizes.experts, per_token=sizes.per_token, scoring=scoring)
     bias = jax.random.normal(jax.random.key(8), (sizes.experts,)) if biased else None
+    product = following(sizes, dtype)
     with interpreted():
         run = functools.partial(mixture, routing=routing, choice_bias=bias, implementation="mosaic")
-        out, total = jax.jit(run)(x, kernels)
+        out, total, after = jax.jit(run)(x, kernels, following=product)
     assert_mixture_of_sum(out, total, x, kernels, routing, bias)
+    assert_next_product(after, out, total, product)
 
 
 @pytest.mark.gpu
@@ -141,22 +174,31 @@ def test_one_tokens_mixture_of_a_sum_agrees_with_float64_on_a_gpu(sizes, scoring
     x, kernels = given(sizes, dtype)
     routing = Routing(num_experts=sizes.experts, per_token=sizes.per_token, scoring=scoring)
     bias = jax.random.normal(jax.random.key(8), (sizes.experts,)) if biased else None
-    run = functools.partial(mixture, routing=routing, choice_bias=bias)
+    product = following(sizes, dtype)
+    run = functools.partial(mixture, routing=routing, choice_bias=bias, following=product)
     assert is_one_kernel(run, x, kernels)
-    out, total = jax.jit(run)(x, kernels)
+    out, total, after = jax.jit(run)(x, kernels)
     assert_mixture_of_sum(out, total, x, kernels, routing, bias)
+    assert_next_product(after, out, total, product)
+    alone, own_total, none = jax.jit(functools.partial(mixture, routing=routing, choice_bias=bias))(x, kernels)
+    np.testing.assert_array_equal(alone.parts, out.parts)
+    np.testing.assert_array_equal(own_total, total)
+    assert none is None
 
 
 @pytest.mark.gpu
 def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn():
     x, kernels = given(LARGE)
     routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
+    product = following(LARGE, columns=5120)
     run = jax.jit(functools.partial(mixture, routing=routing))
-    expected, total = jax.jit(functools.partial(in_turn, routing=routing))(x, kernels)
+    expected, total, _ = jax.jit(functools.partial(in_turn, routing=routing))(x, kernels)
+    next_expected = jax.jit(next_in_turn)(expected, total, product)
     for number in range(200):
-        out, own_total = run(x, kernels)
+        out, own_total, after = run(x, kernels, following=product)
         np.testing.assert_array_equal(own_total, total, f"run {number}")
         np.testing.assert_array_equal(out.parts, expected.parts, f"run {number}")
+        np.testing.assert_array_equal(after.parts, next_expected.parts, f"run {number}")
 
 
 def test_one_tokens_mixture_of_a_sum_is_one_kernel(monkeypatch):
@@ -164,8 +206,9 @@ def test_one_tokens_mixture_of_a_sum_is_one_kernel(monkeypatch):
     x, kernels = jax.eval_shape(functools.partial(given, LARGE))
     routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
     run = functools.partial(mixture, routing=routing)
-    assert misplaced_copies(jax.jit(run).trace(x, kernels).jaxpr.jaxpr)[1] == []
-    assert is_one_kernel(run, x, kernels)
+    for product in (None, jax.eval_shape(lambda: following(LARGE, columns=5120))):
+        assert misplaced_copies(jax.jit(run).trace(x, kernels, product).jaxpr.jaxpr)[1] == []
+        assert is_one_kernel(run, x, kernels, product)
 
 
 @pytest.mark.parametrize(

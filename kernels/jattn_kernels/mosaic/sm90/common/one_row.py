@@ -41,6 +41,7 @@ def norm_of_sum(
     eps: float,
     offset: float,
     last: Callable[[Piece], jax.Array] | None = None,
+    kept: Any = None,
 ) -> None:
     """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
 
@@ -51,6 +52,7 @@ def norm_of_sum(
         target: (8, columns), tiled; its other rows stay as they are.
         outs: Where the first block stores the sum, and then its norm; as far as they are asked for.
         last: A piece of one more addition, which may have to be waited for: all else has been read by then.
+        kept: (1, columns), where each block keeps the sum for itself.
     """
     dtype, columns = x.dtype, x.shape[1]
     of_row = pieces(columns)
@@ -66,8 +68,10 @@ def norm_of_sum(
     normed = [
         (numbers * inverse * (factor + offset)).astype(dtype) for numbers, (_, factor) in zip(sums, loaded, strict=True)
     ]
-    for piece, numbers in zip(of_row, normed, strict=True):
+    for piece, numbers, total in zip(of_row, normed, sums, strict=True):
         _store(target, numbers, piece)
+        if kept is not None:
+            piece.of(kept.at[0])[...] = total.astype(dtype)
     plgpu.commit_smem()
 
     @pl.when(lax.axis_index("block") == 0)

@@ -18,38 +18,41 @@ product (`one_token_router`), as `skinny_matmul` has them, to the bit where thei
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
 
-from jattn_kernels.call import ExpertsCall, RouterCall
+from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
+from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ExpertPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
     STAGES,
     Count,
+    Made,
     OneTokenOperands,
     Scratch,
     scratch,
 )
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
+from jattn_kernels.mosaic.sm90.skinny_matmul import num_splits
 from jattn_kernels.routing_spec import Routing
 
 _MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _MOST_EXPERTS = 512
-_PRODUCT, _ROUTER, _FIRST, _SECOND = _PHASES = "product", "router", "first", "second"
+_PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "product", "router", "first", "second", "next"
 _LEAST_PARTS = 3  # of what is left to be added: for a product, logits, and a count
 
 
@@ -74,20 +77,24 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
 
 def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
     """Whether it also serves what comes before the choice."""
-    norm, sms = call.norm, tiles.num_sms()
-    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or call.left_rows < ROWS_LEFT or call.depth % DEPTH:
+    (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
+    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_LEFT or call.depth % DEPTH:
         return False
-    if routing.num_experts % WGMMA_ROWS or norm.columns % routing.num_experts or routing.per_token < _LEAST_PARTS:
+    if (
+        routing.num_experts % WGMMA_ROWS
+        or norm.columns % routing.num_experts
+        or left_parts < max(_LEAST_PARTS, routing.per_token)
+    ):
         return False
     if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
         return False
-    return RouterPhases(norm, call.depth, routing.num_experts, routing.per_token).row <= _MOST_DEPTH
+    if call.next is not None and (call.next.norm.scale_dtype != norm.dtype or call.next.columns % WGMMA_ROWS):
+        return False
+    return RouterPhases(norm, call.depth, routing.num_experts, left_parts).row <= _MOST_DEPTH
 
 
-def one_token(
-    call: ExpertsCall, operands: OneTokenOperands
-) -> tuple[Float32[Array, "k R D"], Float[Array, "1 D"] | None]:
-    """What each chosen expert returns, times its weight, and in the rows after it 0; and the token's sum, if it is one.
+def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
+    """What each chosen expert returns, times its weight, and in the rows after it 0; and what else is asked for.
 
     The logits are parts of four rows, as a product's splits have them: the router's numbers are the sum of the first
     rows; the others are 0.
@@ -96,28 +103,24 @@ def one_token(
     phases = ExpertPhases(call.per_token, call.units, call.hidden_size, call.activation)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = RouterPhases(call.router.norm, call.router.depth, call.num_experts, call.per_token)
-        kernel = dataclasses.replace(kernel, router=router, phases=_PHASES)
+        router = RouterPhases(call.router.norm, call.router.depth, call.num_experts, call.router.left[0])
+        kernel = dataclasses.replace(kernel, router=router, phases=(_PRODUCT, _ROUTER, _FIRST, _SECOND))
+        if call.router.next is not None:
+            kernel = dataclasses.replace(kernel, next=_next(call.router.next), phases=(*kernel.phases, _NEXT))
     if tiles.interpret_params() is None:
-        made = kernel.run(operands)
-    else:  # which has no memory that blocks wait in
-        made = _Made()
-        for phase in kernel.phases:
-            new = dataclasses.replace(kernel, phases=(phase,)).run(operands)
-            made = _Made(*(old if now is None else now for old, now in zip(made, new, strict=True)))
-            operands = operands._replace(products=made.products, hidden=made.hidden)
-            operands = operands if made.logits is None else operands._replace(logits=made.logits)
-    return made.parts, made.total
+        return kernel.run(operands)
+    made = Made()  # by the interpreter, which has no memory that blocks wait in
+    for phase in kernel.phases:
+        new = dataclasses.replace(kernel, phases=(phase,)).run(operands)
+        made = Made(*(old if now is None else now for old, now in zip(made, new, strict=True)))
+        given = {name: value for name, value in made._asdict().items() if value is not None and name != "next"}
+        operands = operands._replace(**given)
+    return made
 
 
-class _Made(NamedTuple):
-    """What phases store; None of those that another launch has."""
-
-    products: Any = None
-    logits: Any = None
-    total: Any = None
-    hidden: Any = None
-    parts: Any = None
+def _next(call: NextCall) -> NextPhase:
+    depth = call.norm.columns
+    return NextPhase(call.norm, SplitProduct(depth, call.columns, num_splits(depth, call.columns)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,9 +129,10 @@ class _OneToken:
     experts: ExpertPhases
     dtype: Any
     router: RouterPhases | None = None
+    next: NextPhase | None = None
     phases: tuple[str, ...] = (_FIRST, _SECOND)
 
-    def run(self, operands: OneTokenOperands) -> _Made:
+    def run(self, operands: OneTokenOperands) -> Made:
         made = self._made_types()
         leaves, tree = jax.tree.flatten(operands)
         if len(self.phases) > 1:  # counts are kept in what nobody else reads
@@ -145,13 +149,13 @@ class _OneToken:
         )
         return jax.tree.unflatten(made_tree, run(*leaves))
 
-    def _made_types(self) -> _Made:
+    def _made_types(self) -> Made:
         def array(*shape: int, dtype: Any = jnp.float32) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype)
 
         experts, router = self.experts, self.router
         columns = experts.columns
-        made = _Made()
+        made = Made()
         if router is not None and self.phases == (_PRODUCT,):
             made = made._replace(products=array(router.product.splits, columns))
         if router is not None and self.phases == (_ROUTER,):
@@ -162,6 +166,9 @@ class _OneToken:
             made = made._replace(hidden=array(TILED_ROWS, experts.units, dtype=self.dtype))
         if _SECOND in self.phases:
             made = made._replace(parts=array(experts.per_token, ROWS_LEFT, columns))
+        if self.next is not None and _NEXT in self.phases:
+            product = self.next.product
+            made = made._replace(next=array(product.splits, WARPS, product.columns))
         return made
 
     def body(self, tree: Any, made_tree: Any, *refs: Any) -> None:
@@ -174,7 +181,7 @@ class _OneToken:
             pl.when(number == 0)(functools.partial(self._consume, operands, made, scratch))
             pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
 
-        buffers = scratch(row, self.routing.per_token, self.dtype)
+        buffers = scratch(row, self.experts.columns, self.routing.per_token, self.dtype)
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
@@ -189,6 +196,8 @@ class _OneToken:
             done = self.experts.produce_first(operands, scratch, done)
         if _SECOND in self.phases:
             done = self.experts.produce_second(operands, scratch, done)
+        if self.next is not None and _NEXT in self.phases:
+            done = self.next.produce(operands, scratch, done)
         wait_for_last(scratch.empty, done, STAGES)
 
     @property
@@ -196,8 +205,8 @@ class _OneToken:
         """Whether experts must be known."""
         return _FIRST in self.phases or _SECOND in self.phases
 
-    def _consume(self, operands: Any, made: _Made, scratch: Scratch) -> None:
-        products, logits, count = self._exchanged(operands, made)
+    def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
+        products, logits, returned, count = self._exchanged(operands, made)
         hidden, done = operands.hidden if made.hidden is None else made.hidden, jnp.int32(0)
         if self.router is None and _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
@@ -215,16 +224,24 @@ class _OneToken:
                 plgpu.barrier_wait(scratch.rows_full)
             done = self.experts.consume_first(hidden, scratch, count, done)
         if _SECOND in self.phases:
-            self.experts.consume_second(hidden, made.parts, scratch, count, done)
+            done = self.experts.consume_second(hidden, made.parts, returned, scratch, count, done)
+        if self.next is not None and _NEXT in self.phases:
+            self.next.consume(operands, returned, made.next, scratch, done)
 
-    def _exchanged(self, operands: Any, made: _Made) -> tuple[Any, Any, Count]:
-        """Where blocks find each other's product and logits, and how many hidden units are there."""
-        router, is_one = self.router, len(self.phases) > 1
+    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Count]:
+        """Where blocks find each other's product, logits and what experts return, and how many hidden units there are.
+
+        All but the last are Sums, or None.
+        """
+        router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
         if router is None:
-            return None, None, Count(operands.logits.at[0, 1] if is_one else None)
+            return None, None, None, Count(operands.logits.at[0, 1] if is_one else None)
+        columns = self.experts.columns
         if is_one:
-            products, logits, place = router.room(operands.sum.left)
-            return products, logits, Count(place)
+            left = operands.sum.left
+            products, logits, place = router.room(left)
+            returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
+            return products, logits, returned, Count(place)
         products, logits = (
             None if ref is None else Sums(ref, 0, ref.shape[-1], ref.shape[0])
             for ref in (
@@ -232,7 +249,8 @@ class _OneToken:
                 operands.logits if made.logits is None else made.logits,
             )
         )
-        return products, logits, Count()
+        returned = None if operands.parts is None else Sums(operands.parts, 0, ROWS_LEFT * columns, per_token)
+        return products, logits, returned, Count()
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
@@ -22,7 +23,9 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     store_zeros,
 )
 
-ROWS_LEFT = 2  # of what adds up to the result: the second is 0, and may be used for counts
+# Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
+# leave each other what it begins with, and in the third what its experts return.
+ROWS_LEFT = 3
 _PAIR = 2  # the gate's columns and the other half's
 
 
@@ -137,8 +140,14 @@ class ExpertPhases:
 
         return self._for_each(False, multiply_unit, done)
 
-    def consume_second(self, hidden: Any, parts: Any, scratch: Scratch, count: Count, done: Any) -> None:
-        """Stores what the block's columns of each expert are, times its weight, and zeros beside them."""
+    def consume_second(
+        self, hidden: Any, parts: Any, returned: Sums | None, scratch: Scratch, count: Count, done: Any
+    ) -> Any:
+        """Stores what the block's columns of each expert are, times its weight, and zeros beside them.
+
+        Args:
+            returned: Where blocks find the same, if they wait for it.
+        """
         count.wait(self.hidden_blocks)
         steps = self.units // DEPTH
         rows = scratch.x.at[:, pl.ds(0, self.units)]
@@ -155,7 +164,11 @@ class ExpertPhases:
             result = result.astype(hidden.dtype).astype(jnp.float32) * scratch.weights[choice, 0]
             place = choice * ROWS_LEFT * self.columns + block * WGMMA_ROWS
             store_row(parts, place, result, choice)
-            store_zeros(parts, place + self.columns)
+            if returned is not None:
+                own = returned.begin + choice * returned.stride + block * WGMMA_ROWS
+                store_row(returned.ref, own, never_zero(result), choice)
+            for row in range(1, ROWS_LEFT):
+                store_zeros(parts, place + row * self.columns)
             return done + steps
 
-        self._for_each(True, multiply_unit, done)
+        return self._for_each(True, multiply_unit, done)

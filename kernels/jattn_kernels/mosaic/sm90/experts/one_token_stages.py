@@ -38,6 +38,20 @@ class SumOperands(NamedTuple):
     router: Float[Array, "L D E"]
 
 
+class NextOperands(NamedTuple):
+    """What the next layer begins with.
+
+    Attributes:
+        scale, scale_layer: Of its norm.
+        kernel, layer: Of its product.
+    """
+
+    scale: Float[Array, "L D"]
+    scale_layer: Int[Array, "1"]
+    kernel: Float[Array, "L D F"]
+    layer: Int[Array, "1"]
+
+
 class OneTokenOperands(NamedTuple):
     """What the kernel reads.
 
@@ -47,7 +61,8 @@ class OneTokenOperands(NamedTuple):
         bias: On the choice of experts, or None.
         gate_up, down: Weights of all layers.
         layer: Which of them.
-        products, logits, hidden: What a phase leaves to the next, if another kernel has done it.
+        next: Of a product that follows, or None.
+        products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done them.
     """
 
     x: Float[Array, "1 D"] | None
@@ -59,6 +74,27 @@ class OneTokenOperands(NamedTuple):
     products: Float32[Array, "S D"] | None = None
     logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
     hidden: Float[Array, "8 F"] | None = None
+    total: Float[Array, "1 D"] | None = None
+    parts: Float32[Array, "k R D"] | None = None
+    next: NextOperands | None = None
+
+
+class Made(NamedTuple):
+    """What phases store; None of those that another launch has.
+
+    Attributes:
+        products, logits, hidden: For later phases.
+        total: The token's sum.
+        parts: What each expert returns, times its weight; then rows of 0.
+        next: Splits of the product that follows, four rows each.
+    """
+
+    products: Any = None
+    logits: Any = None
+    total: Any = None
+    hidden: Any = None
+    parts: Any = None
+    next: Any = None
 
 
 class Scratch(NamedTuple):
@@ -75,6 +111,7 @@ class Scratch(NamedTuple):
     attended_full: Any
     rows_full: Any
     hidden_full: Any
+    total: Any  # (1, D)
 
 
 class Count(NamedTuple):
@@ -97,8 +134,8 @@ class Count(NamedTuple):
             all_blocks.wait_for_all(self.place, most)
 
 
-def scratch(row: int, per_token: int, dtype: Any) -> Scratch:
-    """For rows of so many numbers."""
+def scratch(row: int, columns: int, per_token: int, dtype: Any) -> Scratch:
+    """For rows of so many numbers, and a token of so many."""
     return Scratch(
         kernel=tiles.tile((STAGES, DEPTH, WGMMA_ROWS), dtype),
         x=tiles.tile((TILED_ROWS, row), dtype, copied_columns=WGMMA_ROWS),
@@ -111,6 +148,7 @@ def scratch(row: int, per_token: int, dtype: Any) -> Scratch:
         attended_full=plgpu.Barrier(),
         rows_full=plgpu.Barrier(),
         hidden_full=plgpu.Barrier(),
+        total=plgpu.SMEM((1, columns), dtype),
     )
 
 
