@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn_kernels import (
+    NextProduct,
     QuantizedKernel,
     QuantizedRows,
     Splits,
@@ -30,6 +31,7 @@ __all__ = [
     "MXFP4",
     "MXFP4_GROUP",
     "NUMBERS_OF_BYTE",
+    "NextProduct",
     "QuantizedKernel",
     "QuantizedRows",
     "Splits",

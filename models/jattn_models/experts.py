@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from jattn.experts import mixture_of_experts, routed_experts, routed_experts_of_sum
-from jattn.matmul import QuantizedKernel, QuantizedRows, Splits, multiplied
+from jattn.matmul import NextProduct, QuantizedKernel, QuantizedRows, Splits, multiplied
 from jattn.norm import Unnormed, summed_and_normed
 from jattn.parallel import Parallel
 from jattn.routing import Routing
@@ -141,16 +141,22 @@ class MixtureOfExperts(nnx.Module):
             return self(x)
         return self._routed(x, self.router.logits(x), in_splits=True)
 
-    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
-        """The same of rows that are added up and normed first, and their sum; the last addition may be Unmultiplied."""
+    def splits_of_sum(
+        self, x: Unnormed, following: NextProduct | None
+    ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+        """The same of rows that are added up and normed first, and their sum; the last addition may be Unmultiplied.
+
+        And the product that the next layer begins with, where one kernel takes that too.
+        """
         if self.shared is not None or self.parallel.by_expert:
             given = dataclasses.replace(x, additions=tuple(map(multiplied, x.additions)))
             total, normed = summed_and_normed(given)
             assert not isinstance(normed, QuantizedRows)
-            return self(normed), total
+            return self(normed), total, None
         gate_up, down, others = self._weights()
         router, choice_bias = self.router, self._choice_bias
         options: dict[str, Any] = {"router_bias": router.bias_stack, "choice_bias": choice_bias, **others}
+        options["following"] = following
         return routed_experts_of_sum(x, router.kernel.stack_and_layer[0], router.routing, gate_up, down, **options)
 
     def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
