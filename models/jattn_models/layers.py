@@ -14,6 +14,7 @@ from jattn.matmul import (
     QuantizedRows,
     Splits,
     Ungated,
+    Unmultiplied,
     matmul,
     matmul_splits,
     with_bias,
@@ -140,6 +141,17 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
         return matmul_splits(x, weights, bias=bias, layer_index=layer)
+
+    def later(self, x: Float[Array, "T D"]) -> Float[Array, "T F"] | Splits | Unmultiplied:
+        """The same, for a kernel that may take the product itself."""
+        if (plain := self.plain_weights) is None:
+            return self.splits(x)
+        return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1])
+
+    @property
+    def plain_weights(self) -> tuple[Array, Int[Array, ""] | None] | None:
+        """The kernel and the number of the layer, as of `ReadInPlace`, where the product is of them alone."""
+        return self.kernel.stack_and_layer if self.bias is None and self.scales is None else None
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
