@@ -69,9 +69,8 @@ def test_idle_time_counts_what_the_host_takes_amid_work_alone():
         engine.add(engine.make_request([5, 6, 7], sampled(seed=0, max_tokens=6)))
         while engine.has_work:
             engine.step()
+            jax.block_until_ready([launch.output for launch in engine.executor.in_flight])
             time.sleep(pause)
-            for launch in engine.executor.in_flight:
-                assert launch.has_run
 
     before = idle.at_least, idle.at_most
     start = time.perf_counter()
