@@ -118,6 +118,16 @@ def test_a_given_schedule_is_that_of_the_kernel_that_serves_the_call(monkeypatch
     assert schedule.block_kv == block_kv
 
 
+@pytest.mark.parametrize(("ctx", "parts"), [(8192, 32), (4096, 32), (2048, 16), (16384, 64)])
+def test_a_lone_sequence_of_128_heads_is_cut_to_single_pairs_only_where_there_are_few(monkeypatch, ctx, parts):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    spec = AttentionSpec(num_q_heads=128, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=0.1)
+    facts = {"spec": spec, "num_tokens": 1, "dtype": "bfloat16", "page_size": 64, "implementation": "mosaic"}
+    made = make_schedule(jnp.array([ctx], jnp.int32), operation="mla_decode", max_seq_len=ctx, **facts)
+    (schedule,) = jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, DecodeSchedule))
+    assert int(schedule.work_tiles[0, 3]) == parts
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
