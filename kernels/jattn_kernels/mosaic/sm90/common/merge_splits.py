@@ -2,9 +2,9 @@
 
 grid (vectors, kv heads, blocks of split sequences)      a vector is a multiple of 128 numbers: as few rows as make one,
                                                          or a part of a wide row where there are few
-one warpgroup, which does a sequence, or some in turn where more might be split than blocks start in no time; merges many
-splits at a time, so that their loads overlap, and what is left a few at a time; those of a sequence that is alone, which
-has all workers, as many at a time as registers can take
+one warpgroup, which does a sequence, or some in turn where thousands of blocks might have nothing to do; merges many
+splits at a time, so that their loads overlap, and what is left a few at a time; those of a sequence that is alone,
+which has all workers, as many at a time as registers can take
 """
 
 import functools
@@ -24,7 +24,9 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 _THREADS = 128
 _WIDE, _FEW_ROWS = 512, 64  # numbers of a wide row; rows, of wide ones
 _AT_A_TIME = (16, 4), (4,)  # splits; of wide rows
-_BLOCKS_OF_SM = 16  # how many more than one sequence each is worth: 8,448 blocks with nothing to do take 6 us, 2,112 2.5
+_BLOCKS_OF_SM = (
+    16  # how many more than one sequence each is worth: 8,448 blocks with nothing to do take 6 us, 2,112 2.5
+)
 _MOST_AT_A_TIME = 48  # each is a register of a thread for 128 numbers, and time to lower
 
 

@@ -1,9 +1,9 @@
 """Tiles of fp8 rows, made wider on their way through a warpgroup's registers into shared memory.
 
 TMA copies numbers as they are, and latents leave no room for a tile of fp8 beside that of its wider numbers. A tile has
-64 rows: a warp has 16 of them, which lie in one page, and a thread 16 bytes at a time of every eighth row, so that eight
-threads' stores fill all banks. The few instructions that Pallas has not are written out here; the interpreter loads and
-stores rows.
+64 rows: a warp has 16 of them, which lie in one page, and a thread 16 bytes at a time of every eighth one, so that what
+eight threads store fills all banks. The few instructions that Pallas has not are written out here; the interpreter
+loads and stores rows.
 """
 
 from typing import Any
@@ -130,7 +130,7 @@ def load(pages: Any, layer: Any, rows: jax.Array, column: int, width: int) -> ja
 
 
 def store(loaded: jax.Array, target: Any, column: int, width: int) -> None:
-    """Puts what `load` has loaded into columns of a tile, wider; `stored` then makes it known.
+    """Puts what `load` has loaded into columns of a tile; `stored` then makes it known.
 
     Args:
         target: [64, C], tiled, of float16 or bfloat16.

@@ -1,4 +1,4 @@
-"""The producer warpgroup of the latent kernel where rows are of fp8: they pass through its registers, two pieces ahead."""
+"""The latent kernel's producer warpgroup where rows are of fp8: they pass through its registers, two pieces ahead."""
 
 import functools
 from typing import Any, NamedTuple

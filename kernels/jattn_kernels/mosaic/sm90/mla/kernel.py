@@ -29,7 +29,7 @@ from jattn_kernels.mosaic.sm90.mla.converter import convert_all
 from jattn_kernels.mosaic.sm90.mla.producer import copy_all
 
 # Of a thread of the producer and the consumers: where latents are copied, and where they pass through registers.
-_REGISTERS, _REGISTERS_TO_CONVERT = (40, 232), (56, 224)
+_REGISTERS, _REGISTERS_TO_CONVERT = (40, 232), (72, 216)
 
 
 def attend(config: LatentConfig, operands: Operands, schedule: DecodeSchedule) -> SplitResults:
