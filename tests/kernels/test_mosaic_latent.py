@@ -154,9 +154,10 @@ def test_what_mosaic_has_no_latent_kernel_for_is_refused(monkeypatch, fields, se
         attend(refused, build(refused))
 
 
-@pytest.mark.parametrize(("num_seqs", "num_rows"), [(1, 8), (1, 64), (3, 8)])
-def test_splits_of_wide_rows_are_merged(num_seqs, num_rows):
-    """A lone sequence's few rows are cut into several blocks."""
+@pytest.mark.parametrize(("num_seqs", "num_rows", "num_sms"), [(1, 8, 132), (1, 64, 132), (3, 8, 132), (5, 8, 1)])
+def test_splits_of_wide_rows_are_merged(monkeypatch, num_seqs, num_rows, num_sms):
+    """A lone sequence's few rows are cut into several blocks; where SMs are few a block has several sequences."""
+    monkeypatch.setattr("jattn_kernels.mosaic.sm90.common.tiles.num_sms", lambda: num_sms)
     width, splits = 512, 2 * num_seqs
     random = np.random.default_rng(0)
     outs = random.standard_normal((splits, 1, num_rows, width)).astype(np.float32)
