@@ -29,26 +29,24 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import all_blocks, launch, tiles
-from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import MULTIPLE
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
 from jattn_kernels.mosaic.sm90.experts.few_rows import stage_added
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
+from jattn_kernels.mosaic.sm90.experts.one_token_result import ROWS, store_hidden, store_returned
+from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mosaic.sm90.experts.term_tiles import put_in_terms
 from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
+from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, choose_for_one
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE
 from jattn_kernels.routing_spec import Routing
 
-_ROWS = 4  # in a tile: of the token one, of its experts' hidden units as many as experts
-_HALVES = 2  # of an expert's hidden units; of the second product's depth
-HALF = WGMMA_ROWS // _HALVES
+HALF = WGMMA_ROWS // HALVES
 _BUFFERS = 2
 _MOST_EXPERTS = 512
-_LAYOUT = plgpu.Layout.WG_STRIDED
 
 
 class OneTokenOperands(NamedTuple):
@@ -104,7 +102,7 @@ def fits(call: ExpertsCall, sizes: FewRowsSizes, *, is_biased: bool) -> bool:
     if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
         return False
     steps = call.units // (sizes.groups * GROUP)
-    return sizes.rows == _ROWS >= call.per_token and steps >= _HALVES and chooses(routing, is_biased=is_biased)
+    return sizes.rows == ROWS >= call.per_token and steps >= HALVES and chooses(routing, is_biased=is_biased)
 
 
 def one_token(
@@ -144,52 +142,15 @@ class _OneToken:
     def _steps(self) -> int:
         return self.units // self._depth
 
-    def _side(self, of_second: bool) -> int:
-        """Columns of a unit, of each part of its 64."""
-        return WGMMA_ROWS if of_second else WGMMA_ROWS // _HALVES
-
-    def _num_units(self, of_second: bool) -> int:
-        return self.routing.per_token * self.units // self._side(of_second) * (_HALVES if of_second else 1)
-
-    def _begin(self, of_second: bool, block: Any) -> Any:
-        """A block's first unit of the second product, which has neighbours of it; of the first every n-th."""
-        return lax.div(block * self._num_units(True), tiles.num_sms()) if of_second else block
-
-    def _count(self, of_second: bool) -> Any:
-        """The block's units of a product."""
-        own, sms = lax.axis_index("block"), tiles.num_sms()
-        if of_second:
-            return self._begin(True, own + 1) - self._begin(True, own)
-        return lax.div(self._num_units(False) - own + sms - 1, sms)
-
-    def _unit(self, of_second: bool, number: Any) -> tuple[Any, Any]:
-        """Of the block's n-th unit: the number of the choice, in each half of the depth, and the block of columns."""
-        begin, blocks = self._begin(of_second, lax.axis_index("block")), self.units // self._side(of_second)
-        unit = begin + number * (1 if of_second else tiles.num_sms())
-        return lax.div(unit, blocks), lax.rem(unit, blocks)
-
-    def _for_each(self, of_second: bool, visit: Callable[..., Any], start: Any) -> Any:
-        """Calls `visit(number, choice, block of columns, half, carry)` for each unit of the block's; the last carry."""
-        per_token = self.routing.per_token
-
-        def step(number, carry):
-            choice, block = self._unit(of_second, number)
-            return visit(number, lax.rem(choice, per_token), block, lax.div(choice, per_token), carry)
-
-        return lax.fori_loop(0, self._count(of_second), step, start)
-
-    def _steps_of(self, of_second: bool, half: Any) -> tuple[Any, Any]:
-        """The first of a unit's stages along the depth, and how many."""
-        if not of_second:
-            return 0, jnp.int32(self._steps)
-        first, end = (lax.div((half + side) * self._steps, _HALVES) for side in range(2))
-        return first, end - first
+    @property
+    def _units(self) -> OneTokenUnits:
+        return OneTokenUnits(per_token=self.routing.per_token, hidden=self.units, steps=self._steps)
 
     def run(self, operands: OneTokenOperands, logits: Any) -> Any:
         leaves, tree = jax.tree.flatten(operands)
         out_types = []
         if self.second:
-            out_types.append(jax.ShapeDtypeStruct((_HALVES * self.routing.per_token * self.units,), jnp.float32))
+            out_types.append(jax.ShapeDtypeStruct((HALVES * self.routing.per_token * self.units,), jnp.float32))
         if self.first:
             out_types.append(jax.ShapeDtypeStruct((self.routing.per_token * self.units,), operands.x.dtype))
         run = launch.kernel(
@@ -211,11 +172,11 @@ class _OneToken:
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         two: dict[str, Any] = {"num_barriers": _BUFFERS}
         scratch = _Scratch(
-            kernel=plgpu.SMEM((sizes.stages, _HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
-            scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, _HALVES, HALF), MXFP4),
-            x=tiles.tile((_BUFFERS, TERMS * _ROWS, self.units), FP8, copied_columns=GROUP),
-            factors=plgpu.SMEM((_BUFFERS, _ROWS), jnp.float32),
-            sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, TERMS * _ROWS), jnp.float32),
+            kernel=plgpu.SMEM((sizes.stages, HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
+            scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, HALVES, HALF), MXFP4),
+            x=tiles.tile((_BUFFERS, TERMS * ROWS, self.units), FP8, copied_columns=GROUP),
+            factors=plgpu.SMEM((_BUFFERS, ROWS), jnp.float32),
+            sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, TERMS * ROWS), jnp.float32),
             scores=plgpu.SMEM((per_token, WARPS), jnp.float32),
             weights=plgpu.SMEM((per_token, WARPS), jnp.float32),
             experts=plgpu.SMEM((per_token, WARPS), jnp.int32),
@@ -258,10 +219,10 @@ class _OneToken:
 
         def copies(of_second, weights, scales):
             def copy_unit(_, choice, block, half, done):
-                first, steps = self._steps_of(of_second, half)
+                first, steps = self._units.steps_of(of_second, half)
                 expert = self._expert(operands, scratch, choice)
                 # 32 of the gate's outputs and 32 of the other half's, or 64 that are neighbours.
-                columns = (pl.ds(block * _HALVES, _HALVES),) if of_second else (pl.ds(0, _HALVES), block)
+                columns = (pl.ds(block * HALVES, HALVES),) if of_second else (pl.ds(0, HALVES), block)
 
                 @pl.loop(0, steps)
                 def copy_step(k):
@@ -279,21 +240,21 @@ class _OneToken:
 
         done = jnp.int32(0)
         if self.first:
-            done = self._for_each(False, copies(False, operands.gate_up, operands.gate_up_scales), done)
+            done = self._units.for_each(False, copies(False, operands.gate_up, operands.gate_up_scales), done)
         if self.second:
-            done = self._for_each(True, copies(True, operands.down, operands.down_scales), done)
+            done = self._units.for_each(True, copies(True, operands.down, operands.down_scales), done)
         wait_for_last(scratch.empty, done, stages)
 
     def _consume(self, scratch: _Scratch, warpgroup: Any) -> None:
         stages, consumers = self.sizes.stages, self.sizes.consumers
-        shape = WGMMA_ROWS, TERMS * _ROWS
+        shape = WGMMA_ROWS, TERMS * ROWS
 
         def products(of_second, before):
             buffer = int(of_second)
 
             def multiply_unit(number, choice, block, half, done):
                 del choice, block
-                first, steps = self._steps_of(of_second, half)
+                first, steps = self._units.steps_of(of_second, half)
                 own = lax.rem(warpgroup + consumers - lax.rem(done, consumers), consumers)
 
                 def multiply_step(i, total):
@@ -323,14 +284,17 @@ class _OneToken:
         done, before = jnp.int32(0), jnp.int32(0)
         if self.first:
             plgpu.barrier_wait(scratch.rows_full.at[0])
-            done, before = self._for_each(False, products(False, before), done), self._count(False)
+            done, before = self._units.for_each(False, products(False, before), done), self._units.count(False)
         if self.second:
             plgpu.barrier_wait(scratch.rows_full.at[1])
-            self._for_each(True, products(True, before), done)
+            self._units.for_each(True, products(True, before), done)
 
     def _prepare_and_finish(self, operands: Any, logits: Any, hidden: Any, parts: Any, scratch: _Scratch) -> None:
-        self._choose(logits, scratch)
-        total = (self._count(False) if self.first else 0) + (self._count(True) if self.second else 0)
+        choose_for_one(self.routing, logits, scratch.scores, scratch.weights, scratch.experts)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.chosen)
+        plgpu.barrier_wait(scratch.chosen)
+        total = (self._units.count(False) if self.first else 0) + (self._units.count(True) if self.second else 0)
         before = jnp.int32(0)
         if self.first:
             self._prepare(operands.x.at[0], scratch, 0, 0)
@@ -339,18 +303,20 @@ class _OneToken:
             def finish_first(number, choice, block, half, _):
                 del half
                 expert = self._expert(operands, scratch, choice)
-                with_sums = functools.partial(self._store_hidden, operands, hidden, scratch, expert, choice, block)
-                self._finish(scratch, number, total, with_sums)
+                store = functools.partial(
+                    store_hidden, hidden, operands.gate_up_bias, scratch.factors[0, 0], self.activation, self._units
+                )
+                self._finish(scratch, number, total, functools.partial(store, expert, choice, block))
                 if self.second:
                     all_blocks.tell(logits.at[0, 1])
                 return 0
 
-            self._for_each(False, finish_first, 0)
-            before = self._count(False)
+            self._units.for_each(False, finish_first, 0)
+            before = self._units.count(False)
         if self.second:
             if self.first:
-                all_blocks.wait_for_all(logits.at[0, 1], self._num_units(False))
-            first, last = (self._unit(True, number)[0] for number in (0, self._count(True) - 1))
+                all_blocks.wait_for_all(logits.at[0, 1], self._units.total(False))
+            first, last = (self._units.unit(True, number)[0] for number in (0, self._units.count(True) - 1))
 
             @pl.loop(first, last + 1)
             def prepare(number):
@@ -362,13 +328,12 @@ class _OneToken:
 
             def finish_second(number, choice, block, half, _):
                 expert = self._expert(operands, scratch, choice)
-                with_sums = functools.partial(
-                    self._store_returned, operands, parts, scratch, expert, choice, block, half
-                )
-                self._finish(scratch, before + number, total, with_sums)
+                factor, weight = scratch.factors[1, choice], scratch.weights[choice, 0]
+                store = functools.partial(store_returned, parts, operands.down_bias, factor, weight, self._units)
+                self._finish(scratch, before + number, total, functools.partial(store, expert, choice, block, half))
                 return 0
 
-            self._for_each(True, finish_second, 0)
+            self._units.for_each(True, finish_second, 0)
 
     def _finish(self, scratch: _Scratch, number: Any, total: Any, store: Callable[[Any], None]) -> None:
         """Waits for a unit's sums, and stores what they make."""
@@ -377,73 +342,7 @@ class _OneToken:
         store(scratch.sums.at[place])
         pl.when(number + _BUFFERS < total)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
 
-    def _choose(self, logits: Any, scratch: _Scratch) -> None:
-        """The token's experts and their weights; the rows of the other warps are those of no token."""
-        layout, shape = by_experts(self.routing), (WARPS, self.routing.num_experts)
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        of_parts = [plgpu.load(logits.at[i], layout=layout, optimized=False) for i in range(logits.shape[0])]
-        numbers = jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)
-        number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-
-        def keep(i, expert):
-            scratch.experts[i] = expert
-
-        choose_by_warps(self.routing, numbers, number, None, scratch.scores, scratch.weights, keep)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.chosen)
-        plgpu.barrier_wait(scratch.chosen)
-
     def _prepare(self, row: Any, scratch: _Scratch, buffer: int, number: Any) -> None:
         """A row in two terms, and its factor."""
-        scratch.factors[buffer, number] = put_in_terms(row, scratch.x.at[buffer], number, _ROWS)
+        scratch.factors[buffer, number] = put_in_terms(row, scratch.x.at[buffer], number, ROWS)
         plgpu.commit_smem()
-
-    def _sum_of(self, sums: Any, column: Any, row: Any, layout: Any) -> jax.Array:
-        """What consumers and terms add up to, of some columns of a unit's 64."""
-        width = TERMS * _ROWS
-        places = (
-            column * width + row + consumer * WGMMA_ROWS * width + term * _ROWS
-            for consumer in range(self.sizes.consumers)
-            for term in range(TERMS)
-        )
-        return functools.reduce(jnp.add, [gather(sums, each, layout) for each in places])
-
-    def _store_hidden(
-        self, operands: Any, hidden: Any, scratch: _Scratch, expert: Any, choice: Any, block: Any, sums: Any
-    ) -> None:
-        """Each thread has one of the hidden units, of which there are fewer than threads: some twice."""
-        side, layout = self._side(False), _LAYOUT((128,), vec_size=1)
-        column = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=layout)
-        own = column < side
-        column = lax.rem(column, side)
-        halves = []
-        for half in range(_HALVES):
-            number = self._sum_of(sums, column + half * side, 0, layout) * scratch.factors[0, 0]
-            if operands.gate_up_bias is not None:
-                at = (expert * _HALVES + half) * self.units + block * side + column
-                number += gather(operands.gate_up_bias, at, layout).astype(jnp.float32)
-            halves.append(number)
-        result = self.activation(*halves).astype(hidden.dtype)
-        self._store(hidden, choice * self.units + block * side, result, column, own, side)
-
-    def _store_returned(
-        self, operands: Any, parts: Any, scratch: _Scratch, expert: Any, choice: Any, block: Any, half: Any, sums: Any
-    ) -> None:
-        side, layout = self._side(True), _LAYOUT((128,), vec_size=1)
-        column = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=layout)
-        own = column < side
-        column = lax.rem(column, side)
-        result = self._sum_of(sums, column, choice, layout) * scratch.factors[1, choice]
-        if operands.down_bias is not None:
-            at = expert * self.units + block * side + column
-            result += gather(operands.down_bias, at, layout).astype(jnp.float32) * jnp.where(half == 0, 1.0, 0.0)
-        result *= scratch.weights[choice, 0]
-        begin = (half * self.routing.per_token + choice) * self.units + block * side
-        self._store(parts, begin, result, column, own, side)
-
-    def _store(self, out: Any, begin: Any, result: jax.Array, column: Any, own: Any, side: int) -> None:
-        """A unit's numbers, one after the other from there on."""
-        if tiles.interpret_params() is not None:
-            out[pl.ds(begin, side)] = result[:side]
-            return
-        scatter(out, jnp.where(own, begin + column, -1), result, _LAYOUT(result.shape, vec_size=1))
