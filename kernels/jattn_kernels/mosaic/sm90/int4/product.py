@@ -26,16 +26,18 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
+from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, column_step, first_column, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.common.turned import store_turned
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles, sharer
-from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, store_in_order, unpacked
+from jattn_kernels.mosaic.sm90.common.turned import store_staged, store_turned
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, STAGED_ROWS, Int4Tiles, sharer
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, load_scales, store_in_order, unpacked
 
-_REGISTERS = {2: (40, 232), 4: (32, 112)}  # by consumer warpgroups: of a thread of the producer, and of theirs
+# By consumer warpgroups: of a thread of the producer, and of theirs.
+_REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
 _ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
 _MOST_UNDER_WAY = 4  # of these products
+SCALES_WEIGHTS, UNDER_WAY_DEPTH = False, 64
 _TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
@@ -45,6 +47,10 @@ class _Scratch(NamedTuple):
     x: Any  # (stages, block_rows, block_depth); (8, depth) of a row that is whole
     full: Any
     empty: Any
+    out: Any  # (consumers, 2, staged rows, 64), or None where splits are stored
+    others: Any  # (strips, 64, block_rows): sums of the other consumer of a strip, or None
+    others_full: Any
+    others_free: Any
     wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
     meeting: Meeting | None = None
 
@@ -67,8 +73,8 @@ def int4_matmul(
     num_rows: int,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
-) -> tuple[Float32[Array, "S R F"], list[Float[Array, "1 D"]]]:
-    """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
+) -> tuple[Float32[Array, "S R F"] | Float[Array, "T F"], list[Float[Array, "1 D"]]]:
+    """x @ kernel^T in splits, which add up to it, or itself; and if x is normed first, its sum, and the norm.
 
     Args:
         x: With its columns `in_order`; as they are if the row is whole.
@@ -79,9 +85,20 @@ def int4_matmul(
         norm, row: Of one row that is added up and normed first, what is done and what with.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    product = _Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1], norm=norm)
+    product = _Product(
+        sizes=sizes,
+        rows=num_rows,
+        depth=depth,
+        columns=columns,
+        groups=scales.shape[1],
+        own_scales=scales.dtype == x.dtype,
+        norm=norm,
+    )
     leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
-    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32)
+    if sizes.in_splits:
+        sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32)
+    else:
+        sums = jax.ShapeDtypeStruct((num_rows, columns), x.dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=[sums] if norm is None else [sums, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
@@ -102,6 +119,7 @@ class _Product:
     depth: int
     columns: int
     groups: int
+    own_scales: bool  # in the dtype of x
     norm: NormCall | None
 
     @property
@@ -123,13 +141,16 @@ class _Product:
 
     @property
     def num_blocks(self) -> int:
-        if self.sizes.even:
-            return tiles.num_sms()
-        return min(self.num_tiles, tiles.num_sms())
+        return tiles.num_sms() if self.sizes.even else min(self.num_tiles, tiles.num_sms())
 
     @property
     def group_size(self) -> int:
         return self.depth // self.groups
+
+    @property
+    def scales_weights(self) -> bool:
+        """Whether weights are multiplied with their scales, and not a group's sums."""
+        return SCALES_WEIGHTS and self.own_scales and self.sizes.block_rows > TILED_ROWS
 
     @property
     def groups_of_step(self) -> int:
@@ -152,12 +173,20 @@ class _Product:
         operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
+        strips = sizes.consumers // sizes.takers
+        staging = (strips, 2, STAGED_ROWS, WGMMA_ROWS)
         scratch = _Scratch(
             kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
             scales=plgpu.SMEM((sizes.stages, self.groups_of_step, sizes.block_columns), operands.scales.dtype),
             x=tiles.tile(rows, operands.x.dtype, self.part_depth),
             full=plgpu.Barrier(num_arrivals=2 if self.whole else 3, **stages),
-            empty=plgpu.Barrier(num_arrivals=sizes.consumers, **stages),
+            empty=plgpu.Barrier(num_arrivals=strips, **stages),
+            out=None if sizes.in_splits else tiles.tile(staging, operands.x.dtype, column_step(sizes.block_columns)),
+            others=None
+            if sizes.takers == 1
+            else plgpu.SMEM((strips, sizes.takers - 1, WGMMA_ROWS, sizes.block_rows), jnp.float32),
+            others_full=plgpu.Barrier(num_arrivals=max(1, sizes.takers - 1), num_barriers=strips),
+            others_free=plgpu.Barrier(num_barriers=strips),
             wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), operands.x.dtype),
         )
         if self.whole:
@@ -251,11 +280,19 @@ class _Product:
 
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
-        own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+        strip = lax.rem(number, self.sizes.consumers // self.sizes.takers)
+        begin_of_own = first_column(self.sizes.block_columns, strip)
+        own = pl.ds(begin_of_own, WGMMA_ROWS)
         shape = (WGMMA_ROWS, self.sizes.block_rows)
 
+        takers = self.sizes.takers
+        taker = lax.div(number, self.sizes.consumers // takers)
+
         def multiply_tile(tile: ProductTile, done):
-            def multiply_step(k, total):
+            own_first = lax.rem(taker + takers - lax.rem(done, takers), takers)
+
+            def multiply_step(i, total):
+                k = own_first + i * takers
                 stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
@@ -266,12 +303,23 @@ class _Product:
                 return total
 
             none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(0, tile.steps, multiply_step, none)
-            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            if self.scales_weights:
+                total = self._summed(scratch, tile, done, own, number)
+            else:
+                count = lax.div(tile.steps - own_first + takers - 1, takers)
+                total = lax.fori_loop(0, count, multiply_step, none)
+            begin = tile.column_block * self.sizes.block_columns + begin_of_own
             if self.whole:  # rows of the tile past its first are any
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
                 total = jnp.where(row == 0, total, 0.0)
-            store_turned(sums, tile.split, tile.row_block * self.sizes.block_rows, begin, total)
+            first_row = tile.row_block * self.sizes.block_rows
+            if self.sizes.takers > 1:
+                self._bring_together(sums, scratch, tile, total, done, number, strip, first_row, begin)
+                return
+            if not self.sizes.in_splits:
+                store_staged(sums, scratch.out.at[number], first_row, begin, total)
+                return
+            store_turned(sums, tile.split, first_row, begin, total)
             if self.sizes.even:
                 is_last = tile.first + tile.steps == pl.cdiv(self.depth, self.sizes.block_depth)
                 for split in range(1, self.sizes.splits):
@@ -279,6 +327,62 @@ class _Product:
                     pl.when(is_nobodys)(functools.partial(store_turned, sums, split, 0, begin, none))
 
         self._for_each_tile(multiply_tile)
+        if not self.sizes.in_splits:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _bring_together(self, sums, scratch, tile, total, done, number, strip, first_row, begin):
+        strips = self.sizes.consumers // self.sizes.takers
+        layout = plgpu.Layout.WGMMA
+
+        @pl.when(number >= strips)
+        def give():
+            scratch.others[strip, lax.div(number, strips) - 1] = total
+            plgpu.barrier_arrive(scratch.others_full.at[strip])
+            plgpu.barrier_wait(scratch.others_free.at[strip])
+
+        @pl.when(number < strips)
+        def take():
+            plgpu.barrier_wait(scratch.others_full.at[strip])
+            of_both = total
+            for other in range(self.sizes.takers - 1):
+                of_both += plgpu.load(scratch.others.at[strip, other], layout=layout, optimized=False)
+            plgpu.barrier_arrive(scratch.others_free.at[strip])
+            if not self.sizes.in_splits:
+                store_staged(sums, scratch.out.at[strip], first_row, begin, of_both)
+            else:
+                store_turned(sums, tile.split, first_row, begin, of_both)
+
+    def _summed(self, scratch: _Scratch, tile: ProductTile, done: Any, own: Any, number: Any) -> Any:
+        """The sums of a tile, of weights times their scales; nothing is added but by the tensor cores."""
+        stages, depth = self.sizes.stages, min(UNDER_WAY_DEPTH, self.part_depth)
+
+        takers = self.sizes.takers
+        taker = lax.div(number, self.sizes.consumers // takers)
+        own_first = lax.rem(taker + takers - lax.rem(done, takers), takers)
+
+        def product(acc):
+            @pl.loop(0, lax.div(tile.steps - own_first + takers - 1, takers))
+            def multiply_step(i):
+                k = own_first + i * takers
+                stage = lax.rem(done + k, stages)
+                plgpu.barrier_wait(scratch.full.at[stage])
+                packed = load_packed(scratch.kernel.at[stage, own])
+                scales = [load_scales(scratch.scales.at[stage, i, own]) for i in range(self.groups_of_step)]
+                for begin in range(0, self.sizes.block_depth, depth):
+                    of_group = scales[begin // self.group_size]
+                    weights = unpacked(packed, begin, depth, scratch.x.dtype, of_group)
+                    if scratch.wide is not None:
+                        wide = scratch.wide.at[number, :, pl.ds(begin, depth)]
+                        wide[...] = weights
+                        plgpu.commit_smem()
+                        weights = wide
+                    plgpu.wgmma(acc, weights, scratch.x.at[stage, :, pl.ds(begin, depth)].transpose((1, 0)))
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(scratch.empty.at[stage])
+
+            return acc[...]
+
+        return pl.run_scoped(product, tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows))
 
     def _added(
         self, total: Any, begins: range, packed: Any, scratch: _Scratch, stage: Any, first: Any, own: Any, number: Any

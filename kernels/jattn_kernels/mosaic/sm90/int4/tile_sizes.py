@@ -8,6 +8,7 @@ import jax.experimental.pallas as pl
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 
+STAGED_ROWS = 32  # of a result, that are stored at a time; two such parts are in shared memory
 PART_DEPTH = 128  # inputs whose weights are made wider at a time; a stage has one such part or two
 _WHOLE_LINE = 256  # inputs of 128 bytes: what memory brings at once
 _MOST_ROWS = 128  # of a work tile: more of them and their sums do not fit the registers beside the weights
@@ -40,16 +41,14 @@ class Int4Tiles:
 
     block_rows: int
     consumers: int
+    block_columns: int
     splits: int
     stages: int
     block_depth: int = PART_DEPTH
     whole_row: bool = False
     even: bool = False
-
-    @property
-    def block_columns(self) -> int:
-        """Columns of the result."""
-        return self.consumers * WGMMA_ROWS
+    in_splits: bool = True
+    takers: int = 1
 
 
 def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row: bool = False) -> Int4Tiles:
@@ -77,6 +76,7 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row:
     return Int4Tiles(
         block_rows=block_rows,
         consumers=consumers,
+        block_columns=consumers * WGMMA_ROWS,
         splits=most_sharers(column_blocks, steps, sms) if even else splits,
         stages=min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage),
         block_depth=block_depth,
