@@ -35,6 +35,15 @@ def to_be_summed(x, count):
     return given, total
 
 
+def assert_summed(summed, total, given):
+    """But for the last place where splits that are added in another order are between two numbers."""
+    sizes = sum(np.abs(np.asarray(added(addition), np.float64)) for addition in given.additions)
+    summed, total = (np.asarray(rows, np.float64) for rows in (summed, total))
+    last_place = float(jnp.finfo(given.rows.dtype).eps) * (sizes + np.abs(total))
+    assert np.all(np.abs(summed - total) <= last_place)
+    assert np.mean(summed != total) < 0.01
+
+
 def assert_normed(normed, total, given):
     """But for the last place."""
     whole = np.asarray(rms_norm(total, given.scale[-1], eps=1e-5, offset=0.5, implementation="xla"), np.float64)
@@ -49,8 +58,8 @@ def assert_int4(depth, columns, group_size, count, options):
         return matmul_splits_of_sum(given, kernel, layer_index=1, out_dtype="float32", implementation="mosaic")
 
     out, summed, normed = jax.jit(product)(given, kernel)
-    np.testing.assert_array_equal(summed, total)
-    assert_normed(normed, total, given)
+    assert_summed(summed, total, given)
+    assert_normed(normed, summed, given)
     of_int4.assert_product(added(out), normed, kernel)
     if isinstance(out, Splits):
         np.testing.assert_array_equal(out.parts[:, 1:], 0)
@@ -64,8 +73,8 @@ def assert_fp8(depth, columns, count, dtype, lost):
         return matmul_splits_of_sum(given, kernel, layer_index=1, out_dtype="float32", implementation="mosaic")
 
     out, summed, normed = jax.jit(product)(given, kernel)
-    np.testing.assert_array_equal(summed, total)
-    assert_normed(normed, total, given)
+    assert_summed(summed, total, given)
+    assert_normed(normed, summed, given)
     of_fp8.assert_product(added(out), normed, kernel, lost, ties=True)
     np.testing.assert_array_equal(out.parts[:, 1:], 0)
 
@@ -74,8 +83,8 @@ def assert_fp8(depth, columns, count, dtype, lost):
     ("depth", "columns", "group_size", "count", "options"),
     [
         (1024, 64, 128, 1, {}),
-        (2048, 128, 32, 2, {"dtype": "float16", "zero_points": True}),  # two consumers
-        (1024, 256, 64, 1, {}),  # one of four has all of the row
+        (2048, 128, 32, 2, {"dtype": "float16", "zero_points": True}),  # two of four consumers share the row
+        (1024, 256, 64, 1, {}),  # one has all of it
         pytest.param(4096, 256, 64, 2, {}, marks=pytest.mark.slow),  # four
     ],
 )

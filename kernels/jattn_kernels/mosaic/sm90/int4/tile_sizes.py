@@ -1,7 +1,6 @@
 """How a product with weights of 4 bits is cut into work tiles."""
 
 import dataclasses
-from typing import Any
 
 import jax.experimental.pallas as pl
 
@@ -16,7 +15,6 @@ _ROWS_OF_LINES = 16  # with 64 their copies take the place of stages: 24.4 us wh
 # Of a work tile: what it takes beside them, as many steps. On an H200 [1, 4096] x [4096, 6144] takes 15.8 us in 4
 # splits, a tile of 4 steps an SM, and 19.8 in 16, 3 tiles of one step.
 _STEPS_MORE = 1
-_EVEN_FROM = 1.1  # times an even share: who has more of the steps is waited for
 _FEW_ROWS = 64  # up to which there are four consumers
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
@@ -31,12 +29,12 @@ class Int4Tiles:
     Attributes:
         block_rows: Rows of x.
         consumers: Warpgroups that multiply; each has 64 columns of the result.
-        splits: Of the depth; each one's sums stand by themselves. The most, where shares are even.
+        splits: Of the depth; each one's sums stand by themselves.
         stages: Of the copies.
         block_depth: Inputs of a stage.
         whole_row: Whether x is one row, all of it in shared memory all the time.
-        even: Whether each block has as many steps as another, one after the other through all columns, so that blocks
-            split the depth where their shares happen to end.
+        in_splits: Whether sums are stored, which another adds up; else the result, of one split.
+        takers: Consumers of the same columns, each of which takes every so many-th stage.
     """
 
     block_rows: int
@@ -46,7 +44,6 @@ class Int4Tiles:
     stages: int
     block_depth: int = PART_DEPTH
     whole_row: bool = False
-    even: bool = False
     in_splits: bool = True
     takers: int = 1
 
@@ -55,14 +52,17 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row:
     """As many rows in a work tile as there are, and splits enough for all SMs."""
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
     most = 4 if block_rows <= _FEW_ROWS else 2
-    consumers = next(number for number in (4, 2, 1) if number <= most and not columns % (number * WGMMA_ROWS))
-    row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, consumers * WGMMA_ROWS)
+    takers = most if block_rows <= _ROWS_OF_LINES else 1
+    strips = next(number for number in (4, 2, 1) if number * takers <= most and not columns % (number * WGMMA_ROWS))
+    width = strips * WGMMA_ROWS
+    row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, width)
     takes_lines = block_rows <= _ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
     groups_of_step = pl.cdiv(groups * block_depth, depth)
     of_column = block_depth // 2 + groups_of_step * _SUM_BYTES
     fixed = block_rows * depth * _ITEM_BYTES + _MEETING_BYTES if whole_row else 0
-    stage = (0 if whole_row else block_rows * block_depth * _ITEM_BYTES) + consumers * WGMMA_ROWS * of_column
+    fixed += (takers - 1) * width * block_rows * _SUM_BYTES
+    stage = (0 if whole_row else block_rows * block_depth * _ITEM_BYTES) + width * of_column
     steps, sums, sms = pl.cdiv(depth, block_depth), rows * columns * _SUM_BYTES, tiles.num_sms()
 
     def bytes_of_all(splits: int) -> int:
@@ -70,34 +70,17 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row:
         steps_here = pl.cdiv(row_blocks * column_blocks * splits, sms) * steps_of_tile
         return steps_here * sms * stage + 2 * splits * sums
 
-    splits = min(range(1, min(steps, _MOST_SPLITS) + 1), key=bytes_of_all)
-    longest, total = pl.cdiv(column_blocks * splits, sms) * pl.cdiv(steps, splits), column_blocks * steps
-    even = block_rows == TILED_ROWS and takes_lines and total >= sms and longest * sms > _EVEN_FROM * total
+    stages = min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage)
     return Int4Tiles(
         block_rows=block_rows,
-        consumers=consumers,
-        block_columns=consumers * WGMMA_ROWS,
-        splits=most_sharers(column_blocks, steps, sms) if even else splits,
-        stages=min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage),
+        consumers=strips * takers,
+        block_columns=width,
+        splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=bytes_of_all),
+        stages=stages // takers * takers,
         block_depth=block_depth,
         whole_row=whole_row,
-        even=even,
+        takers=takers,
     )
-
-
-def most_sharers(column_blocks: int, steps: int, blocks: int) -> int:
-    """Blocks at most that share the steps of a block of columns, where their shares of all are even."""
-    total = column_blocks * steps
-
-    def sharers(begin: int) -> int:
-        return sharer(begin + steps - 1, total, blocks) - sharer(begin, total, blocks) + 1
-
-    return max(sharers(begin) for begin in range(0, total, steps))
-
-
-def sharer(step: Any, total: int, blocks: int) -> Any:
-    """The block that has one of all steps."""
-    return ((step + 1) * blocks - 1) // total
 
 
 def _divides(block_depth: int, depth: int, group_size: int) -> bool:

@@ -22,22 +22,14 @@ from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.shared_row import constant, store_share
 
 _THREADS, _PAIRS, _INPUTS = 4, 4, 32  # of a row's 32 weights; of a thread's 8
-FUSE = 0
 # 128 + 8 in bfloat16, 1024 + 8 in float16, twice: the bits of a weight, its sign turned, count up from 8 less.
 _BASES = {"bfloat16": 0x43084308, "float16": 0x64086408}
 _HALVES = (0x5410, 0x7632)  # of two words, which `prmt` makes one: both lower ones, both upper ones
 _SUBTRACT = {"bfloat16": "sub.bf16x2", "float16": "sub.rn.f16x2"}
-_MULTIPLY = {"bfloat16": "mul.bf16x2", "float16": "mul.rn.f16x2"}
 
 
 def in_order(x: Shaped[Array, "R D"]) -> Shaped[Array, "R D"]:
     """Columns in the order in which the weights of 4 bits are multiplied."""
-    if FUSE == 1:
-        blocks = x.reshape(x.shape[0], -1, 2 * _THREADS, _PAIRS)
-        return jnp.stack([blocks[..., i] for i in range(_PAIRS)], axis=2).reshape(x.shape)
-    if FUSE == 2:
-        n = np.arange(x.shape[1]).reshape(-1, _THREADS, 2, _PAIRS).transpose(0, 3, 1, 2).reshape(-1)
-        return x.at[:, n].get(mode="promise_in_bounds", unique_indices=True)
     blocks = x.reshape(x.shape[0], -1, _THREADS, 2, _PAIRS)
     return blocks.transpose(0, 1, 4, 2, 3).reshape(x.shape)
 
@@ -75,63 +67,42 @@ def load_packed(weights: Any) -> jax.Array:
     return plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False)
 
 
-def load_scales(scales: Any) -> jax.Array:
-    """A group's scales of a tile, (64,), from shared memory, as `unpacked` takes them."""
-    return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def unpacked(packed: jax.Array, begin: int, depth: int, dtype: Any, scales: jax.Array | None = None) -> jax.Array:
+def unpacked(packed: jax.Array, begin: int, depth: int, dtype: Any) -> jax.Array:
     """Some inputs' weights in that order, as the tensor cores take them from registers.
 
     Args:
         packed: As `load_packed` has loaded it.
         begin, depth: Of the inputs, multiples of 32.
         dtype: bfloat16 or float16.
-        scales: Of the weights' group, in that dtype, as `load_scales` has loaded them; None leaves weights as they are.
-            A weight times its scale is rounded once.
     """
     if tiles.interpret_params() is not None:
-        weights = in_order(packed[:, begin : begin + depth])
-        if scales is None:
-            return weights.astype(dtype)
-        return (weights.astype(jnp.float32) * scales.astype(jnp.float32)[:, None]).astype(dtype)
+        return in_order(packed[:, begin : begin + depth]).astype(dtype)
     name, shape = jnp.dtype(dtype).name, (packed.shape[0], depth)
-    base, subtract, multiply, first = _BASES[name], _SUBTRACT[name], _MULTIPLY[name], begin // _INPUTS
-    of_scales = () if scales is None else (plgpu.Layout.WGMMA.reduce(1),)
+    base, subtract, first = _BASES[name], _SUBTRACT[name], begin // _INPUTS
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA_UPCAST_4X, *of_scales),
+        arg_types=(plgpu.Layout.WGMMA_UPCAST_4X,),
         return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA),
     )
-    def widen(ctx: Any, packed: Any, *scales: Any) -> Any:
+    def widen(ctx: Any, packed: Any) -> Any:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.BF16Type.get() if name == "bfloat16" else ir.F16Type.get())
-        twice = [_twice(register) for each in scales for register in each.registers.flat]  # of two rows
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         own = packed.registers[:, first : first + depth // _INPUTS]
         for (row, block, *rest), register in np.ndenumerate(own):
             bits = utils.bitcast(register, i32)
-            of_row = twice[rest[2] :][:1]
             for number in range(_PAIRS):
                 shifted = arith.shrui(bits, arith.constant(i32, 4 * number)) if number else bits
                 wide = llvm.inline_asm(
                     i32,
-                    [shifted, *of_row],
+                    [shifted],
                     f"{{ .reg .b32 bits, base; lop3.b32 bits, $1, 0x000F000F, {base}, (0xf0 & 0xcc) ^ 0xaa; "
-                    f"mov.b32 base, {base}; {subtract} $0, bits, base; "
-                    f"{multiply + ' $0, $0, $2; ' if of_row else ''}}}",
-                    "=r,r" + ",r" * len(of_row),
+                    f"mov.b32 base, {base}; {subtract} $0, bits, base; }}",
+                    "=r,r",
                 )
                 registers[(row, block * _PAIRS + number, *rest[:-1])] = utils.bitcast(wide, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     run: Any = widen
-    return run(packed, *(() if scales is None else (scales,)))
-
-
-def _twice(register: Any) -> Any:
-    """A number of 16 bits twice in 32, MLIR's; a register of one or a vector of one."""
-    i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
-    bits = arith.extui(i32, utils.bitcast(register, i16))
-    return llvm.inline_asm(i32, [bits], "prmt.b32 $0, $1, $1, 0x1010;", "=r,r")
+    return run(packed)
