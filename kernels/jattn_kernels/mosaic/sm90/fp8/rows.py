@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, VECTOR, Piece
-from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, meeting, of_all
+from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, meeting, of_all, sharers_of
 from jattn_kernels.quantized import FP8, LARGEST, QuantizedRows, scale_of
 
 _MOST_COLUMNS = 16 * 1024  # 128 a thread
@@ -34,7 +34,7 @@ def quantized_rows(
     x: Float[Array, "T _"], activation: Callable[[Array, Array], Array] | None, columns: int
 ) -> QuantizedRows:
     """Rows as `quantize_rows` rounds them; x's are twice as long where an activation takes both halves first."""
-    halves, sharers = 1 if activation is None else 2, _sharers(x.shape[0], columns)
+    halves, sharers = 1 if activation is None else 2, sharers_of(x.shape[0], columns, _MOST_SHARERS)
 
     def kernel(x_ref, *refs):
         row = lax.axis_index("row")
@@ -61,13 +61,6 @@ def quantized_rows(
     )
     values, scales = run(x)
     return QuantizedRows(values=values, scales=scales, num_rows=x.shape[0], dtype=x.dtype)
-
-
-def _sharers(rows: int, columns: int) -> int:
-    """Warpgroups that share a row."""
-    if rows > tiles.num_sms():
-        return 1
-    return next(number for number in range(_MOST_SHARERS, 0, -1) if columns % (LEAST * number) == 0)
 
 
 def _share(
