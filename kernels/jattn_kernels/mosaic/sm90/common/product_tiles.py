@@ -10,9 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
-
-COLUMN_STEP = 32  # what the columns of a work tile are a multiple of
 
 
 class ProductTile(NamedTuple):
@@ -23,17 +20,6 @@ class ProductTile(NamedTuple):
     split: Any
     first: Any
     steps: Any
-
-
-def column_step(block_columns: int) -> int:
-    """What each consumer's first column is a multiple of."""
-    return WGMMA_ROWS if block_columns % WGMMA_ROWS == 0 else COLUMN_STEP
-
-
-def first_column(block_columns: int, strip: Any) -> Any:
-    """Where a consumer's 64 columns begin in a work tile; the last one has some of the one before where it must."""
-    begin = jnp.minimum(strip * WGMMA_ROWS, block_columns - WGMMA_ROWS)
-    return pl.multiple_of(begin, column_step(block_columns))
 
 
 def summed_over_stages(

@@ -35,31 +35,3 @@ def store_turned(sums: Any, split: Any, first_row: Any, first_column: Any, resul
         @pl.when(first_row + row < num_rows)
         def store_row(row=row):
             sums[split, first_row + row, pl.ds(first_column, columns)] = result[:, row]
-
-
-def store_staged(out: Any, staging: Any, first_row: Any, first_column: Any, result: jax.Array) -> None:
-    """out[first_row:, first_column:] = result^T in out's dtype, some rows at a time; rows past the last are not stored.
-
-    What was staged last may still be read when it returns.
-
-    Args:
-        out: (R, F).
-        staging: (2, rows at a time, columns), in shared memory.
-        result: (columns, rows), as wgmma leaves it.
-    """
-    result, staged = result.astype(out.dtype), staging.shape[1]
-    columns = pl.ds(first_column, result.shape[0])
-    for number, begin_row in enumerate(range(0, result.shape[1], staged)):
-        slot = staging.at[number % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what was staged there before
-        slot.transpose((1, 0))[...] = result[:, begin_row : begin_row + staged]
-        plgpu.commit_smem()
-        first = first_row + begin_row
-        if tiles.interpret_params() is None:  # TMA stores no row past the last
-            plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(first, staged), columns])
-            continue
-        for row in range(staged):
-
-            @pl.when(first + row < out.shape[0])
-            def store_row(first=first, row=row, slot=slot):
-                plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], out.at[pl.ds(first + row, 1), columns])

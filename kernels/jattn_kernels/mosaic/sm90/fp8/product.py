@@ -29,21 +29,15 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.product_tiles import (
-    ProductTile,
-    column_step,
-    first_column,
-    summed_over_stages,
-    wait_for_last,
-)
+from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, summed_over_stages, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.common.turned import store_staged, store_turned
+from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.fp8.rounded_row import rounded_share
 from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
 from jattn_kernels.splits import Splits
 
-_REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}  # by consumers: of a thread of the producer, and of theirs
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
 _EARLY_ROWS = 64  # of a work tile, up to which the scales of all are in registers while it is multiplied
 _NEIGHBOURS = 16  # blocks of rows whose tiles of the same columns are computed at about the same time
 
@@ -180,7 +174,7 @@ class _Product:
         scratch = _Scratch(
             kernel=tiles.tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), operands.kernel.dtype),
             x=tiles.tile(rows, operands.kernel.dtype, BLOCK_DEPTH),
-            out=None if self.in_splits else tiles.tile(staging, self.out_dtype, column_step(sizes.block_columns)),
+            out=None if self.in_splits else tiles.tile(staging, self.out_dtype),
             full=plgpu.Barrier(num_arrivals=1 if self.whole else 2, **stages),
             empty=empty,
         )
@@ -194,13 +188,13 @@ class _Product:
             @pl.when(number == sizes.consumers)
             def produce():
                 if several:
-                    plgpu.set_max_registers(_REGISTERS[sizes.consumers][0], action="decrease")
+                    plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
                 self._produce(operands, scratch)
 
             @pl.when(number < sizes.consumers)
             def consume():
                 if several:
-                    plgpu.set_max_registers(_REGISTERS[sizes.consumers][1], action="increase")
+                    plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
                 factor = None if not self.whole else self._round(operands, tuple(of_row), scratch, number)
                 self._consume(operands, out, scratch, number, factor)
 
@@ -262,11 +256,10 @@ class _Product:
 
     def _consume(self, operands: _Operands, out: Any, scratch: _Scratch, number: Any, factor: Any) -> None:
         stages = self.sizes.stages
-        first = first_column(self.sizes.block_columns, number)
-        own = pl.ds(first, WGMMA_ROWS)
+        own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
 
         def multiply_tile(tile: ProductTile, done):
-            begin = tile.column_block * self.sizes.block_columns + first
+            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
             # Before they are waited for, where registers allow it.
             early = self.sizes.block_rows <= _EARLY_ROWS
             factors = self._factors(operands, tile, begin, factor) if early else None
@@ -284,7 +277,7 @@ class _Product:
             if self.in_splits:
                 self._store_sums(result, out, tile, begin)
             else:
-                store_staged(out, scratch.out.at[number], tile.row_block * self.sizes.block_rows, begin, result)
+                self._store(result, out, scratch.out.at[number], tile, begin)
 
         self._for_each_tile(multiply_tile)
         if not self.in_splits:
@@ -318,6 +311,25 @@ class _Product:
             pl.when(begin < self.columns)(store)  # the last blocks of a cluster may have no columns
         else:
             store()
+
+    def _store(self, result: Any, out: Any, staging: Any, tile: ProductTile, begin: Any) -> None:
+        """A warpgroup's columns of a tile's rows, some of them at a time."""
+        result, staged = result.astype(self.out_dtype), self.sizes.staged_rows
+        columns = pl.ds(begin, WGMMA_ROWS)
+        for number, begin_row in enumerate(range(0, self.sizes.block_rows, staged)):
+            slot = staging.at[number % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what was staged there before
+            slot.transpose((1, 0))[...] = result[:, begin_row : begin_row + staged]
+            plgpu.commit_smem()
+            first = tile.row_block * self.sizes.block_rows + begin_row
+            if tiles.interpret_params() is None:  # TMA stores no row past the last
+                plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(first, staged), columns])
+                continue
+            for row in range(staged):
+
+                @pl.when(first + row < self.rows)
+                def store_row(first=first, row=row, slot=slot):
+                    plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], out.at[pl.ds(first + row, 1), columns])
 
 
 def _divided(number: Any, by: Any) -> tuple[Any, Any]:

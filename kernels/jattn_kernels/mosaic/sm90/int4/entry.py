@@ -75,12 +75,10 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         operands.scales,
         operands.layer_index,
         sizes,
-        num_rows=whole if call.in_splits and sizes.in_splits else call.num_rows,
+        num_rows=whole if call.in_splits else call.num_rows,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
     )
-    if not sizes.in_splits:
-        return parts
     result: Any = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     if operands.zero_points is not None:
         normed = dataclasses.replace(operands, x=of_row[1]) if of_row else operands

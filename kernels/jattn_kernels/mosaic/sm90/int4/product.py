@@ -26,16 +26,15 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, column_step, first_column, wait_for_last
+from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.common.turned import store_staged, store_turned
+from jattn_kernels.mosaic.sm90.common.turned import store_turned
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import STAGED_ROWS, Int4Tiles
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, store_in_order
 
-# By consumer warpgroups: of a thread of the producer, and of theirs.
-_REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
+_REGISTERS = {2: (40, 232), 4: (32, 112)}  # by consumer warpgroups: of a thread of the producer, and of theirs
 _TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
@@ -45,8 +44,7 @@ class _Scratch(NamedTuple):
     x: Any  # (stages, block_rows, block_depth); (8, depth) of a row that is whole
     full: Any
     empty: Any
-    out: Any  # (consumers, 2, staged rows, 64), or None where splits are stored
-    others: Any  # (strips, 64, block_rows): sums of the other consumer of a strip, or None
+    others: Any  # (strips, takers - 1, 64, block_rows): what all but a strip's first taker have; None of one taker
     others_full: Any
     others_free: Any
     wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
@@ -71,8 +69,8 @@ def int4_matmul(
     num_rows: int,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
-) -> tuple[Float32[Array, "S R F"] | Float[Array, "T F"], list[Float[Array, "1 D"]]]:
-    """x @ kernel^T in splits, which add up to it, or itself; and if x is normed first, its sum, and the norm.
+) -> tuple[Float32[Array, "S R F"], list[Float[Array, "1 D"]]]:
+    """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
     Args:
         x: With its columns `in_order`; as they are if the row is whole.
@@ -83,19 +81,9 @@ def int4_matmul(
         norm, row: Of one row that is added up and normed first, what is done and what with.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    product = _Product(
-        sizes=sizes,
-        rows=num_rows,
-        depth=depth,
-        columns=columns,
-        groups=scales.shape[1],
-        norm=norm,
-    )
+    product = _Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1], norm=norm)
     leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
-    if sizes.in_splits:
-        sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32)
-    else:
-        sums = jax.ShapeDtypeStruct((num_rows, columns), x.dtype)
+    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32)
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=[sums] if norm is None else [sums, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
@@ -153,22 +141,24 @@ class _Product:
         operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
-        strips = sizes.consumers // sizes.takers
-        staging = (strips, 2, STAGED_ROWS, WGMMA_ROWS)
+        strips = sizes.strips
         scratch = _Scratch(
             kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
             scales=plgpu.SMEM((sizes.stages, self.products.groups, sizes.block_columns), operands.scales.dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
             full=plgpu.Barrier(num_arrivals=2 if self.whole else 3, **stages),
             empty=plgpu.Barrier(num_arrivals=strips, **stages),
-            out=None if sizes.in_splits else tiles.tile(staging, operands.x.dtype, column_step(sizes.block_columns)),
-            others=None
-            if sizes.takers == 1
-            else plgpu.SMEM((strips, sizes.takers - 1, WGMMA_ROWS, sizes.block_rows), jnp.float32),
-            others_full=plgpu.Barrier(num_arrivals=max(1, sizes.takers - 1), num_barriers=strips),
-            others_free=plgpu.Barrier(num_barriers=strips),
+            others=None,
+            others_full=None,
+            others_free=None,
             wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), operands.x.dtype),
         )
+        if sizes.takers > 1:
+            scratch = scratch._replace(
+                others=plgpu.SMEM((strips, sizes.takers - 1, WGMMA_ROWS, sizes.block_rows), jnp.float32),
+                others_full=plgpu.Barrier(num_arrivals=sizes.takers - 1, num_barriers=strips),
+                others_free=plgpu.Barrier(num_barriers=strips),
+            )
         if self.whole:
             scratch = scratch._replace(meeting=meeting(self.depth, sizes.consumers))
 
@@ -243,17 +233,19 @@ class _Product:
 
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
-        strip = lax.rem(number, self.sizes.consumers // self.sizes.takers)
-        begin_of_own = first_column(self.sizes.block_columns, strip)
+        strip, taker = self._strip_and_taker(number)
+        begin_of_own = pl.multiple_of(strip * WGMMA_ROWS, WGMMA_ROWS)
         own = pl.ds(begin_of_own, WGMMA_ROWS)
         shape, takers = (WGMMA_ROWS, self.sizes.block_rows), self.sizes.takers
-        taker = lax.div(number, self.sizes.consumers // takers)
 
         def multiply_tile(tile: ProductTile, done):
-            own_first = lax.rem(taker + takers - lax.rem(done, takers), takers)
+            first_own, steps = jnp.int32(0), tile.steps
+            if takers > 1:
+                first_own = lax.rem(taker + takers - lax.rem(done, takers), takers)
+                steps = lax.div(tile.steps - first_own + takers - 1, takers)
 
             def multiply_step(i, total):
-                k = own_first + i * takers
+                k = i if takers == 1 else first_own + i * takers
                 stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
@@ -263,29 +255,29 @@ class _Product:
                 return total
 
             none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            count = lax.div(tile.steps - own_first + takers - 1, takers)
-            total = lax.fori_loop(0, count, multiply_step, none)
+            total = lax.fori_loop(0, steps, multiply_step, none)
             begin = tile.column_block * self.sizes.block_columns + begin_of_own
             if self.whole:  # rows of the tile past its first are any
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
                 total = jnp.where(row == 0, total, 0.0)
             first_row = tile.row_block * self.sizes.block_rows
             store = functools.partial(store_turned, sums, tile.split, first_row, begin)
-            if not self.sizes.in_splits:
-                store = functools.partial(store_staged, sums, scratch.out.at[strip], first_row, begin)
             if takers > 1:
                 self._of_all_takers(total, scratch, number, store)
             else:
                 store(total)
 
         self._for_each_tile(multiply_tile)
-        if not self.sizes.in_splits:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _strip_and_taker(self, number: Any) -> tuple[Any, Any]:
+        """Of a consumer."""
+        if self.sizes.takers == 1:
+            return number, jnp.int32(0)
+        return lax.rem(number, self.sizes.strips), lax.div(number, self.sizes.strips)
 
     def _of_all_takers(self, total: Any, scratch: _Scratch, number: Any, store: Callable[[Any], None]) -> None:
         """Stores the sum of what a strip's takers have, which the first one is told by the others."""
-        strips = self.sizes.consumers // self.sizes.takers
-        strip, taker = lax.rem(number, strips), lax.div(number, strips)
+        strip, taker = self._strip_and_taker(number)
 
         @pl.when(taker > 0)
         def tell():

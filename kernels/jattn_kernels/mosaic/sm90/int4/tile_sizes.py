@@ -7,7 +7,6 @@ import jax.experimental.pallas as pl
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 
-STAGED_ROWS = 32  # of a result, that are stored at a time; two such parts are in shared memory
 PART_DEPTH = 128  # inputs whose weights are made wider at a time; a stage has one such part or two
 _WHOLE_LINE = 256  # inputs of 128 bytes: what memory brings at once
 _MOST_ROWS = 128  # of a work tile: more of them and their sums do not fit the registers beside the weights
@@ -28,24 +27,31 @@ class Int4Tiles:
 
     Attributes:
         block_rows: Rows of x.
-        consumers: Warpgroups that multiply; each has 64 columns of the result.
+        consumers: Warpgroups that multiply, each 64 columns of the result.
         splits: Of the depth; each one's sums stand by themselves.
         stages: Of the copies.
         block_depth: Inputs of a stage.
         whole_row: Whether x is one row, all of it in shared memory all the time.
-        in_splits: Whether sums are stored, which another adds up; else the result, of one split.
         takers: Consumers of the same columns, each of which takes every so many-th stage.
     """
 
     block_rows: int
     consumers: int
-    block_columns: int
     splits: int
     stages: int
     block_depth: int = PART_DEPTH
     whole_row: bool = False
-    in_splits: bool = True
     takers: int = 1
+
+    @property
+    def strips(self) -> int:
+        """Of 64 columns of the result, in a work tile."""
+        return self.consumers // self.takers
+
+    @property
+    def block_columns(self) -> int:
+        """Columns of the result."""
+        return self.strips * WGMMA_ROWS
 
 
 def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row: bool = False) -> Int4Tiles:
@@ -74,7 +80,6 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row:
     return Int4Tiles(
         block_rows=block_rows,
         consumers=strips * takers,
-        block_columns=width,
         splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=bytes_of_all),
         stages=stages // takers * takers,
         block_depth=block_depth,
