@@ -1,5 +1,5 @@
 """Mixtures of experts, as models use them."""
 
-from jattn_kernels import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
+from jattn_kernels import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts, routed_experts_of_sum
 
-__all__ = ["are_multiplied_by_a_kernel", "mixture_of_experts", "routed_experts"]
+__all__ = ["are_multiplied_by_a_kernel", "mixture_of_experts", "routed_experts", "routed_experts_of_sum"]

@@ -2,11 +2,12 @@
 
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
+from jattn_kernels.experts_of_sum import routed_experts_of_sum
 from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, quantize_groups
 from jattn_kernels.latent_write import mla_write
-from jattn_kernels.matmul import adds_up, matmul, matmul_splits, matmul_splits_of_sum, with_bias
+from jattn_kernels.matmul import adds_up, matmul, matmul_splits, matmul_splits_of_sum, multiplied, with_bias
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import add_rms_norm, rms_norm, summed_and_normed, taken
@@ -22,11 +23,13 @@ from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.temperature import over_temperature
 from jattn_kernels.ungated import Ungated
+from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
     "AttentionSpec",
     "HeadNorms",
+    "NextProduct",
     "NormedRows",
     "QuantizedKernel",
     "QuantizedRows",
@@ -34,6 +37,7 @@ __all__ = [
     "Routing",
     "Splits",
     "Ungated",
+    "Unmultiplied",
     "Unnormed",
     "add_rms_norm",
     "added",
@@ -54,6 +58,7 @@ __all__ = [
     "mla_decode",
     "mla_extend",
     "mla_write",
+    "multiplied",
     "normed_heads",
     "over_temperature",
     "paged_decode",
@@ -68,6 +73,7 @@ __all__ = [
     "rotate_and_write",
     "route",
     "routed_experts",
+    "routed_experts_of_sum",
     "shared_prefix_decode",
     "shared_prefix_schedule",
     "summed_and_normed",

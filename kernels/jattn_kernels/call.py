@@ -151,6 +151,38 @@ class NormCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NextCall:
+    """The static facts of a product that follows a mixture, of the norm of what both layers add up to; hashable.
+
+    Attributes:
+        norm: Of the product's rows.
+        columns: Of the product.
+    """
+
+    norm: NormCall
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterCall:
+    """The static facts of what a mixture begins with where it takes the router's logits itself; hashable.
+
+    Attributes:
+        norm: Of the router's rows, which are added up first.
+        left: Parts of the splits that are added first, and rows of each, of which those past the tokens are 0.
+        depth: Inputs of the product that is added last.
+        choice_biased: Whether scores have a bias for the choice alone.
+        next: What follows the mixture; None if nothing.
+    """
+
+    norm: NormCall
+    left: tuple[int, int]
+    depth: int
+    choice_biased: bool
+    next: NextCall | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsCall:
     """The static facts of one mixture of experts; hashable.
 
@@ -165,6 +197,7 @@ class ExpertsCall:
         activation: Of the gate's and the other half's outputs.
         weighs_inputs: Whether weights are on what an expert is given.
         routing: What becomes of a router's logits; None if weights and experts are given.
+        router: How they are made; None if they are given too.
         scales: As in MatmulCall.
         block: Outputs and inputs that share a scale, of blocks, the fewest of both projections; else None.
         features: Names of the optional arguments that were given.
@@ -182,6 +215,7 @@ class ExpertsCall:
     activation: Callable[[jax.Array, jax.Array], jax.Array]
     weighs_inputs: bool = False
     routing: Routing | None = None
+    router: RouterCall | None = None
     scales: ScalesKind | None = None
     block: tuple[int, int] | None = None
     features: frozenset[str] = frozenset()

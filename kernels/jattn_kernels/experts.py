@@ -66,7 +66,9 @@ def mixture_of_experts(
     """
     check_choice(x, weights, chosen)
     choice = {"weights": jnp.asarray(weights), "chosen": jnp.asarray(chosen)}
-    return _run(x, gate_up, down, choice, options, per_token=chosen.shape[1], weighs_inputs=weighs_inputs)
+    facts: dict[str, Any] = {"per_token": chosen.shape[1], "weighs_inputs": weighs_inputs}
+    call, operands = packed_experts(x, gate_up, down, choice, options, **facts)
+    return choose(call, options.get("implementation")).implementation.run(call, operands)
 
 
 @names_options(ExpertsKwargs)
@@ -93,16 +95,25 @@ def routed_experts(
         ValueError, NotImplementedError: As both.
     """
     check_logits(x, logits, routing, choice_bias)
-    choice = {
+    choice: dict[str, Any] = {
         "logits": logits if isinstance(logits, Splits) else jnp.asarray(logits).astype(jnp.float32),
         "choice_bias": None if choice_bias is None else jnp.asarray(choice_bias).astype(jnp.float32),
     }
     facts: dict[str, Any] = {"per_token": routing.per_token, "weighs_inputs": weighs_inputs, "in_splits": in_splits}
     facts["routing"] = routing
-    return _run(x, gate_up, down, choice, options, **facts)
+    call, operands = packed_experts(x, gate_up, down, choice, options, **facts)
+    return choose(call, options.get("implementation")).implementation.run(call, operands)
 
 
-def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Any:
+def packed_experts(
+    x: Any, gate_up: Any, down: Any, choice: dict[str, Any], options: ExpertsKwargs, **facts: Any
+) -> tuple[ExpertsCall, ExpertsOperands]:
+    """The call of a mixture and its operands, once they are checked.
+
+    Args:
+        choice: Operands that say which experts are chosen.
+        facts: Of the call.
+    """
     biases = {name: options.get(name) for name in ("gate_up_bias", "down_bias")}
     layer_index = options.get("layer_index")
     check_experts(x, gate_up, down, biases, layer_index, facts.get("routing"))
@@ -112,11 +123,9 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Any:
         facts["scales"], facts["block"] = gate_up.scales_kind, _block(gate_up, down)
     if layer_index is None:
         stacks = {name: jnp.asarray(value)[None] for name, value in stacks.items()}
+    arrays: dict[str, Any] = {**choice, **stacks}
     operands = ExpertsOperands(
-        x=jnp.asarray(x),
-        layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
-        **choice,
-        **stacks,
+        x=jnp.asarray(x), layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32), **arrays
     )
     call = ExpertsCall(
         num_tokens=x.shape[0],
@@ -130,7 +139,7 @@ def _run(x, gate_up, down, choice, options: ExpertsKwargs, **facts: Any) -> Any:
         modes=modes_of(operands),
         **facts,
     )
-    return choose(call, options.get("implementation")).implementation.run(call, operands)
+    return call, operands
 
 
 def _block(gate_up: QuantizedKernel, down: Any) -> tuple[int, int] | None:

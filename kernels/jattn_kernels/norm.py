@@ -17,6 +17,7 @@ from jattn_kernels.quantized import NormedRows, QuantizedRows
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float, check_layer_index
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.ungated import Ungated, gated
+from jattn_kernels.unmultiplied import Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
 
@@ -88,17 +89,26 @@ def summed_and_normed(
             call = dataclasses.replace(call, rounded=True)
         if serves(call, implementation):
             return choose(call, implementation).implementation.run(call, operands)
-    total = functools.reduce(lambda rows, addition: rows + added(addition), x.additions, x.rows)
+    total = functools.reduce(lambda rows, addition: rows + added(addition), _sums(x), x.rows)
     return total, rms_norm(total, x.scale, eps=x.eps, offset=x.offset, **options)
 
 
-def check_additions(x: Unnormed) -> None:
+def _sums(x: Unnormed) -> list[Float[Array, "T D"] | Splits]:
+    return [addition for addition in x.additions if not isinstance(addition, Unmultiplied)]
+
+
+def check_additions(x: Unnormed, *, products: bool = False) -> None:
     """Raises if what is added to rows is not as they are.
 
+    Args:
+        products: Whether one that is Unmultiplied is taken.
+
     Raises:
-        ValueError: A shape or dtype is wrong.
+        ValueError: A shape or dtype is wrong, or a product is not taken.
     """
     for addition in x.additions:
+        if isinstance(addition, Unmultiplied) and not products:
+            raise ValueError("What is added to rows here may not be Unmultiplied. Give `multiplied` of it.")
         check_are_arrays(x=x.rows, addition=addition)
         if x.ndim != 2 or addition.shape != x.shape or addition.dtype != x.dtype:
             raise ValueError(

@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.splits import Splits
+from jattn_kernels.unmultiplied import Unmultiplied
 
 
 @typing.no_type_check
@@ -19,7 +20,8 @@ class Unnormed:
 
     Attributes:
         rows: As they are.
-        additions: What is added to them first, one after the other, each sum rounded to their dtype.
+        additions: What is added to them first, one after the other, each sum rounded to their dtype. Only
+            `routed_experts_of_sum` takes some that are Unmultiplied.
         scale, layer_index, eps, offset: As of `rms_norm`; the last two are static.
     """
 
@@ -28,7 +30,7 @@ class Unnormed:
     layer_index: Int[Array, ""] | int | None = None
     eps: float = dataclasses.field(metadata={"static": True})
     offset: float = dataclasses.field(default=0.0, metadata={"static": True})
-    additions: tuple[Float[Array, "T D"] | Splits, ...] = ()
+    additions: tuple[Float[Array, "T D"] | Splits | Unmultiplied, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

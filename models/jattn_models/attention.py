@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import QuantizedRows, Splits
+from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied
 from jattn.norm import HeadNorms, NormedRows, Unnormed, normed_heads, taken
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
@@ -91,16 +91,22 @@ class Attention(nnx.Module):
         """The pool that so many of these layers need."""
         return KVGroupSpec(name="layers", num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
-    def __call__(self, x: NormedRows | Unnormed, layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
-        """This device's part of what the layer adds to the residual stream, and the pool as the backend returned it."""
+    def __call__(self, x: NormedRows | Unnormed | Splits, layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
+        """This device's part of what the layer adds to the residual stream, and the pool as the backend returned it.
+
+        Args:
+            x: Rows; or their product with the first projection, if there is a `first_product`.
+        """
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
             layer = dataclasses.replace(layer, sinks=self.sinks[...])
         rest = (layer, this_pass.forward_batch, this_pass.metadata, pool)
         if self.rope is not None and self._turns_alone:
-            heads = self.qkv_proj.splits(x).reshape(x.shape[0], -1, self.head_dim)
+            product = x if isinstance(x, Splits) else self.qkv_proj.splits(x)
+            heads = product.reshape(x.shape[0], -1, self.head_dim)
             out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms)
             return self._output(out), pool
+        assert not isinstance(x, Splits)
         rows = x if isinstance(x, QuantizedRows) else taken(x)
         heads = self.qkv_proj(rows).reshape(x.shape[0], -1, self.head_dim)
         if norms is not None:
@@ -120,6 +126,17 @@ class Attention(nnx.Module):
             out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest)
         return self._output(out), pool
 
+    def first_product(self, norm: RMSNorm) -> NextProduct | None:
+        """The product with the first projection of what `norm` gives, where nothing but turning comes after it."""
+        plain = self.qkv_proj.plain_weights
+        if self.rope is None or not self._turns_alone or norm.scale is None or plain is None:
+            return None
+        (scale, scale_layer), (kernel, layer) = norm.scale.stack_and_layer, plain
+        if scale_layer is None or layer is None:
+            return None
+        facts: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset}
+        return NextProduct(scale=scale, scale_layer=scale_layer, kernel=kernel, layer_index=layer, **facts)
+
     @property
     def rounds_rows(self) -> bool:
         """Whether it takes rows that are rounded to fp8, which it would do itself."""
@@ -134,8 +151,8 @@ class Attention(nnx.Module):
         """Whether nothing but norms of each head stands between the projection and the turning."""
         return self.qkv_clip is None and self.temperature is None and not isinstance(self.q_norm, ProjectionNorm)
 
-    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits:
-        return self.o_proj.splits(out.reshape(out.shape[0], -1))
+    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits | Unmultiplied:
+        return self.o_proj.later(out.reshape(out.shape[0], -1))
 
     def _head_norms(self) -> HeadNorms | None:
         """The norms of each head by itself."""

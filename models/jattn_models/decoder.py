@@ -186,19 +186,25 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
         others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
         return nnx.merge(graph, in_place, others)
 
+    turns, in_turn = len(segment.layers) // len(period), _in_turn(period, this_pass)
+    are_mixtures = len(period) == 1 and isinstance(period[0].mlp, MixtureOfExperts)
+
     def body(number, carry):
         stream, pool = carry
+        # The last layer may take its own first product once more: less time than one layer of another shape costs.
+        following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if in_turn and are_mixtures else None
         for offset, stack in enumerate(stacks):
             layer = number * len(period) + (segment.layers.start + offset)
-            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool)
+            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following)
         return stream, pool
 
     # What goes round a loop has one shape: the first layer is left nothing in the shape of what the last one leaves.
     left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(hidden, this_pass.parallel), 0)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left)
     stream = Stream(hidden, nothing)
-    turns, unroll = len(segment.layers) // len(period), _in_turn(period, this_pass)
-    stream, pool = jax.lax.fori_loop(0, turns, body, (stream, pool), unroll=unroll)
+    if in_turn and are_mixtures and jax.eval_shape(body, jnp.int32(0), (stream, pool))[0].product is not None:
+        stream = layer_of(stacks[0], jnp.int32(0)).multiplied(stream)
+    stream, pool = jax.lax.fori_loop(0, turns, body, (stream, pool), unroll=in_turn)
     return stream.summed(this_pass.parallel), pool
 
 

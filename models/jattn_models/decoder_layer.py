@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.matmul import QuantizedRows, Splits, added
+from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.attention import Attention, Pass
@@ -25,10 +25,12 @@ class Stream(NamedTuple):
         rows: As far as they are added up.
         addition: What the layer before adds to them, for the next norm to add, of several devices each one's part; None
             if nothing is left.
+        product: What the next layer's attention begins with, if it has been multiplied already.
     """
 
     rows: Float[Array, "T D"]
     addition: Float[Array, "T D"] | Splits | None = None
+    product: Splits | None = None
 
     def summed(self, parallel: Parallel) -> Float[Array, "T D"]:
         """The rows with what is left."""
@@ -67,15 +69,41 @@ class DecoderLayer(nnx.Module):
             )
         self.mlp_norm = norm() if after else None
 
-    def __call__(self, stream: Stream, layer_index: Int[Array, ""], this_pass: Pass, pool: Any) -> tuple[Stream, Any]:
+    def __call__(
+        self,
+        stream: Stream,
+        layer_index: Int[Array, ""],
+        this_pass: Pass,
+        pool: Any,
+        following: "DecoderLayer | None" = None,
+    ) -> tuple[Stream, Any]:
+        """What it makes of the stream, and the pool.
+
+        Args:
+            following: The next layer, whose first product it may take.
+        """
         parallel = this_pass.parallel
         stream, given = self._given(stream, parallel)
         attended, pool = self.attention(given, layer_index, this_pass, pool)
-        hidden, addition = self._after_attention(stream, attended, parallel)
+        after = None if following is None else following.first_product
+        hidden, addition, product = self._after_attention(stream, attended, parallel, after)
         if self._leaves(addition, parallel):
-            return Stream(hidden, addition), pool
+            return Stream(hidden, addition, product), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
+
+    @property
+    def first_product(self) -> NextProduct | None:
+        """The one it begins with, of the norm of what is there; None where it begins with something else."""
+        if not isinstance(self.input_norm, RMSNorm) or not isinstance(self.attention, Attention):
+            return None
+        return self.attention.first_product(self.input_norm)
+
+    def multiplied(self, stream: Stream) -> Stream:
+        """The stream with that product of its rows, as the layer before would leave it."""
+        assert isinstance(self.input_norm, RMSNorm)
+        product = self.attention.qkv_proj.splits(self.input_norm.later(stream.rows))
+        return stream._replace(product=product)
 
     def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
         """What it leaves to be added up of such rows; None if nothing."""
@@ -103,8 +131,10 @@ class DecoderLayer(nnx.Module):
             return parallel.exchanges
         return isinstance(self.mlp, MixtureOfExperts) or (isinstance(self.mlp, GatedMLP) and self.mlp.in_few_bits)
 
-    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Stream, NormedRows | Unnormed]:
+    def _given(self, stream: Stream, parallel: Parallel) -> tuple[Stream, NormedRows | Unnormed | Splits]:
         """The residual stream, and what attention is given of it."""
+        if stream.product is not None:
+            return stream, stream.product
         norm = self.input_norm
         if stream.addition is not None and isinstance(norm, RMSNorm):
             rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
@@ -126,12 +156,16 @@ class DecoderLayer(nnx.Module):
         )
 
     def _after_attention(
-        self, stream: Stream, attended: Float[Array, "T D"] | Splits, parallel: Parallel
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits]:
-        """The residual stream after attention, and what this device's MLP adds to it."""
+        self,
+        stream: Stream,
+        attended: Float[Array, "T D"] | Splits | Unmultiplied,
+        parallel: Parallel,
+        following: NextProduct | None,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits, Splits | None]:
+        """The residual stream after attention, what this device's MLP adds to it, and perhaps the product after it."""
         norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
         if (
-            isinstance(attended, Splits)
+            isinstance(attended, Splits | Unmultiplied)
             and isinstance(norm, RMSNorm)
             and isinstance(self.mlp, MixtureOfExperts | GatedMLP)
             and parallel.axis is None
@@ -139,11 +173,14 @@ class DecoderLayer(nnx.Module):
         ):
             left = () if stream.addition is None else (stream.addition,)
             later = norm.later(stream.rows, *left, attended)
-            if isinstance(self.mlp, MixtureOfExperts) or (self._defers(parallel) and self.mlp.adds_up(later)):
+            if isinstance(self.mlp, MixtureOfExperts):
+                addition, hidden, product = self.mlp.splits_of_sum(later, following)
+                return hidden, addition, product
+            if isinstance(attended, Splits) and self._defers(parallel) and self.mlp.adds_up(later):
                 addition, hidden = self.mlp.splits_of_sum(later)
-                return hidden, addition
-        hidden, normed = self._between(stream.summed(parallel), attended, parallel)
-        return hidden, self._of_mlp(normed, parallel)
+                return hidden, addition, None
+        hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
+        return hidden, self._of_mlp(normed, parallel), None
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel

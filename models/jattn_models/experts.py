@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.experts import mixture_of_experts, routed_experts
-from jattn.matmul import QuantizedKernel, QuantizedRows, Splits
+from jattn.experts import mixture_of_experts, routed_experts, routed_experts_of_sum
+from jattn.matmul import NextProduct, QuantizedKernel, QuantizedRows, Splits, multiplied
 from jattn.norm import Unnormed, summed_and_normed
 from jattn.parallel import Parallel
 from jattn.routing import Routing
@@ -141,14 +141,23 @@ class MixtureOfExperts(nnx.Module):
             return self(x)
         return self._routed(x, self.router.logits(x), in_splits=True)
 
-    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
-        """The same of rows that are added up and normed first, and their sum."""
+    def splits_of_sum(
+        self, x: Unnormed, following: NextProduct | None
+    ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+        """The same of rows that are added up and normed first, and their sum; the last addition may be Unmultiplied.
+
+        And the product that the next layer begins with, where one kernel takes that too.
+        """
         if self.shared is not None or self.parallel.by_expert:
-            total, normed = summed_and_normed(x)
+            given = dataclasses.replace(x, additions=tuple(map(multiplied, x.additions)))
+            total, normed = summed_and_normed(given)
             assert not isinstance(normed, QuantizedRows)
-            return self(normed), total
-        logits, total, normed = self.router.logits_of_sum(x)
-        return self._routed(normed, logits, in_splits=True), total
+            return self(normed), total, None
+        gate_up, down, others = self._weights()
+        router, choice_bias = self.router, self._choice_bias
+        options: dict[str, Any] = {"router_bias": router.bias_stack, "choice_bias": choice_bias, **others}
+        options["following"] = following
+        return routed_experts_of_sum(x, router.kernel.stack_and_layer[0], router.routing, gate_up, down, **options)
 
     def mixed(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """The weighted sum of what each token's experts return; this device's part of it."""
@@ -162,9 +171,12 @@ class MixtureOfExperts(nnx.Module):
     def _routed(self, x: Float[Array, "T D"], logits: Float32[Array, "T E"] | Splits, **options: Any) -> Any:
         """The mixture by these logits."""
         gate_up, down, others = self._weights()
-        choice_bias = None if self.router.choice_bias is None else self.router.choice_bias[...]
-        routing = self.router.routing
-        return routed_experts(x, logits, routing, gate_up, down, choice_bias=choice_bias, **options, **others)
+        options |= {"choice_bias": self._choice_bias, **others}
+        return routed_experts(x, logits, self.router.routing, gate_up, down, **options)
+
+    @property
+    def _choice_bias(self) -> Float32[Array, " E"] | None:
+        return None if self.router.choice_bias is None else self.router.choice_bias[...]
 
     def _weights(self) -> tuple[Any, Any, dict[str, Any]]:
         """Both projections' weights, and how they are taken."""

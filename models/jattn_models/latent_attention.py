@@ -113,4 +113,4 @@ class LatentAttention(nnx.Module):
         attended = (q_nope, rotate(q_pe, *angles), rows, LatentHeads(self.k_up[...], self.v_up[...]))
         rest = (self.layer(layer_index), this_pass.forward_batch, this_pass.metadata, pool)
         out, pool = forward_latent(this_pass.backend, *attended, *rest)
-        return self.o_proj.splits(out.reshape(x.shape[0], -1)), pool
+        return self.o_proj.later(out.reshape(x.shape[0], -1)), pool

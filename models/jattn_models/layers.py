@@ -14,6 +14,7 @@ from jattn.matmul import (
     QuantizedRows,
     Splits,
     Ungated,
+    Unmultiplied,
     adds_up,
     matmul,
     matmul_splits,
@@ -154,6 +155,17 @@ class Linear(nnx.Module):
         """Whether its kernel adds such rows up."""
         weights, layer = self._weights()
         return adds_up(x, weights, layer_index=layer)
+
+    def later(self, x: Float[Array, "T D"]) -> Float[Array, "T F"] | Splits | Unmultiplied:
+        """The same, for a kernel that may take the product itself."""
+        if (plain := self.plain_weights) is None:
+            return self.splits(x)
+        return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1])
+
+    @property
+    def plain_weights(self) -> tuple[Array, Int[Array, ""] | None] | None:
+        """The kernel and the number of the layer, as of `ReadInPlace`, where the product is of them alone."""
+        return self.kernel.stack_and_layer if self.bias is None and self.scales is None else None
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""

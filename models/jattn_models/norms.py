@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from jattn.matmul import Splits
+from jattn.matmul import Splits, Unmultiplied
 from jattn.norm import NormedRows, Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import Parallel
 from jattn_models.layers import OfLayer, ReadInPlace
@@ -37,7 +37,7 @@ class RMSNorm(nnx.Module):
         stack, number = self.scale.stack_and_layer
         return rms_norm(x, stack, eps=self.eps, offset=self.offset, layer_index=number)
 
-    def later(self, x: Float[Array, "T D"], *additions: Float[Array, "T D"] | Splits) -> Unnormed:
+    def later(self, x: Float[Array, "T D"], *additions: Float[Array, "T D"] | Splits | Unmultiplied) -> Unnormed:
         """The same of x and what is added to it, for one product to take it as it reads x."""
         assert self.scale is not None
         stack, number = self.scale.stack_and_layer

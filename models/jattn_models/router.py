@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jattn.matmul import Splits, matmul, matmul_splits, matmul_splits_of_sum
-from jattn.norm import Unnormed
+from jattn.matmul import Splits, matmul, matmul_splits
 from jattn.routing import Routing, route
 from jattn_models.layers import ReadInPlace, random_weights
 
@@ -39,16 +38,12 @@ class Router(nnx.Module):
     def logits(self, x: Float[Array, "T D"]) -> Float32[Array, "T E"] | Splits:
         """The same, for who adds it up."""
         stack, layer = self.kernel.stack_and_layer
-        bias = None if self.bias is None else self.bias.stack_and_layer[0]
-        return matmul_splits(x, stack, bias=bias, layer_index=layer, out_dtype=jnp.float32)
+        return matmul_splits(x, stack, bias=self.bias_stack, layer_index=layer, out_dtype=jnp.float32)
 
-    def logits_of_sum(
-        self, x: Unnormed
-    ) -> tuple[Float32[Array, "T E"] | Splits, Float[Array, "T D"], Float[Array, "T D"]]:
-        """The same of rows that are added up, their sum, and its norm."""
-        stack, layer = self.kernel.stack_and_layer
-        bias = None if self.bias is None else self.bias.stack_and_layer[0]
-        return matmul_splits_of_sum(x, stack, bias=bias, layer_index=layer, out_dtype=jnp.float32)
+    @property
+    def bias_stack(self) -> Float[Array, "*L E"] | None:
+        """The logits' bias, of all layers as the kernel is."""
+        return None if self.bias is None else self.bias.stack_and_layer[0]
 
     def route(self, x: Float[Array, "T D"]) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
         """The weights and the numbers of each token's experts, the best first."""

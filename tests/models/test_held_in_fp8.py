@@ -20,6 +20,7 @@ from jattn.serving.executor import executor
 from jattn.serving.request import SamplingParams
 from jattn_kernels import quantize_rows
 from jattn_models.bundled import checkpoint_path
+from jattn_models.layers import Linear
 from tests.jattn.harness.tiny import one_variant, run
 from tests.kernels.harness.splits import splits_of
 from tests.models.harness.goldens import (
@@ -103,6 +104,7 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
         if number:
             for face in ("matmul", "matmul_splits"):
                 monkeypatch.setattr(f"jattn_models.layers.{face}", rows_rounded)
+            monkeypatch.setattr(Linear, "later", Linear.splits)
         found.append(logits_of_shares(checkpoint, size, tokens))
     assert_alike(*found)
 

@@ -48,6 +48,8 @@ def refuses(call: Call) -> str | None:
 
 
 def _refuses_experts(call: ExpertsCall) -> str | None:
+    if call.router is not None:
+        return "`triton` takes a router's logits before the mixture, by itself."
     if call.dtype not in _DTYPES or call.kernel_dtype != call.dtype:
         return f"`triton` does not take {call.dtype} tokens and {call.kernel_dtype} experts."
     return None

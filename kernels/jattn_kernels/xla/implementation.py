@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import AttentionCall, Call, MatmulCall, NormCall
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
@@ -30,6 +30,8 @@ def refuses(call: Call) -> str | None:
         return "`xla` takes the activation of rows before their product, by itself."
     if isinstance(call, MatmulCall) and call.biased:
         return "`xla` adds a bias after a product, by itself."
+    if isinstance(call, ExpertsCall) and call.router is not None:
+        return "`xla` takes a router's logits before the mixture, by itself."
     if not isinstance(call, AttentionCall):
         return None
     for dtype in (call.q_dtype, call.kv_dtype):

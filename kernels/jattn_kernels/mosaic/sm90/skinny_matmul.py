@@ -84,7 +84,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         own_rows=call.num_rows,
         depth=call.depth,
         columns=call.columns,
-        splits=num_splits(call),
+        splits=num_splits(call.depth, call.columns),
         norm=call.norm,
     )
     given = _Operands(operands.x, operands.kernel, operands.layer_index.reshape(1))
@@ -114,9 +114,9 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     return (result, *of_rows) if of_rows else result
 
 
-def num_splits(call: MatmulCall) -> int:
+def num_splits(depth: int, columns: int) -> int:
     """The fewest splits of the depth that make the longest share of an SM shortest."""
-    sms, steps, blocks = tiles.num_sms(), pl.cdiv(call.depth, _DEPTH), pl.cdiv(call.columns, WGMMA_ROWS)
+    sms, steps, blocks = tiles.num_sms(), pl.cdiv(depth, _DEPTH), pl.cdiv(columns, WGMMA_ROWS)
 
     def longest_share(splits: int) -> int:
         return pl.cdiv(blocks * splits, sms) * pl.cdiv(steps, splits)

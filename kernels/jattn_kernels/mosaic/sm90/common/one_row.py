@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +32,16 @@ def rounded_sum(numbers: jax.Array, addition: jax.Array, *, dtype: Any) -> jax.A
 
 
 def norm_of_sum(
-    x: Any, scale: Any, additions: list[Any], target: Any, outs: tuple[Any, Any], *, eps: float, offset: float
+    x: Any,
+    scale: Any,
+    additions: list[Any],
+    target: Any,
+    outs: tuple[Any, ...],
+    *,
+    eps: float,
+    offset: float,
+    last: Callable[[Piece], jax.Array] | None = None,
+    kept: Any = None,
 ) -> None:
     """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
 
@@ -40,12 +50,17 @@ def norm_of_sum(
         scale: (columns,), in global memory.
         additions: Parts of splits, in global memory.
         target: (8, columns), tiled; its other rows stay as they are.
-        outs: Where the first block stores the sum, and its norm.
+        outs: Where the first block stores the sum, and then its norm; as far as they are asked for.
+        last: A piece of one more addition, which may have to be waited for: all else has been read by then.
+        kept: (1, columns), where each block keeps the sum for itself.
     """
     dtype, columns = x.dtype, x.shape[1]
     of_row = pieces(columns)
     loaded = [[piece.load(ref).astype(jnp.float32) for ref in (x.at[0], scale)] for piece in of_row]
     of_parts = [[added_up(piece, parts, 0) for parts in additions] for piece in of_row]
+    if last is not None:
+        for piece, of_piece in zip(of_row, of_parts, strict=True):
+            of_piece.append(last(piece))
     add = functools.partial(rounded_sum, dtype=dtype)
     sums = [functools.reduce(add, parts, numbers) for parts, (numbers, _) in zip(of_parts, loaded, strict=True)]
     squares = [piece.once(numbers * numbers).sum() for piece, numbers in zip(of_row, sums, strict=True)]
@@ -53,13 +68,15 @@ def norm_of_sum(
     normed = [
         (numbers * inverse * (factor + offset)).astype(dtype) for numbers, (_, factor) in zip(sums, loaded, strict=True)
     ]
-    for piece, numbers in zip(of_row, normed, strict=True):
+    for piece, numbers, total in zip(of_row, normed, sums, strict=True):
         _store(target, numbers, piece)
+        if kept is not None:
+            piece.of(kept.at[0])[...] = total.astype(dtype)
     plgpu.commit_smem()
 
     @pl.when(lax.axis_index("block") == 0)
     def keep():
-        for out, of_pieces in zip(outs, (sums, normed), strict=True):
+        for out, of_pieces in zip(outs, (sums, normed), strict=False):
             for piece, numbers in zip(of_row, of_pieces, strict=True):
                 piece.of(out.at[0])[...] = numbers.astype(dtype)
 

@@ -34,6 +34,11 @@ class Piece(NamedTuple):
     def load(self, row: Any) -> jax.Array:
         return plgpu.load(self.of(row), layout=self.layout, optimized=False)
 
+    @property
+    def numbers(self) -> jax.Array:
+        """Which of the row they are."""
+        return plgpu.broadcasted_iota(jnp.int32, (self.size,), 0, layout=self.layout) + self.begin
+
     def once(self, numbers: jax.Array) -> jax.Array:
         """The piece's numbers, 0 for those that are in an earlier one."""
         if not self.again:

@@ -23,7 +23,7 @@ from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
-from jattn_kernels.mosaic.sm90.experts.one_token import OneTokenOperands
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import NextOperands, OneTokenOperands, SumOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
 from jattn_kernels.operands import ExpertsOperands
@@ -31,8 +31,15 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.splits import Splits, added
 
 
-def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Array, "T D"] | Splits:
-    """Rows are read where they are, weights in place; what experts return is kept for some columns at a time."""
+def mixture_of_experts(
+    call: ExpertsCall, operands: ExpertsOperands
+) -> Float[Array, "T D"] | Splits | tuple[Splits, Float[Array, "T D"], Splits | None]:
+    """Rows are read where they are, weights in place; what experts return is kept for some columns at a time.
+
+    Of a call that makes its own logits: the mixture, the sum of the rows, and a product that follows.
+    """
+    if call.router is not None:
+        return _of_one_sum(call, operands)
     of_few_rows = few_rows_sizes(call)
     if (
         of_few_rows is not None
@@ -66,16 +73,54 @@ def mixture_of_experts(call: ExpertsCall, operands: ExpertsOperands) -> Float[Ar
 
 def _of_one_token(call: ExpertsCall, operands: ExpertsOperands) -> Splits:
     """What adds up to the same of one token: what each of its experts returns, times its weight."""
-    given = OneTokenOperands(
-        x=operands.x,
+    rows = route_few.token_rows(1)
+    given = _of_experts(operands)._replace(x=operands.x, logits=_parts(operands.logits, rows)[:, :rows])
+    parts = one_token.one_token(call, given).parts
+    return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
+
+
+def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, Float[Array, "T D"], Splits | None]:
+    """The same of a token that is added up, the sum, and a product that follows."""
+    router = operands.router
+    assert router is not None
+    (left,) = router.norm.additions
+    given = SumOperands(
+        x=router.norm.x,
+        scale=router.norm.scale,
+        scale_layer=router.norm.layer_index.reshape(1),
+        left=left.parts,
+        attended=router.attended,
+        output=router.output,
+        output_layer=router.output_layer.reshape(1),
+        router=router.kernel,
+    )
+    following = None
+    if router.next is not None:
+        following = NextOperands(
+            scale=router.next.scale,
+            scale_layer=router.next.scale_layer.reshape(1),
+            kernel=router.next.kernel,
+            layer=router.next.layer.reshape(1),
+        )
+    made = one_token.one_token(call, _of_experts(operands)._replace(sum=given, next=following))
+    splits, product = (
+        None if parts is None else Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
+        for parts in (made.parts, made.next)
+    )
+    assert splits is not None
+    return splits, made.total, product
+
+
+def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
+    """What the kernel for one token reads of the experts."""
+    return OneTokenOperands(
+        x=None,
+        sum=None,
         bias=operands.choice_bias,
         gate_up=operands.gate_up,
         down=operands.down,
         layer=operands.layer_index.reshape(1),
     )
-    rows = route_few.token_rows(1)
-    parts = one_token.one_token(call, given, _parts(operands.logits, rows)[:, :rows])
-    return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
 
 
 def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: FewRowsSizes) -> Splits:

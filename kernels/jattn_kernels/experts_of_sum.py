@@ -1,0 +1,117 @@
+"""Mixtures of experts of rows that are added up and normed first, and whose router is part of it."""
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
+from jattn_kernels.dispatch import choose, serves
+from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
+from jattn_kernels.matmul import matmul_splits_of_sum, multiplied
+from jattn_kernels.norm import check_additions, packed_norm
+from jattn_kernels.operands import ExpertsOperands, NextOperands, RouterOperands, names_options
+from jattn_kernels.quantized import QuantizedKernel
+from jattn_kernels.routing_spec import Routing
+from jattn_kernels.splits import Splits
+from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
+from jattn_kernels.unnormed import Unnormed
+
+
+@names_options(ExpertsKwargs)
+def routed_experts_of_sum(
+    x: Unnormed,
+    router: Float[Array, "*L D E"],
+    routing: Routing,
+    gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
+    down: Float[Array, "*L E F D"] | QuantizedKernel,
+    *,
+    router_bias: Float[Array, "*L E"] | None = None,
+    choice_bias: Float[Array, " E"] | None = None,
+    weighs_inputs: bool = False,
+    following: NextProduct | None = None,
+    **options: Unpack[ExpertsKwargs],
+) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+    """`routed_experts` of rows that are added up and normed first, by a router's logits of them; and the rows' sum.
+
+    On Hopper all of it is one kernel for one token, the product too that is added last, if it is not taken yet, and the
+    one that the next layer begins with: it is the third of what is returned, None where it is still to do.
+
+    Args:
+        x: Its `additions` may be Unmultiplied.
+        router: The product's weights; their layer is the experts'.
+        router_bias: Added to the logits.
+        following: The next layer's product.
+
+    Raises:
+        ValueError, NotImplementedError: As `matmul_splits_of_sum` and `routed_experts`.
+    """
+    implementation = options.get("implementation")
+    facts: dict[str, Any] = {"weighs_inputs": weighs_inputs, "in_splits": True}
+    last = x.additions[-1] if x.additions else None
+    is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
+    if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
+        for product in dict.fromkeys((following is not None, False)):
+            wanted = following if product else None
+            call, operands = _in_one(x, last, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
+            if serves(call, implementation):
+                return choose(call, implementation).implementation.run(call, operands)
+    additions = tuple(multiplied(addition, implementation=implementation) for addition in x.additions)
+    given = dataclasses.replace(x, additions=additions)
+    product = {"layer_index": options.get("layer_index"), "implementation": implementation}
+    logits, total, normed = matmul_splits_of_sum(given, router, bias=router_bias, out_dtype=jnp.float32, **product)
+    facts["choice_bias"] = choice_bias
+    return routed_experts(normed, logits, routing, gate_up, down, **facts, **options), total, None
+
+
+def _in_one(
+    x: Unnormed,
+    last: Unmultiplied,
+    router: Any,
+    routing: Routing,
+    gate_up: Any,
+    down: Any,
+    choice_bias: Any,
+    following: NextProduct | None,
+    options: ExpertsKwargs,
+    **facts: Any,
+) -> tuple[ExpertsCall, ExpertsOperands]:
+    """The call of the whole, and its operands."""
+    check_additions(x, products=True)
+    first = x.additions[:-1]
+    norm_call, norm = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, first)
+    is_stacked = last.layer_index is not None
+    operands = RouterOperands(
+        norm=norm,
+        attended=last.rows,
+        output=last.kernel if is_stacked else last.kernel[None],
+        output_layer=jnp.asarray(last.layer_index if is_stacked else 0, jnp.int32),
+        kernel=router if options.get("layer_index") is not None else router[None],
+        next=None if following is None else _next_operands(following),
+    )
+    left = first[0]
+    assert isinstance(left, Splits)
+    facts |= {"per_token": routing.per_token, "routing": routing}
+    facts["router"] = RouterCall(
+        norm=norm_call,
+        left=(left.parts.shape[0], left.parts.shape[1]),
+        depth=last.rows.shape[1],
+        choice_biased=choice_bias is not None,
+        next=None if following is None else _next_call(x, following),
+    )
+    choice: dict[str, Any] = {
+        "router": operands,
+        "choice_bias": None if choice_bias is None else choice_bias.astype(jnp.float32),
+    }
+    return packed_experts(x.rows, gate_up, down, choice, options, **facts)
+
+
+def _next_call(x: Unnormed, following: NextProduct) -> NextCall:
+    norm, _ = packed_norm(x.rows, following.scale, following.eps, following.offset, following.scale_layer)
+    return NextCall(norm=norm, columns=following.kernel.shape[-1])
+
+
+def _next_operands(following: NextProduct) -> NextOperands:
+    scale_layer, layer = (jnp.asarray(layer, jnp.int32) for layer in (following.scale_layer, following.layer_index))
+    return NextOperands(scale=following.scale, scale_layer=scale_layer, kernel=following.kernel, layer=layer)

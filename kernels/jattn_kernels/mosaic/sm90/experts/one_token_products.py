@@ -1,0 +1,174 @@
+"""Both products of one token's mixture: units are 64 hidden units of an expert, then 64 columns of its result."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
+from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
+    DEPTH,
+    STAGES,
+    Count,
+    Scratch,
+    copy_stage,
+    store_row,
+    store_zeros,
+)
+
+# Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
+# leave each other what it begins with, and in the third what its experts return.
+ROWS_LEFT = 3
+_PAIR = 2  # the gate's columns and the other half's
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertPhases:
+    """The phases after the choice.
+
+    Attributes:
+        per_token: Experts.
+        units: Hidden units of an expert.
+        columns: Of the token.
+    """
+
+    per_token: int
+    units: int
+    columns: int
+    activation: Callable[[Any, Any], Any]
+
+    @property
+    def hidden_blocks(self) -> int:
+        """Blocks of hidden units of all experts."""
+        return self.per_token * (self.units // WGMMA_ROWS)
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of columns of what all experts return."""
+        return self.per_token * (self.columns // WGMMA_ROWS)
+
+    def _count(self, of_second: bool) -> Any:
+        """The block's units of a product."""
+        units = self.column_blocks if of_second else self.hidden_blocks
+        return lax.div(units - self._begin(of_second) + tiles.num_sms() - 1, tiles.num_sms())
+
+    def _begin(self, of_second: bool) -> Any:
+        """The block's first unit: of the second product those have the first that have fewer of the first."""
+        own, sms = lax.axis_index("block"), tiles.num_sms()
+        return lax.rem(own + (sms - self.hidden_blocks % sms), sms) if of_second else own
+
+    def _unit(self, of_second: bool, number: Any) -> tuple[Any, Any]:
+        """The choice and the block of columns of the block's n-th unit."""
+        blocks = (self.columns if of_second else self.units) // WGMMA_ROWS
+        unit = self._begin(of_second) + number * tiles.num_sms()
+        return lax.div(unit, blocks), lax.rem(unit, blocks)
+
+    def _for_each(self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any) -> Any:
+        """Calls `visit(choice, block of columns, carry)` for each unit of the block's; the last carry."""
+
+        def step(number, carry):
+            return visit(*self._unit(of_second, number), carry)
+
+        return lax.fori_loop(0, self._count(of_second), step, start)
+
+    def produce_first(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+        layer = operands.layer[0]
+
+        def copy_unit(choice, block, done):
+            expert = scratch.experts[choice, 0]
+
+            def copy_step(k, done):
+                for part in range(_PAIR):
+                    columns = pl.ds(part * self.units + block * WGMMA_ROWS, WGMMA_ROWS)
+                    weights = operands.gate_up.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns]
+                    done = copy_stage(weights, scratch, done)
+                return done
+
+            return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
+
+        return self._for_each(False, copy_unit, done)
+
+    def produce_second(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+        layer = operands.layer[0]
+
+        def copy_unit(choice, block, done):
+            expert, columns = scratch.experts[choice, 0], pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)
+
+            def copy_step(k, done):
+                return copy_stage(operands.down.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns], scratch, done)
+
+            return lax.fori_loop(0, self.units // DEPTH, copy_step, done)
+
+        return self._for_each(True, copy_unit, done)
+
+    def consume_first(self, hidden: Any, scratch: Scratch, count: Count, done: Any) -> Any:
+        """Stores the block's hidden units."""
+        steps = self.columns // DEPTH * _PAIR
+
+        def multiply_unit(choice, block, done):
+            def product(*sums):
+                @pl.loop(0, self.columns // DEPTH)
+                def multiply_step(k):
+                    x = scratch.x.at[:, pl.ds(k * DEPTH, DEPTH)].transpose((1, 0))
+                    for part, acc in enumerate(sums):
+                        stage = lax.rem(done + k * _PAIR + part, STAGES)
+                        plgpu.barrier_wait(scratch.full.at[stage])
+                        plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
+                    plgpu.wgmma_wait(_PAIR)  # those of the last step are done
+
+                    @pl.when(k > 0)
+                    def free():
+                        for part in range(_PAIR):
+                            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, STAGES)])
+
+                return [acc[...] for acc in sums]
+
+            results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, TILED_ROWS) for _ in range(_PAIR)))
+            for part in range(_PAIR):
+                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, STAGES)])
+            result = self.activation(*results).astype(hidden.dtype)
+            store_row(hidden, choice * self.units + block * WGMMA_ROWS, result, 0)
+            count.tell()
+            return done + steps
+
+        return self._for_each(False, multiply_unit, done)
+
+    def consume_second(
+        self, hidden: Any, parts: Any, returned: Sums | None, scratch: Scratch, count: Count, done: Any
+    ) -> Any:
+        """Stores what the block's columns of each expert are, times its weight, and zeros beside them.
+
+        Args:
+            returned: Where blocks find the same, if they wait for it.
+        """
+        count.wait(self.hidden_blocks)
+        steps = self.units // DEPTH
+        rows = scratch.x.at[:, pl.ds(0, self.units)]
+        plgpu.copy_gmem_to_smem(hidden, rows, scratch.hidden_full)
+        plgpu.barrier_wait(scratch.hidden_full)
+
+        def multiply_unit(choice, block, done):
+            def multiply(acc, stage, k):
+                x = rows.at[:, pl.ds(k * DEPTH, DEPTH)]
+                plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
+
+            shape = WGMMA_ROWS, TILED_ROWS
+            result = summed_over_stages(multiply, scratch, done, steps, stages=STAGES, shape=shape)
+            result = result.astype(hidden.dtype).astype(jnp.float32) * scratch.weights[choice, 0]
+            place = choice * ROWS_LEFT * self.columns + block * WGMMA_ROWS
+            store_row(parts, place, result, choice)
+            if returned is not None:
+                own = returned.begin + choice * returned.stride + block * WGMMA_ROWS
+                store_row(returned.ref, own, never_zero(result), choice)
+            for row in range(1, ROWS_LEFT):
+                store_zeros(parts, place + row * self.columns)
+            return done + steps
+
+        return self._for_each(True, multiply_unit, done)

@@ -1,0 +1,106 @@
+"""What one token's mixture begins with where it makes its own logits: a product, a sum, its norm, the router's product.
+
+product   a unit is 64 columns and a share of the depth; a block has one at most, and its weights fit the stages
+sum       each block adds up and norms the whole row for itself
+router    likewise units; their weights are in shared memory by then
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from jattn_kernels.call import NormCall
+from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
+from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch, store_row
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterPhases:
+    """The phases before the choice.
+
+    Attributes:
+        norm: Its facts.
+        depth: Of the product.
+        num_experts: The router's columns.
+        left_parts: Parts that what is left comes in; in the second row of each there is room for a part of a product.
+    """
+
+    norm: NormCall
+    depth: int
+    num_experts: int
+    left_parts: int
+
+    @property
+    def product(self) -> SplitProduct:
+        """Two parts are for logits, and the count of hidden units."""
+        return SplitProduct.of_a_unit_each(self.depth, self.norm.columns, self.left_parts - 2)
+
+    @property
+    def router(self) -> SplitProduct:
+        columns = self.norm.columns
+        return SplitProduct.of_a_unit_each(columns, self.num_experts, columns // self.num_experts)
+
+    @property
+    def row(self) -> int:
+        """Numbers of the longest row."""
+        return max(self.norm.columns, self.product.most_steps * DEPTH)
+
+    def room(self, left: Any) -> tuple[Sums, Sums, Any]:
+        """In what is left: for the product, for logits, and for a count."""
+        _, rows, columns = left.shape
+        products = Sums(left, columns, rows * columns, self.product.splits)
+        logits = Sums(left, (self.product.splits * rows + 1) * columns, self.num_experts, self.router.splits)
+        return products, logits, left.at[self.left_parts - 1, 1]
+
+    def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+        weights = operands.sum.output.at[operands.sum.output_layer[0]]
+        return self.product.produce(lax.axis_index("block"), weights, scratch, done)
+
+    def produce_router(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+        return self.router.produce(from_last(), operands.sum.router.at[operands.layer[0]], scratch, done)
+
+    def consume_product(self, operands: Any, products: Sums, scratch: Scratch, done: Any) -> Any:
+        width = self.product.most_steps * DEPTH
+
+        def bring(first: Any) -> None:
+            source = operands.sum.attended.at[pl.ds(0, TILED_ROWS), pl.ds(first * DEPTH, width)]
+            plgpu.copy_gmem_to_smem(source, scratch.x.at[:, pl.ds(0, width)], scratch.attended_full)
+            plgpu.barrier_wait(scratch.attended_full)
+
+        own = lax.axis_index("block")
+        return self.product.consume(own, scratch, lambda *unit: _store(products, *unit), done, bring=bring)
+
+    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
+        """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
+        norm, given = self.norm, operands.sum
+
+        def of_product(piece: Piece) -> jax.Array:
+            return products.added_up(piece.numbers, piece.layout)
+
+        norm_of_sum(
+            given.x,
+            given.scale.at[given.scale_layer[0]],
+            [given.left],
+            scratch.x.at[:, pl.ds(0, norm.columns)],
+            () if total is None else (total,),
+            eps=norm.eps,
+            offset=norm.offset,
+            last=of_product,
+            kept=scratch.total,
+        )
+
+    def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:
+        return self.router.consume(from_last(), scratch, lambda *unit: _store(logits, *unit), done)
+
+
+def _store(sums: Sums, split: Any, block: Any, result: jax.Array) -> None:
+    """A unit's: the first row of what a block of columns has."""
+    store_row(sums.ref, sums.begin + split * sums.stride + block * WGMMA_ROWS, never_zero(result), 0)

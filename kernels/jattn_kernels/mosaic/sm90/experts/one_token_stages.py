@@ -1,0 +1,187 @@
+"""What the phases of one token's mixture share: a ring of stages for all their weights, rows, and what is chosen."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
+from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+
+DEPTH = 128  # of a stage: a copy of 16 KB
+STAGES = 11
+
+
+class SumOperands(NamedTuple):
+    """What the router's rows, and its logits, are made of.
+
+    Attributes:
+        x: The residual stream.
+        scale, scale_layer: Of the norm.
+        left: What is added to x first. In its second row, which is 0, blocks leave each other what they wait for.
+        attended, output, output_layer: Row and weights of the product that is added then.
+        router: Its weights; the experts' layer is meant.
+    """
+
+    x: Float[Array, "1 D"]
+    scale: Float[Array, "L D"]
+    scale_layer: Int[Array, "1"]
+    left: Float32[Array, "S R D"]
+    attended: Float[Array, "1 A"]
+    output: Float[Array, "L A D"]
+    output_layer: Int[Array, "1"]
+    router: Float[Array, "L D E"]
+
+
+class NextOperands(NamedTuple):
+    """What the next layer begins with.
+
+    Attributes:
+        scale, scale_layer: Of its norm.
+        kernel, layer: Of its product.
+    """
+
+    scale: Float[Array, "L D"]
+    scale_layer: Int[Array, "1"]
+    kernel: Float[Array, "L D F"]
+    layer: Int[Array, "1"]
+
+
+class OneTokenOperands(NamedTuple):
+    """What the kernel reads.
+
+    Attributes:
+        x: The token; None where it is made of a sum.
+        sum: What it is made of.
+        bias: On the choice of experts, or None.
+        gate_up, down: Weights of all layers.
+        layer: Which of them.
+        next: Of a product that follows, or None.
+        products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done them.
+    """
+
+    x: Float[Array, "1 D"] | None
+    sum: SumOperands | None
+    bias: Float32[Array, " E"] | None
+    gate_up: Float[Array, "L E D F2"]
+    down: Float[Array, "L E F D"]
+    layer: Int[Array, "1"]
+    products: Float32[Array, "S D"] | None = None
+    logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
+    hidden: Float[Array, "8 F"] | None = None
+    total: Float[Array, "1 D"] | None = None
+    parts: Float32[Array, "k R D"] | None = None
+    next: NextOperands | None = None
+
+
+class Made(NamedTuple):
+    """What phases store; None of those that another launch has.
+
+    Attributes:
+        products, logits, hidden: For later phases.
+        total: The token's sum.
+        parts: What each expert returns, times its weight; then rows of 0.
+        next: Splits of the product that follows, four rows each.
+    """
+
+    products: Any = None
+    logits: Any = None
+    total: Any = None
+    hidden: Any = None
+    parts: Any = None
+    next: Any = None
+
+
+class Scratch(NamedTuple):
+    """In shared memory."""
+
+    kernel: Any  # (stages, 128, 64)
+    x: Any  # (8, depth): the row of the phase's product
+    scores: Any  # (k, 4)
+    weights: Any  # (k, 4)
+    experts: Any  # (k, 4)
+    full: Any
+    empty: Any
+    chosen: Any
+    attended_full: Any
+    rows_full: Any
+    hidden_full: Any
+    total: Any  # (1, D)
+
+
+class Count(NamedTuple):
+    """By which blocks wait for each other (`all_blocks`); there is none in the interpreter, whose phases are launches.
+
+    Attributes:
+        place: In global memory.
+    """
+
+    place: Any = None
+
+    def tell(self) -> None:
+        """Of what the warpgroup has stored."""
+        if self.place is not None:
+            all_blocks.tell(self.place)
+
+    def wait(self, most: int) -> None:
+        """Until so many have told."""
+        if self.place is not None:
+            all_blocks.wait_for_all(self.place, most)
+
+
+def scratch(row: int, columns: int, per_token: int, dtype: Any) -> Scratch:
+    """For rows of so many numbers, and a token of so many."""
+    return Scratch(
+        kernel=tiles.tile((STAGES, DEPTH, WGMMA_ROWS), dtype),
+        x=tiles.tile((TILED_ROWS, row), dtype, copied_columns=WGMMA_ROWS),
+        scores=plgpu.SMEM((per_token, WARPS), jnp.float32),
+        weights=plgpu.SMEM((per_token, WARPS), jnp.float32),
+        experts=plgpu.SMEM((per_token, WARPS), jnp.int32),
+        full=plgpu.Barrier(num_barriers=STAGES),
+        empty=plgpu.Barrier(num_barriers=STAGES),
+        chosen=plgpu.Barrier(),
+        attended_full=plgpu.Barrier(),
+        rows_full=plgpu.Barrier(),
+        hidden_full=plgpu.Barrier(),
+        total=plgpu.SMEM((1, columns), dtype),
+    )
+
+
+def copy_stage(weights: Any, scratch: Scratch, done: Any) -> Any:
+    """Asks for a stage's weights, once it is free; the stages asked for so far."""
+    stage = lax.rem(done, STAGES)
+    pl.when(done >= STAGES)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
+    plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], scratch.full.at[stage])
+    return done + 1
+
+
+def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:
+    """One of the rows of a block, from a flat place on."""
+    if tiles.interpret_params() is not None:
+        out[_places(out, begin)] = lax.dynamic_index_in_dim(result, number, axis=1, keepdims=False)
+        return
+    layout = plgpu.Layout.WGMMA
+    column, row = (plgpu.broadcasted_iota(jnp.int32, result.shape, axis, layout=layout) for axis in range(2))
+    scatter(out, jnp.where(row == number, begin + column, -1), result, layout)
+
+
+def store_zeros(out: Any, begin: Any) -> None:
+    """As many zeros as a block has rows, from a flat place on."""
+    if tiles.interpret_params() is not None:
+        out[_places(out, begin)] = jnp.zeros(WGMMA_ROWS, out.dtype)
+        return
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    scatter(out, plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=layout) + begin, 0, layout)
+
+
+def _places(out: Any, begin: Any) -> tuple[Any, ...]:
+    """Those of a block's rows, from a flat place on."""
+    places: list[Any] = []
+    for size in reversed(out.shape):
+        places, begin = [lax.rem(begin, size), *places], lax.div(begin, size)
+    return (*places[:-1], pl.ds(places[-1], WGMMA_ROWS))

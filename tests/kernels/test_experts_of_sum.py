@@ -1,0 +1,227 @@
+"""Mixtures of rows that are added up first, whose router is part of them: one kernel of one token on Hopper."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn_kernels import (
+    NextProduct,
+    Routing,
+    Splits,
+    Unmultiplied,
+    Unnormed,
+    added,
+    matmul_splits,
+    matmul_splits_of_sum,
+    multiplied,
+    route,
+    routed_experts,
+    routed_experts_of_sum,
+    summed_and_normed,
+)
+from jattn_kernels.call import Device
+from tests.kernels.harness.copy_places import misplaced_copies
+from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.products import assert_product_of_normed, unnormed
+
+LAYERS = 2
+
+
+class Sizes(NamedTuple):
+    """Of a layer."""
+
+    hidden: int
+    attended: int
+    units: int
+    experts: int
+    per_token: int
+
+
+SMALL, LARGE = Sizes(1024, 256, 128, 64, 4), Sizes(2048, 4096, 768, 128, 8)
+UNEVEN = Sizes(1152, 640, 256, 64, 3)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU of as few SMs as there are blocks of columns, or a few more."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 34))
+
+
+def stack(key, *shape, size, dtype):
+    """Weights of all layers, NaN in all but the last."""
+    numbers = jax.random.normal(jax.random.key(key), (LAYERS, *shape)) * size
+    return numbers.astype(dtype).at[:-1].set(jnp.nan)
+
+
+def given(sizes, dtype="bfloat16", rows=1, *, left_rows=3):
+    """The token and all weights; what is added to it last is not multiplied yet."""
+    weights = functools.partial(stack, dtype=dtype)
+    kernels = {
+        "router": weights(1, sizes.hidden, sizes.experts, size=sizes.hidden**-0.5 * 2),
+        "gate_up": weights(2, sizes.experts, sizes.hidden, 2 * sizes.units, size=sizes.hidden**-0.5),
+        "down": weights(3, sizes.experts, sizes.units, sizes.hidden, size=sizes.units**-0.5),
+    }
+    output = weights(4, sizes.attended, sizes.hidden, size=sizes.attended**-0.5)
+    x, more, attended = (
+        jax.random.normal(jax.random.key(key), (rows, width))
+        for key, width in ((5, sizes.hidden), (6, sizes.hidden), (7, sizes.attended))
+    )
+    shares = [0.5, *[0.5 / (sizes.per_token - 1)] * (sizes.per_token - 1)]
+    parts = jnp.pad(jnp.stack([more * share for share in shares]), ((0, 0), (0, left_rows - rows), (0, 0)))
+    left = Splits(parts=parts, num_rows=rows, dtype=jnp.dtype(dtype))
+    product = Unmultiplied(rows=attended.astype(dtype), kernel=output, layer_index=LAYERS - 1)
+    return dataclasses.replace(unnormed(x.astype(dtype)), additions=(left, product)), kernels
+
+
+def following(sizes, dtype="bfloat16", columns=320):
+    """The next layer's norm and product; NaN in all layers but the last."""
+    scale = unnormed(jnp.zeros((1, sizes.hidden), dtype)).scale
+    kernel = stack(9, sizes.hidden, columns, size=sizes.hidden**-0.5, dtype=dtype)
+    return NextProduct(scale=scale, scale_layer=2, kernel=kernel, layer_index=LAYERS - 1, eps=1e-5, offset=0.5)
+
+
+def mixture(x, kernels, following=None, *, routing, **options):
+    facts = {"routing": routing, "layer_index": LAYERS - 1, "following": following}
+    return routed_experts_of_sum(x, **facts, **kernels, **options)
+
+
+def in_turn(x, kernels, routing, **options):
+    """The same by a kernel, or several, for each."""
+    x = dataclasses.replace(x, additions=tuple(multiplied(addition) for addition in x.additions))
+    router, (gate_up, down) = kernels["router"], (kernels[name] for name in ("gate_up", "down"))
+    facts = {"layer_index": LAYERS - 1}
+    logits, total, normed = matmul_splits_of_sum(x, router, out_dtype=jnp.float32, **facts)
+    return routed_experts(normed, logits, routing, gate_up, down, in_splits=True, **facts, **options), total, normed
+
+
+def next_in_turn(out, total, product):
+    norm = Unnormed(
+        rows=total,
+        additions=(out,),
+        scale=product.scale,
+        layer_index=product.scale_layer,
+        eps=product.eps,
+        offset=product.offset,
+    )
+    return matmul_splits(norm, product.kernel, layer_index=product.layer_index)
+
+
+def test_products_are_not_added_where_none_is_taken():
+    x, kernels = given(SMALL)
+    with pytest.raises(ValueError, match=r"may not be Unmultiplied\. Give `multiplied` of it"):
+        matmul_splits_of_sum(x, kernels["router"][-1])
+
+
+def is_one_kernel(run, *args):
+    return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+
+
+def assert_mixture_of_sum(out, total, x, kernels, routing, bias=None):
+    """Against numbers in float64 from the sum on, which is x's to a last place of each addition."""
+    eps = float(jnp.finfo(x.dtype).eps)
+    rows = np.asarray(x.rows, np.float64)
+    for addition in x.additions:
+        rows = rows + np.asarray(added(multiplied(addition, implementation="xla")), np.float64)
+    np.testing.assert_allclose(np.asarray(total, np.float64), rows, rtol=0, atol=4 * eps * np.abs(rows).max())
+    normed = summed_and_normed(dataclasses.replace(x, rows=total, additions=()), implementation="xla")[1]
+    router, gate_up, down = (np.asarray(kernels[name][-1], np.float64) for name in ("router", "gate_up", "down"))
+    logits = np.asarray(normed, np.float64) @ router
+    weights, chosen = route(jnp.asarray(logits, jnp.float32), routing, bias=bias)
+    expected, size = np.zeros(rows.shape), 0.0
+    for weight, expert in zip(np.asarray(weights)[0], np.asarray(chosen)[0], strict=True):
+        gate, up = np.split(np.asarray(normed, np.float64) @ gate_up[expert], 2, axis=-1)
+        returned = (gate / (1 + np.exp(-gate)) * up) @ down[expert] * weight
+        expected, size = expected + returned, size + np.abs(returned).max()
+    np.testing.assert_allclose(np.asarray(added(out), np.float64), expected, rtol=0, atol=8 * eps * size)
+    assert np.all(np.asarray(out.parts[:, 1:]) == 0), "what the next layer's blocks leave each other numbers in"
+
+
+def assert_next_product(product, out, total, given):
+    """Of the norm of what both layers add up to; its other rows are 0."""
+    facts = {"scale": given.scale, "layer_index": given.scale_layer, "eps": given.eps, "offset": given.offset}
+    assert_product_of_normed(product, Unnormed(rows=total + added(out), **facts), given.kernel[given.layer_index])
+    assert np.all(np.asarray(product.parts[:, 1:]) == 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "scoring", "biased"),
+    [
+        (SMALL, "bfloat16", "softmax", False),
+        pytest.param(UNEVEN, "float16", "sigmoid", True, marks=pytest.mark.slow),
+    ],
+)
+def test_one_tokens_mixture_of_a_sum_agrees_with_float64(hopper, sizes, dtype, scoring, biased):
+    x, kernels = given(sizes, dtype)
+    routing = Routing(num_experts=sizes.experts, per_token=sizes.per_token, scoring=scoring)
+    bias = jax.random.normal(jax.random.key(8), (sizes.experts,)) if biased else None
+    product = following(sizes, dtype)
+    with interpreted():
+        run = functools.partial(mixture, routing=routing, choice_bias=bias, implementation="mosaic")
+        out, total, after = jax.jit(run)(x, kernels, following=product)
+    assert_mixture_of_sum(out, total, x, kernels, routing, bias)
+    assert_next_product(after, out, total, product)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "scoring", "biased"), [(SMALL, "softmax", False), (UNEVEN, "sigmoid", True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_tokens_mixture_of_a_sum_agrees_with_float64_on_a_gpu(sizes, scoring, biased, dtype):
+    x, kernels = given(sizes, dtype)
+    routing = Routing(num_experts=sizes.experts, per_token=sizes.per_token, scoring=scoring)
+    bias = jax.random.normal(jax.random.key(8), (sizes.experts,)) if biased else None
+    product = following(sizes, dtype)
+    run = functools.partial(mixture, routing=routing, choice_bias=bias, following=product)
+    assert is_one_kernel(run, x, kernels)
+    out, total, after = jax.jit(run)(x, kernels)
+    assert_mixture_of_sum(out, total, x, kernels, routing, bias)
+    assert_next_product(after, out, total, product)
+    alone, own_total, none = jax.jit(functools.partial(mixture, routing=routing, choice_bias=bias))(x, kernels)
+    np.testing.assert_array_equal(alone.parts, out.parts)
+    np.testing.assert_array_equal(own_total, total)
+    assert none is None
+
+
+@pytest.mark.gpu
+def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn():
+    x, kernels = given(LARGE)
+    routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
+    product = following(LARGE, columns=5120)
+    run = jax.jit(functools.partial(mixture, routing=routing))
+    expected, total, _ = jax.jit(functools.partial(in_turn, routing=routing))(x, kernels)
+    next_expected = jax.jit(next_in_turn)(expected, total, product)
+    for number in range(200):
+        out, own_total, after = run(x, kernels, following=product)
+        np.testing.assert_array_equal(own_total, total, f"run {number}")
+        np.testing.assert_array_equal(out.parts, expected.parts, f"run {number}")
+        np.testing.assert_array_equal(after.parts, next_expected.parts, f"run {number}")
+
+
+def test_one_tokens_mixture_of_a_sum_is_one_kernel(monkeypatch):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    x, kernels = jax.eval_shape(functools.partial(given, LARGE))
+    routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
+    run = functools.partial(mixture, routing=routing)
+    for product in (None, jax.eval_shape(lambda: following(LARGE, columns=5120))):
+        assert misplaced_copies(jax.jit(run).trace(x, kernels, product).jaxpr.jaxpr)[1] == []
+        assert is_one_kernel(run, x, kernels, product)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"left_rows": 1},
+        {"sizes": SMALL._replace(experts=96)},
+        {"sizes": SMALL._replace(attended=192)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_what_does_not_fit_the_kernel_is_taken_in_turn(hopper, change):
+    x, kernels = jax.eval_shape(lambda: given(**{"sizes": SMALL, **change}))
+    routing = Routing(num_experts=kernels["router"].shape[-1], per_token=2)
+    traced = str(jax.make_jaxpr(functools.partial(mixture, routing=routing))(x, kernels))
+    assert "skinny_matmul" in traced
