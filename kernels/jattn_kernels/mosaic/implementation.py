@@ -93,7 +93,7 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
         )
     if call.norm is not None and call.norm.of_sum and not adds_up(call.norm):
         return (
-            "`mosaic` adds up one row of a multiple of 128 numbers before a product, not "
+            "`mosaic` adds up one row of a multiple of 64 numbers before a product, not "
             f"{call.norm.num_rows} of {call.norm.columns}."
         )
     return None
