@@ -9,7 +9,17 @@ import jax.numpy as jnp
 
 import jattn_kernels
 from bench.lowered import lowered_hash
-from jattn_kernels import AttentionSpec, QuantizedKernel, RawLatents, Routing, Splits, Ungated, Unnormed
+from jattn_kernels import (
+    AttentionSpec,
+    NextProduct,
+    QuantizedKernel,
+    RawLatents,
+    Routing,
+    Splits,
+    Ungated,
+    Unmultiplied,
+    Unnormed,
+)
 from jattn_kernels.call import Device, assume_device
 from jattn_kernels.lowering.expert_groups import silu_gate
 from jattn_kernels.spec import PageLayout
@@ -17,7 +27,7 @@ from tests.kernels.harness.case_table import CASES, Case, build
 from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
 
-_HOPPER = Device("gpu", (9, 0))
+_HOPPER = Device("gpu", (9, 0), 132)  # an H200: kernels whose blocks wait for each other must know of how many SMs
 Hashed = Callable[[], str]
 
 
@@ -211,6 +221,26 @@ def _mixtures() -> Iterator[tuple[str, Hashed]]:
         name = f"{implementation}_{tokens}"
         yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
         yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
+    yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks)
+
+
+def _mixture_of_sum(routing: Routing, stacks: dict[str, Any]) -> str:
+    """Of a layer of those sizes all that stands behind its attention, and what the next one begins with."""
+    dtype = "bfloat16"
+
+    def run(row, scale, parts, attended, output, router, qkv, gate_up, down, layer):
+        left = Splits(parts=parts, num_rows=1, dtype=row.dtype)
+        product = Unmultiplied(rows=attended, kernel=output, layer_index=layer)
+        x = Unnormed(rows=row, additions=(left, product), scale=scale, layer_index=layer, eps=1e-6)
+        facts: dict[str, Any] = {"scale_layer": layer, "layer_index": layer, "eps": 1e-6}
+        following = NextProduct(scale=scale, kernel=qkv, **facts)
+        mixture = functools.partial(jattn_kernels.routed_experts_of_sum, layer_index=layer, following=following)
+        return mixture(x, router, routing, gate_up, down)
+
+    row, scale, attended = (_array(shape, dtype) for shape in ((1, 2048), (2, 2048), (1, 4096)))
+    output, router, qkv = (_array((2, *shape), dtype) for shape in ((4096, 2048), (2048, 128), (2048, 5120)))
+    given = row, scale, _array((8, 3, 2048), "float32"), attended, output, router, qkv
+    return lowered_hash(run, *given, stacks["gate_up"], stacks["down"], stacks["layer_index"])
 
 
 def _mixtures_in_few_bits() -> Iterator[tuple[str, Hashed]]:

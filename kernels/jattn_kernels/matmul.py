@@ -105,6 +105,15 @@ def matmul_splits_of_sum(
     return product, *rows
 
 
+def adds_up(x: Unnormed, kernel: Float[Array, "*L D F"] | QuantizedKernel, *, layer_index: Any = None) -> bool:
+    """Whether a product's kernel adds such rows up, so that it costs next to nothing if another product does too."""
+    if not x.additions or not all(isinstance(addition, Splits) for addition in x.additions):
+        return False
+    call, _ = _packed(x.rows, kernel, layer_index, None, None, in_splits=True)
+    norm, _ = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
+    return serves(dataclasses.replace(call, norm=norm), None)
+
+
 def _in_splits(
     x: Any, kernel: Any, bias: Any, layer_index: Any, out_dtype: Any, implementation: str | None
 ) -> tuple[Float[Array, "T F"] | Splits, tuple[Float[Array, "T D"], Float[Array, "T D"]] | None]:

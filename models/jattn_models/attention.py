@@ -142,6 +142,10 @@ class Attention(nnx.Module):
         """Whether it takes rows that are rounded to fp8, which it would do itself."""
         return self.qkv_proj.rounds_rows
 
+    def adds_up(self, x: Unnormed) -> bool:
+        """Whether its first projection's kernel adds such rows up."""
+        return self.rope is not None and self._turns_alone and self.qkv_proj.adds_up(x)
+
     @property
     def _turns_alone(self) -> bool:
         """Whether nothing but norms of each head stands between the projection and the turning."""

@@ -138,14 +138,22 @@ class DecoderLayer(nnx.Module):
         norm = self.input_norm
         if stream.addition is not None and isinstance(norm, RMSNorm):
             rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
-            if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and not rounded:
-                return stream, norm.later(
-                    stream.rows, stream.addition
-                )  # the router's norm adds it too, and keeps the sum
+            later = norm.later(stream.rows, stream.addition)
+            if parallel.axis is None and self._adds_twice(later, rounded):
+                return stream, later  # what follows attention adds it too, and keeps the sum
             hidden, normed = norm.of_sum(stream.rows, stream.addition, parallel=parallel, rounded=rounded)
             return Stream(hidden), normed
         hidden = stream.summed(parallel)
         return Stream(hidden), norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
+
+    def _adds_twice(self, x: Unnormed, rounded: bool) -> bool:
+        """Whether the products after both norms add up what the layer before left, each for itself."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return not rounded
+        attention, mlp = self.attention, self.mlp
+        return (
+            isinstance(attention, Attention) and isinstance(mlp, GatedMLP) and attention.adds_up(x) and mlp.adds_up(x)
+        )
 
     def _after_attention(
         self,
@@ -159,13 +167,18 @@ class DecoderLayer(nnx.Module):
         if (
             isinstance(attended, Splits | Unmultiplied)
             and isinstance(norm, RMSNorm)
-            and isinstance(self.mlp, MixtureOfExperts)
+            and isinstance(self.mlp, MixtureOfExperts | GatedMLP)
             and parallel.axis is None
             and as_it_is
         ):
             left = () if stream.addition is None else (stream.addition,)
-            addition, hidden, product = self.mlp.splits_of_sum(norm.later(stream.rows, *left, attended), following)
-            return hidden, addition, product
+            later = norm.later(stream.rows, *left, attended)
+            if isinstance(self.mlp, MixtureOfExperts):
+                addition, hidden, product = self.mlp.splits_of_sum(later, following)
+                return hidden, addition, product
+            if isinstance(attended, Splits) and self._defers(parallel) and self.mlp.adds_up(later):
+                addition, hidden = self.mlp.splits_of_sum(later)
+                return hidden, addition, None
         hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
         return hidden, self._of_mlp(normed, parallel), None
 

@@ -15,8 +15,10 @@ from jattn.matmul import (
     Splits,
     Ungated,
     Unmultiplied,
+    adds_up,
     matmul,
     matmul_splits,
+    matmul_splits_of_sum,
     with_bias,
 )
 from jattn.norm import NormedRows, Unnormed
@@ -141,6 +143,18 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
         return matmul_splits(x, weights, bias=bias, layer_index=layer)
+
+    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
+        """`splits` of rows that are added up, and their sum."""
+        weights, layer = self._weights()
+        bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
+        product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer)
+        return product, total
+
+    def adds_up(self, x: Unnormed) -> bool:
+        """Whether its kernel adds such rows up."""
+        weights, layer = self._weights()
+        return adds_up(x, weights, layer_index=layer)
 
     def later(self, x: Float[Array, "T D"]) -> Float[Array, "T F"] | Splits | Unmultiplied:
         """The same, for a kernel that may take the product itself."""

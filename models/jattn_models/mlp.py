@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jattn.matmul import Splits, Ungated
-from jattn.norm import NormedRows
+from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.layers import Linear
 
@@ -56,6 +56,15 @@ class GatedMLP(nnx.Module):
     def splits(self, x: NormedRows) -> Float[Array, "T D"] | Splits:
         """The same, for who adds it up."""
         return self.down_proj.splits(self._activated(x))
+
+    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
+        """The same of rows that are added up, and their sum."""
+        product, total = self.gate_up_proj.splits_of_sum(x)
+        return self.down_proj.splits(Ungated(rows=product, activation=GATES[self.activation])), total
+
+    def adds_up(self, x: Unnormed) -> bool:
+        """Whether its first projection's kernel adds such rows up."""
+        return self.gate_up_proj.adds_up(x)
 
     def _activated(self, x: NormedRows) -> Ungated:
         return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])

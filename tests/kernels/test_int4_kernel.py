@@ -47,6 +47,8 @@ def hopper(monkeypatch):
     ("rows", "depth", "columns", "group_size", "options"),
     [
         (1, 512, 128, 128, {}),
+        (1, 1024, 128, 32, {}),  # a row that is in shared memory all the time
+        (2, 1024, 320, 128, {}),  # blocks have even shares, five blocks of columns
         (3, 256, 64, 32, {"dtype": "float16", "zero_points": True}),
         (20, 256, 192, 64, {"scales": "float32"}),
         (140, 128, 128, 128, {}),  # two blocks of rows

@@ -31,6 +31,7 @@ def summed(x, additions):
     ("rows", "depth", "dtype", "implementation"),
     [
         (1, 1024, "bfloat16", "mosaic"),
+        (1, 1088, "bfloat16", "mosaic"),  # half of a stage more
         pytest.param(1, 1152, "float16", "mosaic", marks=pytest.mark.slow),
         (2, 1024, "bfloat16", "mosaic"),
         (1, 1024, "bfloat16", "xla"),
@@ -42,7 +43,7 @@ def test_rows_are_added_up_and_normed_before_their_product(hopper, rows, depth, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("depth", "columns"), [(2048, 5120), (2048, 128), (4096, 2048), (1152, 320)])
+@pytest.mark.parametrize(("depth", "columns"), [(2048, 5120), (2048, 128), (4096, 2048), (1152, 320), (2880, 32)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rows_are_added_up_and_normed_before_their_product_on_a_gpu(depth, columns, dtype):
     check_product_of_sum(1, depth, columns, dtype, "mosaic")

@@ -45,18 +45,22 @@ def case(name, *, heads=16, q_len=1, kv_lens=(13, 1, 0, 70), page_size=16, dtype
     )
 
 
-FP8_LAYERS = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "page_size": 64}
+FP8 = {"kv_dtype": "float8_e4m3fn"}
+FP8_LAYERS = {**FP8, "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "page_size": 64}
 INTERPRETED = [
     case("fp8_few_rows", heads=8, kv_lens=(70, 3), kv_dtype="float8_e4m3fn"),
     case("few_rows_layers", num_layers=2, layer_index=1, kv_lens=(70, 3), page_size=64),
     case("verify_window", heads=32, q_len=2, kv_lens=(270, 65), kv_start=(5, 0), spec={"window_left": 40}),
     case("negative_scale", heads=32, kv_lens=(70, 3), page_size=64, spec={"sm_scale": -0.1}),
+    case("fp8_verify_window", heads=32, q_len=2, kv_lens=(270, 65), spec={"window_left": 40}, **FP8_LAYERS),
     case("blocks_of_rows_split", heads=128, kv_lens=(300, 0), dtype="float16", padding_rows=1),
 ]
 SLOW = [
     case("fp8", kv_lens=(270, 1, 0, 70), kv_dtype="float8_e4m3fn", kv_scale="scalar", padding_rows=1),
     case("fp8_window_layers", heads=8, q_len=2, kv_lens=(130, 9), spec={"window_left": 40}, **FP8_LAYERS),
-    case("fp8_whole_widths", kv_lens=(200,), kv_dtype="float8_e4m3fn", spec={"head_dim": 576, "v_head_dim": 512}),
+    case("fp8_whole_widths", kv_lens=(200,), **FP8, spec={"head_dim": 576, "v_head_dim": 512}),
+    case("fp8_blocks_of_rows", heads=128, kv_lens=(300, 0, 9), kv_dtype="float8_e4m3fn", kv_scale="scalar"),
+    case("fp8_many_rows_whole_widths", heads=64, kv_lens=(200,), **FP8, spec={"head_dim": 576, "v_head_dim": 512}),
     case("few_rows", kv_lens=(13, 1, 0, 70, 600)),
     case("few_rows_two_tokens", heads=8, q_len=2, kv_lens=(130, 9)),
     case("whole_widths", heads=64, kv_lens=(200,), spec={"head_dim": 576, "v_head_dim": 512}),
@@ -76,6 +80,7 @@ def extend_case(name, *, q_lens, **fields):
 # Sequences of no group, of one that is not full, of several; groups that are split, and as many that are not.
 EXTENDED = [
     extend_case("extend", q_lens=(5, 0, 1), kv_lens=(300, 7, 70), padding_rows=1, padding_tokens=3),
+    extend_case("extend_fp8", q_lens=(5, 1), kv_lens=(140, 70), heads=20, page_size=32, **FP8, kv_scale="scalar"),
     extend_case("extend_window", q_lens=(6, 2), kv_lens=(70, 3), heads=32, spec={"window_left": 40}, kv_start=(5, 0)),
 ]
 SLOW_EXTENDED = [
@@ -118,13 +123,23 @@ def test_a_given_schedule_is_that_of_the_kernel_that_serves_the_call(monkeypatch
     assert schedule.block_kv == block_kv
 
 
+@pytest.mark.parametrize(("ctx", "parts"), [(8192, 32), (4096, 32), (2048, 16), (16384, 64)])
+def test_a_lone_sequence_of_128_heads_is_cut_to_single_pairs_only_where_there_are_few(monkeypatch, ctx, parts):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    spec = AttentionSpec(num_q_heads=128, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=0.1)
+    facts = {"spec": spec, "num_tokens": 1, "dtype": "bfloat16", "page_size": 64, "implementation": "mosaic"}
+    made = make_schedule(jnp.array([ctx], jnp.int32), operation="mla_decode", max_seq_len=ctx, **facts)
+    (schedule,) = jax.tree.leaves(made, is_leaf=lambda leaf: isinstance(leaf, DecodeSchedule))
+    assert int(schedule.work_tiles[0, 3]) == parts
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"kv_dtype": "float8_e5m2"}, "`mosaic` does not take bfloat16 queries and float8_e5m2 latents"),
         (
-            {"kv_dtype": "float8_e4m3fn", "heads": 32},
-            "takes at most 16 rows of queries .* fp8 latents, not 32",
+            {"kv_dtype": "float8_e4m3fn", "heads": 32, "alibi": True},
+            "does `alibi_slopes` of at most 16 rows of queries .* fp8 latents, not 32",
         ),
         ({"spec": {"head_dim": 176}}, "`mosaic` takes latents of a multiple of 128 numbers up to 512, and 64 rotated"),
         ({"heads": 32, "spec": {"head_dim": 256, "v_head_dim": 192}}, "takes latents of a multiple of 128 .*, not 192"),
@@ -139,9 +154,10 @@ def test_what_mosaic_has_no_latent_kernel_for_is_refused(monkeypatch, fields, se
         attend(refused, build(refused))
 
 
-@pytest.mark.parametrize(("num_seqs", "num_rows"), [(1, 8), (1, 64), (3, 8)])
-def test_splits_of_wide_rows_are_merged(num_seqs, num_rows):
-    """A lone sequence's few rows are cut into several blocks."""
+@pytest.mark.parametrize(("num_seqs", "num_rows", "num_sms"), [(1, 8, 132), (1, 64, 132), (3, 8, 132), (5, 8, 1)])
+def test_splits_of_wide_rows_are_merged(monkeypatch, num_seqs, num_rows, num_sms):
+    """A lone sequence's few rows are cut into several blocks; where SMs are few a block has several sequences."""
+    monkeypatch.setattr("jattn_kernels.mosaic.sm90.common.tiles.num_sms", lambda: num_sms)
     width, splits = 512, 2 * num_seqs
     random = np.random.default_rng(0)
     outs = random.standard_normal((splits, 1, num_rows, width)).astype(np.float32)

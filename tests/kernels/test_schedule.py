@@ -98,6 +98,25 @@ def test_split_spares_cuts_where_few_workers_stay_idle_for_it(lens, workers, par
     assert max((work_tiles[a:b, 2] - work_tiles[a:b, 1]).sum() for a, b in itertools.pairwise(starts)) == share
 
 
+@pytest.mark.parametrize(
+    ("tiles", "facts", "share"),
+    [
+        (8, {}, 1),
+        (8, {"at_once": 4, "least_share": 2}, 2),
+        (5, {"at_once": 4, "least_share": 2}, 2),
+        (4, {"at_once": 4, "least_share": 2}, 1),
+        (8, {"at_once": 1, "least_share": 2}, 2),
+        (8, {"at_once": 1}, 4),
+        (40, {"at_once": 4, "least_share": 2}, 5),
+    ],
+)
+def test_split_cuts_little_to_no_less_than_a_least_share(tiles, facts, share):
+    lens = jnp.array([tiles * 16], jnp.int32)
+    schedule = split_evenly(jnp.zeros_like(lens), lens, block_kv=16, workers=8, **facts)
+    parts = np.asarray(schedule.work_tiles)[: -(-tiles // share)]
+    assert (parts[:, 2] - parts[:, 1]).tolist() == [min(share, tiles - first) for first in range(0, tiles, share)]
+
+
 @pytest.mark.parametrize("lens", [(640, 70, 0, 33), (0, 0), (16,), (320, 320, 320)])
 def test_split_at_multiples_cuts_every_sequence_there(lens):
     ends = jnp.array(lens, jnp.int32)

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-_LEAST_SHARE = 4  # tiles
 _MOST_IDLE = 16  # one worker of so many may stay idle, and a share grow by what that leaves to the others
 
 
@@ -56,10 +55,17 @@ def split(
     *,
     block_kv: int,
     workers: int,
+    at_once: int | None = None,
+    least_share: int = 4,
 ) -> DecodeSchedule:
-    """Cuts sequences evenly, or at multiples of `tiles_per_split`; then `max_keys` must be known."""
+    """Cuts sequences evenly, or at multiples of `tiles_per_split`; then `max_keys` must be known.
+
+    Args:
+        at_once, least_share: As in `split_evenly`; without meaning where cuts are at multiples.
+    """
     if tiles_per_split is None:
-        return split_evenly(first_keys, end_keys, block_kv=block_kv, workers=workers)
+        facts = {"at_once": at_once, "least_share": least_share}
+        return split_evenly(first_keys, end_keys, block_kv=block_kv, workers=workers, **facts)
     assert max_keys is not None
     cut = functools.partial(split_at_multiples, tiles_per_split=tiles_per_split, max_keys=max_keys)
     return cut(first_keys, end_keys, block_kv=block_kv, workers=workers)
@@ -72,6 +78,7 @@ def split_evenly(
     block_kv: int,
     workers: int,
     at_once: int | None = None,
+    least_share: int = 4,
 ) -> DecodeSchedule:
     """Cuts the tiles of all sequences, one after the other, into equal shares, one a worker.
 
@@ -84,7 +91,8 @@ def split_evenly(
         block_kv: Keys a tile.
         workers: How many shares there are at most.
         at_once: How many are worked on at the same time, where that is fewer: they are all at work before shares are
-            cut to less than a few tiles.
+            cut to less than `least_share`.
+        least_share: Tiles.
     """
     batch_size = first_keys.shape[0]
     first_tile, end_tile = _tiles(first_keys, end_keys, block_kv)
@@ -93,7 +101,7 @@ def split_evenly(
     begins = ends - tiles
     share = _share(begins, ends, workers)
     if at_once is not None:
-        share = jnp.maximum(share, jnp.minimum(-(-ends[-1] // at_once), _LEAST_SHARE))
+        share = jnp.maximum(share, jnp.minimum(-(-ends[-1] // at_once), least_share))
     first_worker = jnp.minimum(begins // share, workers - 1)
     counts = jnp.where(tiles > 0, (ends - 1) // share - first_worker + 1, 1)
     offsets = _offsets(counts)

@@ -93,7 +93,7 @@ def _refuses_matmul(call: MatmulCall) -> str | None:
         )
     if call.norm is not None and call.norm.of_sum and not adds_up(call.norm):
         return (
-            "`mosaic` adds up one row of a multiple of 128 numbers before a product, not "
+            "`mosaic` adds up one row of a multiple of 64 numbers before a product, not "
             f"{call.norm.num_rows} of {call.norm.columns}."
         )
     return None
@@ -175,9 +175,13 @@ def _refuses_attention(call: AttentionCall) -> str | None:
 def _refuses_latent(call: AttentionCall) -> str | None:
     spec, operation = call.spec, call.operation
     page_sizes = _PAGE_SIZES[operation]
-    if operation == "mla_decode" and (call.q_dtype, call.kv_dtype) == ("bfloat16", "float8_e4m3fn"):
-        if (rows := spec.num_q_heads * (call.num_tokens or 1)) > _MOST_FP8_ROWS:
-            return f"`mosaic` takes at most {_MOST_FP8_ROWS} rows of queries a sequence over fp8 latents, not {rows}."
+    if (call.q_dtype, call.kv_dtype) == ("bfloat16", "float8_e4m3fn"):
+        rows = spec.num_q_heads * (call.num_tokens or 1)
+        if rows > _MOST_FP8_ROWS and "alibi_slopes" in call.features:
+            return (
+                f"`mosaic` does `alibi_slopes` of at most {_MOST_FP8_ROWS} rows of queries a sequence over fp8 "
+                f"latents, not {rows}."
+            )
     elif call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in {operation}."
     if sentence := _refuses_latent_widths(spec):

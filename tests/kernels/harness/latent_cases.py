@@ -65,6 +65,10 @@ LATENT_CASES = [
     *(latent_case(f"fp8_of_{heads}", heads, **_FP8) for heads in (8, 16)),
     latent_case("fp8_everything", 4, **_FP8, **_VERIFY, sinks=True, q_scale="rows", spec={"window_left": 200}),
     latent_case("fp8_invariant", 16, kv_dtype="float8_e4m3fn", spec={"batch_invariant": True}),
+    *(latent_case(f"fp8_of_{heads}", heads, **_FP8) for heads in (64, 128)),
+    latent_case("fp8_mask_of_64", 64, **_FP8 | {"page_size": 16}, **_VERIFY, custom_mask=True, q_positions=True),
+    latent_case("fp8_verify_of_64", 64, **_FP8 | {"page_size": 128}, **_VERIFY),
+    _extend_case("fp8_of_128", 128, **_FP8),
     *(_extend_case(f"heads_{heads}", heads) for heads in (5, 16, 32, 64, 128)),
     *itertools.chain.from_iterable(map(_extend_cases_of, (16, 128))),
 ]

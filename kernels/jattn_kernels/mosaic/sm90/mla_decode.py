@@ -21,6 +21,7 @@ from jattn_kernels.mosaic.sm90.mla.rows import attend_rows
 from jattn_kernels.operands import AttentionOperands
 
 _FEW_ROWS = 16  # as many as decode's kernel has memory for
+_LEAST_PAIRS = 2  # of a worker, while half of them are at work: a pair alone takes as long, and merging it longer
 _PAIRS_PER_SPLIT = 8  # where results must not depend on the batch
 
 
@@ -77,4 +78,5 @@ def _schedule(call: AttentionCall, bounds: KeyBounds, num_tokens: int, max_keys:
     row_blocks = -(-num_tokens * spec.num_q_heads // BLOCK_ROWS)
     pairs_per_split = _PAIRS_PER_SPLIT if spec.batch_invariant else None
     workers = max(1, num_sms() // row_blocks)
-    return split(*seen_by_some(bounds), pairs_per_split, max_keys, block_kv=PAIR, workers=workers)
+    shares = {"workers": workers, "at_once": max(1, workers // 2), "least_share": _LEAST_PAIRS}
+    return split(*seen_by_some(bounds), pairs_per_split, max_keys, block_kv=PAIR, **shares)

@@ -30,7 +30,7 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
-from jattn_kernels.mosaic.sm90.common.row_norm import norm_in_place
+from jattn_kernels.mosaic.sm90.common.row_norm import clear_last, norm_in_place
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
@@ -70,7 +70,7 @@ class _Operands(NamedTuple):
 
 def adds_up(norm: NormCall) -> bool:
     """Whether what is added up is normed in the product."""
-    return norm.num_rows == 1 and norm.columns % _DEPTH == 0 and norm.columns >= LEAST
+    return norm.num_rows == 1 and norm.columns % _HALF_DEPTH == 0 and norm.columns >= LEAST
 
 
 def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
@@ -222,6 +222,8 @@ class _Product:
         if self.norm is not None and self.of_sum:
             scale, parts = operands.scale.at[operands.scale_layer[0]], list(operands.additions)
             facts: dict[str, Any] = {"eps": self.norm.eps, "offset": self.norm.offset}
+            if self.depth % _DEPTH:
+                clear_last(scratch.x)  # what is past the row's end; the row's own follow
             norm_of_sum(operands.x, scale, parts, scratch.x, tuple(of_rows), **facts)
         elif self.norm is not None:
             rows = pl.ds(0, MOST_ROWS)

@@ -3,7 +3,8 @@
 grid (vectors, kv heads, split sequences)      a vector is a multiple of 128 numbers: as few rows as make one, or a
                                                part of a wide row where there are few
 one warpgroup; merges many splits at a time, so that their loads overlap, and what is left a few at a time; those of a
-sequence that is alone, which has all workers, as many at a time as registers can take
+sequence that is alone, which has all workers, as many at a time as registers can take. Of wide rows a block does some
+sequences in turn where thousands of blocks might have nothing to do
 """
 
 import functools
@@ -18,11 +19,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
-from jattn_kernels.mosaic.sm90.common import launch
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 
 _THREADS = 128
 _WIDE, _FEW_ROWS = 512, 64  # numbers of a wide row; rows, of wide ones
 _AT_A_TIME = (16, 4), (4,)  # splits; of wide rows
+_BLOCKS_OF_SM = 16  # of one sequence each; 64 with nothing to do take 6 us, 16 of four sequences 2.5
 _MOST_AT_A_TIME = 48  # each is a register of a thread for 128 numbers, and time to lower
 
 
@@ -57,11 +59,16 @@ def merge_splits(
     rows, parts = max(1, lanes // width), max(1, width // lanes)  # of a vector; of a row
     layout = plgpu.Layout.WG_STRIDED((lanes,), vec_size=math.gcd(lanes // _THREADS, 8))
     num_vectors = num_rows // rows * parts
+    most_split = schedule.split.shape[0]
+    sequences = 1  # of a block
+    if width >= _WIDE:
+        sequences = max(1, num_vectors * heads * most_split // (_BLOCKS_OF_SM * tiles.num_sms()))
+    num_blocks = pl.cdiv(most_split, sequences)
     at_a_time = (min(num_splits, _MOST_AT_A_TIME),) if alone else _AT_A_TIME[width >= _WIDE]
 
     def kernel(outs_ref, lses_ref, split_ref, out_ref, lse_ref):
-        place, head, vector = (lax.axis_index(name) for name in ("split", "head", "vector"))
-        sequence, first, end = (split_ref[place, field] for field in range(3))
+        block, head, vector = (lax.axis_index(name) for name in ("split", "head", "vector"))
+        only = [split_ref[block, field] for field in range(3)] if sequences == 1 else []
         # Heads that share padded rows have their own ones one after another.
         own = lax.rem(head * num_rows, padded_rows)
         source = (lax.div(own, rows) if parts == 1 else own * parts) + vector
@@ -69,8 +76,7 @@ def merge_splits(
         def row_of(vector, row):
             return vector * rows + row if parts == 1 else lax.div(vector, parts)
 
-        @pl.when(sequence >= 0)
-        def merge():
+        def merge(sequence, first, end):
             def load(split):
                 lse = [lses_ref[split, head, row_of(source, row)] for row in range(rows)]
                 return lse, plgpu.load(outs_ref.at[split, head, source], layout=layout, optimized=False)
@@ -99,6 +105,20 @@ def merge_splits(
 
             store_lse() if parts == 1 else pl.when(lax.rem(vector, parts) == 0)(store_lse)
 
+        if sequences == 1:
+            pl.when(only[0] >= 0)(functools.partial(merge, *only))
+            return
+        # The split ones come first: this block has every so many of them.
+        places = [block + number * num_blocks for number in range(sequences)]
+        last = most_split - 1
+        count = sum(
+            ((place <= last) & (split_ref[jnp.minimum(place, last), 0] >= 0)).astype(jnp.int32) for place in places
+        )
+
+        @pl.loop(0, count)
+        def merge_own(number):
+            merge(*(split_ref[block + number * num_blocks, field] for field in range(3)))
+
     def spread(numbers):
         """One number a row, as a vector."""
         lane = plgpu.broadcasted_iota(jnp.int32, (lanes,), 0, layout=layout)
@@ -109,7 +129,7 @@ def merge_splits(
 
     run = launch.kernel(
         kernel,
-        grid=(num_vectors, heads, schedule.split.shape[0]),
+        grid=(num_vectors, heads, num_blocks),
         grid_names=("vector", "head", "split"),
         kernel_name="merge_splits",
     )

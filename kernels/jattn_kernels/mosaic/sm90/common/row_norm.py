@@ -17,6 +17,12 @@ _LAYOUT = plgpu.Layout.TILED(
 )
 
 
+def clear_last(x: Any) -> None:
+    """The last 128 columns of rows in shared memory, (8, tiles * 128), become 0."""
+    none = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), x.dtype), _LAYOUT)
+    x[:, pl.ds(x.shape[1] - COLUMNS, COLUMNS)] = none
+
+
 def norm_in_place(x: Any, scale: Any, *, columns: int, eps: float, offset: float) -> None:
     """Rows over their root mean square, times the scale and an offset; wgmma then sees them.
 

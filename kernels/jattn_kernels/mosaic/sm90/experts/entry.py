@@ -17,7 +17,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.experts import one_token, route, route_few
+from jattn_kernels.mosaic.sm90.experts import one_token, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
@@ -41,6 +41,13 @@ def mixture_of_experts(
     if call.router is not None:
         return _of_one_sum(call, operands)
     of_few_rows = few_rows_sizes(call)
+    if (
+        of_few_rows is not None
+        and operands.logits is not None
+        and one_token_mxfp4.fits(call, of_few_rows[0], is_biased=operands.choice_bias is not None)
+    ):
+        splits = _of_one_token_in_mxfp4(call, operands, of_few_rows[0])
+        return splits if call.in_splits else added(splits)
     if of_few_rows is not None:
         return _of_few_rows(call, operands, of_few_rows)
     if operands.logits is not None and one_token.fits(call, is_biased=operands.choice_bias is not None):
@@ -114,6 +121,27 @@ def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
         down=operands.down,
         layer=operands.layer_index.reshape(1),
     )
+
+
+def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: FewRowsSizes) -> Splits:
+    """The same with weights in mxfp4."""
+
+    def of_all_experts(kernel: Any, scales: Any, bias: Any, *parts: int) -> tuple[Any, Any, Any]:
+        layers, experts, _, width = kernel.shape
+        return (
+            kernel.reshape(layers * experts, *parts, -1, one_token_mxfp4.HALF, width),
+            scales.reshape(layers * experts, scales.shape[2], *parts, -1, one_token_mxfp4.HALF),
+            None if bias is None else bias.reshape(-1),
+        )
+
+    given = one_token_mxfp4.OneTokenOperands(
+        operands.x,
+        *of_all_experts(operands.gate_up, operands.gate_up_scales, operands.gate_up_bias, 2),
+        *of_all_experts(operands.down, operands.down_scales, operands.down_bias),
+        layer=operands.layer_index.reshape(1),
+    )
+    parts = one_token_mxfp4.one_token(call, given, sizes, _parts(operands.logits, route_few.token_rows(1)))
+    return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
 
 
 def _of_few_bits(

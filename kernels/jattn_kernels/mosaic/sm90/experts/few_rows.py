@@ -238,40 +238,8 @@ class _FewRowsProduct:
         self._for_each_unit(operands, multiply_unit, (jnp.int32(0), jnp.int32(_BUFFERS - 1)))
 
     def _added(self, total: jax.Array, scratch: _Scratch, stage: Any, x: Any, warpgroup: Any) -> jax.Array:
-        """The sums with a stage's products, each times its scale."""
-        groups = range(self.sizes.groups)
-        factors = [power_of_two(self._scales(scratch, stage, group)) for group in groups]
-        weights = self._weights(scratch, stage, warpgroup)
-
-        def product(*sums):
-            for group, acc in enumerate(sums):
-                own = pl.ds(group * GROUP, GROUP)
-                of_group = (
-                    weights[:, group * GROUP : (group + 1) * GROUP] if scratch.wide is None else weights.at[:, own]
-                )
-                plgpu.wgmma(acc, of_group, x.at[:, own].transpose((1, 0)))
-            plgpu.wgmma_wait(0)
-            return [acc[...] for acc in sums]
-
-        results = pl.run_scoped(product, *(tiles.accumulator(*total.shape) for _ in groups))
-        for factor, result in zip(factors, results, strict=True):
-            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
-        return total
-
-    def _weights(self, scratch: _Scratch, stage: Any, warpgroup: Any) -> Any:
-        """A stage's weights in fp8: in registers, or where the interpreter keeps them."""
-        if scratch.wide is None:
-            return as_fp8(scratch.kernel.at[stage].reshape(WGMMA_ROWS, -1))
-        scratch.wide[warpgroup] = as_fp8(scratch.kernel[stage].reshape(WGMMA_ROWS, -1))
-        plgpu.commit_smem()
-        return scratch.wide.at[warpgroup]
-
-    def _scales(self, scratch: _Scratch, stage: Any, group: int) -> jax.Array:
-        """A group's scale of each of the 64 columns."""
-        if scratch.wide is not None:
-            return scratch.scales[stage, group].reshape(WGMMA_ROWS)
-        own = scratch.scales.at[stage, group].reshape(WGMMA_ROWS)
-        return plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        wide = None if scratch.wide is None else scratch.wide.at[warpgroup]
+        return stage_added(total, scratch.kernel.at[stage], scratch.scales.at[stage], x, wide, self.sizes.groups)
 
     def _prepare_and_finish(self, operands: Any, out: Any, scratch: _Scratch) -> None:
         def visit(unit, before, following, number, left, buffer):
@@ -303,3 +271,40 @@ class _FewRowsProduct:
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.rows_full.at[buffer])
+
+
+def stage_added(total: jax.Array, weights: Any, scales: Any, x: Any, wide: Any, groups: int) -> jax.Array:
+    """The sums with a stage's products, each times its scale.
+
+    Args:
+        weights: (parts, 64 / parts, bytes), in shared memory.
+        scales: (groups and those left free, parts, 64 / parts).
+        x: (terms * rows, depth), tiled.
+        wide: (64, depth), where the interpreter keeps weights in fp8; None on a GPU, where they are in registers.
+    """
+
+    def factor_of(group: int) -> jax.Array:
+        if wide is not None:
+            return scales[group].reshape(WGMMA_ROWS)
+        own = scales.at[group].reshape(WGMMA_ROWS)
+        return plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    factors = [power_of_two(factor_of(group)) for group in range(groups)]
+    in_fp8: Any = as_fp8((weights if wide is None else weights[...]).reshape(WGMMA_ROWS, -1))
+    if wide is not None:
+        wide[...] = in_fp8
+        plgpu.commit_smem()
+        in_fp8 = wide
+
+    def product(*sums):
+        for group, acc in enumerate(sums):
+            own = pl.ds(group * GROUP, GROUP)
+            of_group = in_fp8[:, group * GROUP : (group + 1) * GROUP] if wide is None else in_fp8.at[:, own]
+            plgpu.wgmma(acc, of_group, x.at[:, own].transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        return [acc[...] for acc in sums]
+
+    results = pl.run_scoped(product, *[tiles.accumulator(*total.shape)] * groups)
+    for factor, result in zip(factors, results, strict=True):
+        total += result * lax.broadcast_in_dim(factor, result.shape, [0])
+    return total

@@ -97,3 +97,22 @@ def _key(numbers: jax.Array) -> jax.Array:
 
 def _of_key(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+def choose_for_one(routing: Routing, logits: Any, scores: Any, weights: Any, experts: Any) -> None:
+    """One token's experts and their weights; the rows of the other warps are those of no token.
+
+    Args:
+        logits: In splits.
+        scores, weights, experts: (k, 4), where they are kept.
+    """
+    layout, shape = by_experts(routing), (tiles.WARPS, routing.num_experts)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    of_parts = [plgpu.load(logits.at[i], layout=layout, optimized=False) for i in range(logits.shape[0])]
+    numbers = jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)
+    number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+
+    def keep(i, expert):
+        experts[i] = expert
+
+    choose_by_warps(routing, numbers, number, None, scores, weights, keep)

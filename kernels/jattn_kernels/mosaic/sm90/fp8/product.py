@@ -10,9 +10,13 @@ Weights lie with their outputs first, as wgmma reads 8-bit operands along the de
 is split so that all SMs have as much to read (split-K); each split's sums stand by themselves, times both scales. Many
 (prompts): blocks of a cluster take neighbouring columns and share what they read of x, without which the L2 cache could
 not bring enough.
+
+One row is whole in shared memory if it fits: the consumers round it, while weights are on their way, and add it up and
+norm it before if that is to be done.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,10 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, summed_over_stages, wait_for_last
-from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
+from jattn_kernels.mosaic.sm90.fp8.rounded_row import rounded_share
 from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
 from jattn_kernels.splits import Splits
 
@@ -37,15 +44,26 @@ _NEIGHBOURS = 16  # blocks of rows whose tiles of the same columns are computed 
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, columns, 128)
-    x: Any  # (stages, block_rows, 128)
+    x: Any  # (stages, block_rows, 128); (8, depth) of a whole row
     out: Any  # (consumers, 2, staged rows, 64), or None where splits are stored
     full: Any
     empty: Any
+    meeting: Meeting | None = None
+    factor: Any = None  # (1,): of that row
+
+
+class _Operands(NamedTuple):
+    x: Any
+    x_scales: Any  # None of a whole row
+    kernel: Any
+    scales: Any
+    layer: Any
+    row: RowOperands | None = None
 
 
 def fp8_matmul(
     x: Float[Array, "R D"],
-    x_scales: Float32[Array, " S"],
+    x_scales: Float32[Array, " S"] | None,
     kernel: Float[Array, "L F D"],
     scales: Float32[Array, "L F"],
     layer_index: Int32[Array, ""],
@@ -53,17 +71,28 @@ def fp8_matmul(
     sizes: Fp8Tiles,
     *,
     num_rows: int,
-) -> Float[Array, "T F"] | Splits:
+    norm: NormCall | None = None,
+    row: RowOperands | None = None,
+) -> tuple[Float[Array, "T F"] | Splits, list[Float[Array, "1 D"]]]:
     """(x @ kernel^T) times the factors of its rows and columns, summed in float32; or what adds up to it.
 
+    And if x is normed first, its sum, and the norm.
+
     Args:
-        x, kernel: In fp8 (e4m3); of x's rows those past `num_rows` are any.
-        x_scales: Of the rows, and any numbers up to the end of the last work tile.
+        x, kernel: In fp8 (e4m3); of x's rows those past `num_rows` are any. A whole row is not in fp8 yet.
+        x_scales: Of the rows, and any numbers up to the end of the last work tile; None of a whole row.
         sizes: Of the work tiles.
+        norm, row: If a whole row is added up and normed before it is rounded, what is done and what with.
     """
     (rows, depth), columns = x.shape, kernel.shape[1]
     product = _Product(
-        sizes=sizes, rows=rows, own_rows=num_rows, depth=depth, columns=columns, out_dtype=jnp.dtype(out_dtype)
+        sizes=sizes,
+        rows=rows,
+        own_rows=num_rows,
+        depth=depth,
+        columns=columns,
+        out_dtype=jnp.dtype(out_dtype),
+        norm=norm,
     )
     if product.in_splits:
         out_type = jax.ShapeDtypeStruct((sizes.splits, product.split_rows, columns), jnp.float32)
@@ -72,9 +101,10 @@ def fp8_matmul(
     cluster: dict[str, Any] = {}
     if sizes.cluster > 1:
         cluster = {"cluster": (sizes.cluster,), "cluster_names": ("cluster",)}
+    leaves, tree = jax.tree.flatten(_Operands(x, x_scales, kernel, scales, layer_index.reshape(1), row))
     run = launch.kernel(
-        product.body,
-        out_type=out_type,
+        functools.partial(product.body, tree),
+        out_type=[out_type] if norm is None else [out_type, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
         grid=(product.num_blocks,),
         grid_names=("block",),
         num_threads=sizes.consumers + 1,
@@ -82,8 +112,10 @@ def fp8_matmul(
         kernel_name="fp8_matmul",
         **cluster,
     )
-    out = run(x, x_scales, kernel, scales, layer_index.reshape(1))
-    return Splits(parts=out, num_rows=num_rows, dtype=product.out_dtype) if product.in_splits else out[:num_rows]
+    out, *of_row = run(*leaves)
+    if product.in_splits:
+        return Splits(parts=out, num_rows=num_rows, dtype=product.out_dtype), of_row
+    return out[:num_rows], of_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +126,12 @@ class _Product:
     depth: int
     columns: int
     out_dtype: Any
+    norm: NormCall | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the row is in shared memory all the time."""
+        return self.sizes.whole_row
 
     @property
     def in_splits(self) -> bool:
@@ -123,8 +161,10 @@ class _Product:
         """Clusters, where there are some."""
         return min(self.num_tiles, tiles.num_sms() // self.sizes.cluster)
 
-    def body(self, x: Any, x_scales: Any, kernel: Any, scales: Any, layer: Any, out: Any) -> None:
+    def body(self, tree: Any, *refs: Any) -> None:
         sizes = self.sizes
+        operands, (out, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
+        rows = (sizes.stages, sizes.block_rows, BLOCK_DEPTH) if not self.whole else (TILED_ROWS, self.depth)
         staging = (sizes.consumers, 2, sizes.staged_rows, WGMMA_ROWS)
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         if sizes.cluster > 1:
@@ -132,12 +172,15 @@ class _Product:
         else:
             empty = plgpu.Barrier(num_arrivals=sizes.consumers, **stages)
         scratch = _Scratch(
-            kernel=tiles.tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), kernel.dtype),
-            x=tiles.tile((sizes.stages, sizes.block_rows, BLOCK_DEPTH), x.dtype),
+            kernel=tiles.tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), operands.kernel.dtype),
+            x=tiles.tile(rows, operands.kernel.dtype, BLOCK_DEPTH),
             out=None if self.in_splits else tiles.tile(staging, self.out_dtype),
-            full=plgpu.Barrier(num_arrivals=2, **stages),
+            full=plgpu.Barrier(num_arrivals=1 if self.whole else 2, **stages),
             empty=empty,
         )
+        if self.whole:
+            place = meeting(self.depth, sizes.consumers)
+            scratch = scratch._replace(meeting=place, factor=plgpu.SMEM((1,), jnp.float32))
 
         def warpgroup(scratch: _Scratch) -> None:
             number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
@@ -146,13 +189,14 @@ class _Product:
             def produce():
                 if several:
                     plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-                self._produce(x, kernel, layer[0], scratch)
+                self._produce(operands, scratch)
 
             @pl.when(number < sizes.consumers)
             def consume():
                 if several:
                     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                self._consume(x_scales, scales, layer[0], out, scratch, number)
+                factor = None if not self.whole else self._round(operands, tuple(of_row), scratch, number)
+                self._consume(operands, out, scratch, number, factor)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
 
@@ -174,8 +218,8 @@ class _Product:
         tiles_here = lax.div(self.num_tiles - own + self.num_blocks - 1, self.num_blocks)
         return lax.fori_loop(0, tiles_here, visit_tile, jnp.int32(0))
 
-    def _produce(self, x: Any, kernel: Any, layer: Any, scratch: _Scratch) -> None:
-        sizes = self.sizes
+    def _produce(self, operands: _Operands, scratch: _Scratch) -> None:
+        sizes, layer = self.sizes, operands.layer[0]
         shared: dict[str, Any] = {"collective_axes": "cluster"} if sizes.cluster > 1 else {}
 
         def copy_tile(tile: ProductTile, done):
@@ -188,13 +232,29 @@ class _Product:
                 pl.when(done + k >= sizes.stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
                 depth = pl.ds((tile.first + k) * BLOCK_DEPTH, BLOCK_DEPTH)
                 full = scratch.full.at[stage]
-                plgpu.copy_gmem_to_smem(kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
-                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full, **shared)
+                plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
+                if not self.whole:
+                    plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full, **shared)
 
         steps = self._for_each_tile(copy_tile)
         wait_for_last(scratch.empty, steps, sizes.stages)
 
-    def _consume(self, x_scales: Any, scales: Any, layer: Any, out: Any, scratch: _Scratch, number: Any) -> None:
+    def _round(self, operands: _Operands, outs: tuple[Any, ...], scratch: _Scratch, number: Any) -> Any:
+        """The factor of a whole row, once all of it is in shared memory."""
+        place = scratch.meeting
+        assert place is not None
+
+        def make_share():
+            factor = rounded_share(operands.x, operands.row, outs, self.norm, place, scratch.x, number)
+
+            @pl.when(number == 0)
+            def tell():
+                scratch.factor[0] = factor
+
+        place.hold(number, make_share)
+        return scratch.factor[0]
+
+    def _consume(self, operands: _Operands, out: Any, scratch: _Scratch, number: Any, factor: Any) -> None:
         stages = self.sizes.stages
         own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
 
@@ -202,16 +262,17 @@ class _Product:
             begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
             # Before they are waited for, where registers allow it.
             early = self.sizes.block_rows <= _EARLY_ROWS
-            factors = self._factors(x_scales, scales, layer, tile, begin) if early else None
+            factors = self._factors(operands, tile, begin, factor) if early else None
 
             def multiply(acc, stage, k):
-                del k
-                plgpu.wgmma(acc, scratch.kernel.at[stage, own], scratch.x.at[stage].transpose((1, 0)))
+                depth = pl.ds(pl.multiple_of((tile.first + k) * BLOCK_DEPTH, BLOCK_DEPTH), BLOCK_DEPTH)
+                x = scratch.x.at[:, depth] if self.whole else scratch.x.at[stage]
+                plgpu.wgmma(acc, scratch.kernel.at[stage, own], x.transpose((1, 0)))
 
             shape = WGMMA_ROWS, self.sizes.block_rows
             result = summed_over_stages(multiply, scratch, done, tile.steps, stages=stages, shape=shape)
-            of_rows, of_columns = factors or self._factors(x_scales, scales, layer, tile, begin)
-            result *= lax.broadcast_in_dim(of_rows, result.shape, [1])
+            of_rows, of_columns = factors or self._factors(operands, tile, begin, factor)
+            result *= of_rows if factor is not None else lax.broadcast_in_dim(of_rows, result.shape, [1])
             result *= lax.broadcast_in_dim(of_columns, result.shape, [0])
             if self.in_splits:
                 self._store_sums(result, out, tile, begin)
@@ -222,17 +283,23 @@ class _Product:
         if not self.in_splits:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _factors(self, x_scales: Any, scales: Any, layer: Any, tile: ProductTile, begin: Any) -> tuple[Any, Any]:
-        """Of a tile's rows and columns. Columns past the last are not stored: their factor is any."""
+    def _factors(self, operands: _Operands, tile: ProductTile, begin: Any, factor: Any) -> tuple[Any, Any]:
+        """Of a tile's rows and columns. Columns past the last are not stored: their factor is any.
+
+        Args:
+            factor: Of a whole row.
+        """
         of_tile = pl.ds(tile.row_block * self.sizes.block_rows, self.sizes.block_rows)
-        own = pl.ds(jnp.minimum(begin, self.columns - WGMMA_ROWS), WGMMA_ROWS)
+        own, rows = pl.ds(jnp.minimum(begin, self.columns - WGMMA_ROWS), WGMMA_ROWS), plgpu.Layout.WGMMA.reduce(0)
         return (
-            plgpu.load(x_scales.at[of_tile], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False),
-            plgpu.load(scales.at[layer, own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False),
+            plgpu.load(operands.x_scales.at[of_tile], layout=rows, optimized=False) if factor is None else factor,
+            plgpu.load(
+                operands.scales.at[operands.layer[0], own], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+            ),
         )
 
     def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
-        if self.split_rows > self.own_rows:
+        if self.split_rows > self.own_rows or self.whole:  # whose tile's other rows are any
             first = tile.row_block * self.sizes.block_rows
             row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA) + first
             result = jnp.where(row < self.own_rows, result, 0.0)

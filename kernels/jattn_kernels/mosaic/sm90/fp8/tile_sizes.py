@@ -14,6 +14,7 @@ _MOST_SPLITS = 16
 _MOST_STAGES = 12
 _SUM_BYTES, _COST_OF_SUMS = 4, 3
 _STAGED_ROWS = 64
+_MEETING_BYTES = 1024
 _ONE_CONSUMER = 16  # rows up to which a work tile has 64 columns: more of them share what they read of x
 
 
@@ -27,6 +28,7 @@ class Fp8Tiles:
         splits: Of the depth; each one's sums stand by themselves.
         stages: Of the copies.
         cluster: Blocks that take neighbouring columns of the same rows, and share the copies of those.
+        whole_row: Whether x is one row, all of it in shared memory all the time.
     """
 
     block_rows: int
@@ -34,6 +36,7 @@ class Fp8Tiles:
     splits: int = 1
     stages: int
     cluster: int = 1
+    whole_row: bool = False
 
     @property
     def staged_rows(self) -> int:
@@ -46,7 +49,7 @@ class Fp8Tiles:
         return self.consumers * WGMMA_ROWS
 
 
-def choose_tiles(*, rows: int, depth: int, columns: int, out_bytes: int) -> Fp8Tiles:
+def choose_tiles(*, rows: int, depth: int, columns: int, out_bytes: int, whole_row: bool = False) -> Fp8Tiles:
     """For prompts tiles of 128 x 256; for fewer rows what costs least, splits enough for all SMs among it."""
     whole = pl.cdiv(rows, TILED_ROWS) * TILED_ROWS
     heights = {min(whole, height) for height in ((_MOST_ROWS,) if rows > _MOST_ROWS else (_MOST_ROWS, _HALF))}
@@ -66,8 +69,11 @@ def choose_tiles(*, rows: int, depth: int, columns: int, out_bytes: int) -> Fp8T
     shares = rows > block_rows and splits == 1 and tiles.interpret_params() is None and tiles.num_sms() % 2 == 0
     sizes = Fp8Tiles(block_rows=block_rows, consumers=consumers, splits=splits, stages=1, cluster=2 if shares else 1)
     staged = 2 * sizes.staged_rows * sizes.block_columns * out_bytes if splits == 1 else 0
-    left = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - staged
-    return dataclasses.replace(sizes, stages=min(_MOST_STAGES, left // _stage_bytes(block_rows, consumers)))
+    fixed = whole * depth + _MEETING_BYTES if whole_row else 0
+    left = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - staged - fixed
+    return dataclasses.replace(
+        sizes, whole_row=whole_row, stages=min(_MOST_STAGES, left // _stage_bytes(block_rows, consumers))
+    )
 
 
 def _stage_bytes(block_rows: int, consumers: int) -> int:

@@ -1,27 +1,32 @@
 """Products with weights in int4 on Hopper, of rows few enough that reading the weights is most of the work."""
 
+import dataclasses
+from typing import Any
+
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
+from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, choose_tiles
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles, choose_tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import in_order
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.splits import Splits, added
 
 MOST_ROWS = 256  # from there on it is faster to make the weights wider once, in memory
 _LEAST_GROUP = 32
+_MOST_WHOLE = 4096  # numbers of a row, a tile of eight of which fits beside the weights' stages
 _DTYPES = ("bfloat16", "float16")
 
 
 def refuses(call: MatmulCall) -> str | None:
     """Why a product with int4 weights cannot be served, or None."""
     assert call.group_size is not None
-    if call.dtype not in _DTYPES or call.norm is not None:
-        return f"`mosaic` takes bfloat16 and float16 rows, normed before, with int4 weights, not {call.dtype}."
+    if call.dtype not in _DTYPES:
+        return f"`mosaic` takes bfloat16 and float16 rows with int4 weights, not {call.dtype}."
     if not 1 <= call.num_rows <= MOST_ROWS or call.depth % PART_DEPTH or call.columns % WGMMA_ROWS:
         return (
             f"`mosaic` takes 1 to {MOST_ROWS} rows of a multiple of {PART_DEPTH} numbers and a multiple of "
@@ -33,34 +38,54 @@ def refuses(call: MatmulCall) -> str | None:
             f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {PART_DEPTH} inputs, not "
             f"{size}."
         )
+    if call.norm is not None and not (call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
+        return (
+            "`mosaic` norms one row before a product with int4 weights, and only if it adds it up too: of at most "
+            f"{_MOST_WHOLE} numbers, a multiple of 1,024. Not {call.num_rows} of {call.depth}."
+        )
     return None
 
 
-def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"] | Splits:
-    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for."""
-    assert operands.scales is not None
-    scales, x = operands.scales, operands.x
-    sizes = choose_tiles(
+def _tiles(call: MatmulCall) -> Int4Tiles:
+    assert call.group_size is not None
+    return choose_tiles(
         rows=call.num_rows,
         depth=call.depth,
         columns=call.columns,
-        groups=scales.shape[1],
+        groups=call.depth // call.group_size,
+        whole_row=fits(call.num_rows, call.depth, _MOST_WHOLE),
     )
-    if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
-        x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
+
+
+def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
+    """x @ kernel; XLA adds up the splits, beside whatever it does with them next, unless they are asked for.
+
+    Of a row that is added up first: that, the row's sum, and its norm.
+    """
+    assert operands.scales is not None
+    x, sizes = operands.x, _tiles(call)
+    if not sizes.whole_row:
+        if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
+            x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
+        x = in_order(x)
     whole = pl.cdiv(call.num_rows, WARPS) * WARPS  # rows that the warps of a reader share out evenly
-    parts = int4_matmul(
-        in_order(x),
+    parts, of_row = int4_matmul(
+        x,
         operands.kernel,
-        scales,
+        operands.scales,
         operands.layer_index,
         sizes,
         num_rows=whole if call.in_splits else call.num_rows,
+        norm=call.norm,
+        row=None if operands.norm is None else RowOperands.of(operands.norm),
     )
-    splits = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
+    result: Any = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     if operands.zero_points is not None:
-        return (parts.sum(axis=0)[: call.num_rows] - _of_zero_points(call, operands)).astype(call.out_dtype)
-    return splits if call.in_splits else added(splits)
+        normed = dataclasses.replace(operands, x=of_row[1]) if of_row else operands
+        result = (parts.sum(axis=0)[: call.num_rows] - _of_zero_points(call, normed)).astype(call.out_dtype)
+    elif not call.in_splits:
+        result = added(result)
+    return (result, *of_row) if of_row else result
 
 
 def _of_zero_points(call: MatmulCall, operands: MatmulOperands) -> Float32[Array, "T F"]:

@@ -8,9 +8,12 @@ grid (blocks)            an SM each; takes every blocks-th work tile: some colum
 
 The numbers of a group are multiplied as they are, exactly, and their sum with the group's scale. The depth is split so
 that all SMs have as much to read (split-K): each split's sums stand by themselves, in float32.
+
+One row may be a sum that is normed first: the consumers do that together, while weights are on their way.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,25 +24,39 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
+from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import store_turned
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, unpacked
+from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, store_in_order
 
 _REGISTERS = {2: (40, 232), 4: (32, 112)}  # by consumer warpgroups: of a thread of the producer, and of theirs
-_ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
-_MOST_UNDER_WAY = 4  # of these products
+_TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, columns, block_depth)
     scales: Any  # (stages, groups, columns)
-    x: Any  # (stages, block_rows, block_depth)
+    x: Any  # (stages, block_rows, block_depth); (8, depth) of a row that is whole
     full: Any
     empty: Any
+    others: Any  # (strips, takers - 1, 64, block_rows): what all but a strip's first taker have; None of one taker
+    others_full: Any
+    others_free: Any
     wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
+    meeting: Meeting | None = None
+
+
+class _Operands(NamedTuple):
+    x: Any
+    kernel: Any
+    scales: Any
+    layer: Any
+    row: RowOperands | None
 
 
 def int4_matmul(
@@ -50,28 +67,34 @@ def int4_matmul(
     sizes: Int4Tiles,
     *,
     num_rows: int,
-) -> Float32[Array, "S R F"]:
-    """x @ kernel^T in splits, which add up to it.
+    norm: NormCall | None = None,
+    row: RowOperands | None = None,
+) -> tuple[Float32[Array, "S R F"], list[Float[Array, "1 D"]]]:
+    """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
     Args:
-        x: With its columns `in_order`.
+        x: With its columns `in_order`; as they are if the row is whole.
         kernel: int4 [L, F, D].
         scales: Of a group of inputs of each output.
         sizes: Of the work tiles.
         num_rows: Of the result; those past x's are 0.
+        norm, row: Of one row that is added up and normed first, what is done and what with.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    product = _Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1])
+    product = _Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1], norm=norm)
+    leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
+    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32)
     run = launch.kernel(
-        product.body,
-        out_type=jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32),
+        functools.partial(product.body, tree),
+        out_type=[sums] if norm is None else [sums, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
         grid=(product.num_blocks,),
         grid_names=("block",),
         num_threads=sizes.consumers + 1,
         reduction_bytes=0,
         kernel_name="int4_matmul",
     )
-    return run(x, kernel, scales, layer_index.reshape(1))
+    parts, *of_row = run(*leaves)
+    return parts, of_row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +104,12 @@ class _Product:
     depth: int
     columns: int
     groups: int
+    norm: NormCall | None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the row is in shared memory all the time."""
+        return self.sizes.whole_row
 
     @property
     def row_blocks(self) -> int:
@@ -103,32 +132,35 @@ class _Product:
         return self.depth // self.groups
 
     @property
-    def groups_of_step(self) -> int:
-        return max(1, self.sizes.block_depth // self.group_size)
+    def products(self) -> StageProducts:
+        """A stage's."""
+        return StageProducts(sizes=self.sizes, group_size=self.group_size)
 
-    @property
-    def part_depth(self) -> int:
-        """Inputs of a step that are multiplied before a scale is."""
-        return min(PART_DEPTH, self.group_size)
-
-    @property
-    def batches(self) -> list[range]:
-        """Where the parts of a step begin, those together that are under way at the same time."""
-        begins = range(0, self.sizes.block_depth, self.part_depth)
-        together = min(max(1, _ROWS_UNDER_WAY // self.sizes.block_rows), _MOST_UNDER_WAY)
-        return [begins[i : i + together] for i in range(0, len(begins), together)]
-
-    def body(self, x: Any, kernel: Any, scales: Any, layer: Any, sums: Any) -> None:
+    def body(self, tree: Any, *refs: Any) -> None:
         sizes = self.sizes
+        operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
+        rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
+        strips = sizes.strips
         scratch = _Scratch(
-            kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), kernel.dtype),
-            scales=plgpu.SMEM((sizes.stages, self.groups_of_step, sizes.block_columns), scales.dtype),
-            x=tiles.tile((sizes.stages, sizes.block_rows, sizes.block_depth), x.dtype, self.part_depth),
-            full=plgpu.Barrier(num_arrivals=3, **stages),
-            empty=plgpu.Barrier(num_arrivals=sizes.consumers, **stages),
-            wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), x.dtype),
+            kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
+            scales=plgpu.SMEM((sizes.stages, self.products.groups, sizes.block_columns), operands.scales.dtype),
+            x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
+            full=plgpu.Barrier(num_arrivals=2 if self.whole else 3, **stages),
+            empty=plgpu.Barrier(num_arrivals=strips, **stages),
+            others=None,
+            others_full=None,
+            others_free=None,
+            wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), operands.x.dtype),
         )
+        if sizes.takers > 1:
+            scratch = scratch._replace(
+                others=plgpu.SMEM((strips, sizes.takers - 1, WGMMA_ROWS, sizes.block_rows), jnp.float32),
+                others_full=plgpu.Barrier(num_arrivals=sizes.takers - 1, num_barriers=strips),
+                others_free=plgpu.Barrier(num_barriers=strips),
+            )
+        if self.whole:
+            scratch = scratch._replace(meeting=meeting(self.depth, sizes.consumers))
 
         def warpgroup(scratch: _Scratch) -> None:
             number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
@@ -137,12 +169,14 @@ class _Product:
             def produce():
                 if several:
                     plgpu.set_max_registers(_REGISTERS[sizes.consumers][0], action="decrease")
-                self._produce(x, kernel, scales, layer[0], scratch)
+                self._produce(operands, scratch)
 
             @pl.when(number < sizes.consumers)
             def consume():
                 if several:
                     plgpu.set_max_registers(_REGISTERS[sizes.consumers][1], action="increase")
+                if self.whole:
+                    self._hold_row(operands, tuple(of_row), scratch, number)
                 self._consume(sums, scratch, number)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
@@ -162,8 +196,8 @@ class _Product:
         tiles_here = lax.div(self.num_tiles - own + self.num_blocks - 1, self.num_blocks)
         return lax.fori_loop(0, tiles_here, visit_tile, jnp.int32(0))
 
-    def _produce(self, x: Any, kernel: Any, scales: Any, layer: Any, scratch: _Scratch) -> None:
-        sizes = self.sizes
+    def _produce(self, operands: _Operands, scratch: _Scratch) -> None:
+        sizes, layer = self.sizes, operands.layer[0]
 
         def copy_tile(tile: ProductTile, done):
             columns = pl.ds(tile.column_block * sizes.block_columns, sizes.block_columns)
@@ -176,67 +210,88 @@ class _Product:
                 begin = (tile.first + k) * sizes.block_depth
                 depth, groups = (
                     pl.ds(begin, sizes.block_depth),
-                    pl.ds(lax.div(begin, self.group_size), self.groups_of_step),
+                    pl.ds(lax.div(begin, self.group_size), self.products.groups),
                 )
                 full = scratch.full.at[stage]
-                plgpu.copy_gmem_to_smem(kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
-                plgpu.copy_gmem_to_smem(scales.at[layer, groups, columns], scratch.scales.at[stage], full)
-                plgpu.copy_gmem_to_smem(x.at[rows, depth], scratch.x.at[stage], full)
+                plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
+                plgpu.copy_gmem_to_smem(operands.scales.at[layer, groups, columns], scratch.scales.at[stage], full)
+                if not self.whole:
+                    plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 
         steps = self._for_each_tile(copy_tile)
         wait_for_last(scratch.empty, steps, sizes.stages)
 
+    def _hold_row(self, operands: _Operands, outs: tuple[Any, ...], scratch: _Scratch, number: Any) -> None:
+        place = scratch.meeting
+        assert place is not None
+
+        def make_share():
+            share, begin = share_of_row(operands.x, operands.row, outs, self.norm, place, number)
+            store_in_order(scratch.x, begin, share, min(self.products.part_depth, _TILED_COLUMNS))
+
+        place.hold(number, make_share)
+
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
-        own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
-        shape = (WGMMA_ROWS, self.sizes.block_rows)
+        strip, taker = self._strip_and_taker(number)
+        begin_of_own = pl.multiple_of(strip * WGMMA_ROWS, WGMMA_ROWS)
+        own = pl.ds(begin_of_own, WGMMA_ROWS)
+        shape, takers = (WGMMA_ROWS, self.sizes.block_rows), self.sizes.takers
 
         def multiply_tile(tile: ProductTile, done):
-            def multiply_step(k, total):
+            first_own, steps = jnp.int32(0), tile.steps
+            if takers > 1:
+                first_own = lax.rem(taker + takers - lax.rem(done, takers), takers)
+                steps = lax.div(tile.steps - first_own + takers - 1, takers)
+
+            def multiply_step(i, total):
+                k = i if takers == 1 else first_own + i * takers
                 stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
-                for begins in self.batches:
-                    total = self._added(total, begins, packed, scratch, stage, own, number)
+                first = (tile.first + k) * self.sizes.block_depth if self.whole else stage
+                total = self.products.added(total, packed, scratch, stage, first, own, number)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
                 return total
 
             none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(0, tile.steps, multiply_step, none)
-            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
-            store_turned(sums, tile.split, tile.row_block * self.sizes.block_rows, begin, total)
+            total = lax.fori_loop(0, steps, multiply_step, none)
+            begin = tile.column_block * self.sizes.block_columns + begin_of_own
+            if self.whole:  # rows of the tile past its first are any
+                row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+                total = jnp.where(row == 0, total, 0.0)
+            first_row = tile.row_block * self.sizes.block_rows
+            store = functools.partial(store_turned, sums, tile.split, first_row, begin)
+            if takers > 1:
+                self._of_all_takers(total, scratch, number, store)
+            else:
+                store(total)
 
         self._for_each_tile(multiply_tile)
 
-    def _added(
-        self, total: Any, begins: range, packed: Any, scratch: _Scratch, stage: Any, own: Any, number: Any
-    ) -> Any:
-        """The sums with parts' products, each times its group's scales; one is made wider while another runs."""
-        depth, layout = self.part_depth, plgpu.Layout.WGMMA.reduce(1)
-        scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
-        factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
+    def _strip_and_taker(self, number: Any) -> tuple[Any, Any]:
+        """Of a consumer."""
+        if self.sizes.takers == 1:
+            return number, jnp.int32(0)
+        return lax.rem(number, self.sizes.strips), lax.div(number, self.sizes.strips)
 
-        def products(*accumulators):
-            for begin, acc in zip(begins, accumulators, strict=True):
-                x = scratch.x.at[stage, :, pl.ds(begin, depth)].transpose((1, 0))
-                plgpu.wgmma(acc, self._unpacked(begin, packed, scratch, number), x)
-            plgpu.wgmma_wait(0)
-            return [acc[...] for acc in accumulators]
+    def _of_all_takers(self, total: Any, scratch: _Scratch, number: Any, store: Callable[[Any], None]) -> None:
+        """Stores the sum of what a strip's takers have, which the first one is told by the others."""
+        strip, taker = self._strip_and_taker(number)
 
-        accumulator = tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows)
-        results = pl.run_scoped(products, *[accumulator] * len(begins))
-        for result, factor in zip(results, factors, strict=True):
-            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
-        return total
+        @pl.when(taker > 0)
+        def tell():
+            scratch.others[strip, taker - 1] = total
+            plgpu.barrier_arrive(scratch.others_full.at[strip])
+            plgpu.barrier_wait(scratch.others_free.at[strip])
 
-    def _unpacked(self, begin: int, packed: Any, scratch: _Scratch, number: Any) -> Any:
-        weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
-        if scratch.wide is None:
-            return weights
-        wide = scratch.wide.at[number, :, pl.ds(begin, self.part_depth)]
-        wide[...] = weights
-        plgpu.commit_smem()
-        return wide
+        @pl.when(taker == 0)
+        def add():
+            plgpu.barrier_wait(scratch.others_full.at[strip])
+            refs = [scratch.others.at[strip, other] for other in range(self.sizes.takers - 1)]
+            others = [plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False) for ref in refs]
+            plgpu.barrier_arrive(scratch.others_free.at[strip])
+            store(functools.reduce(jnp.add, others, total))
 
 
 def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:

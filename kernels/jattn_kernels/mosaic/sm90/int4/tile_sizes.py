@@ -18,6 +18,7 @@ _FEW_ROWS = 64  # up to which there are four consumers
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
 _ITEM_BYTES, _SUM_BYTES = 2, 4
+_MEETING_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,12 @@ class Int4Tiles:
 
     Attributes:
         block_rows: Rows of x.
-        consumers: Warpgroups that multiply; each has 64 columns of the result.
+        consumers: Warpgroups that multiply, each 64 columns of the result.
         splits: Of the depth; each one's sums stand by themselves.
         stages: Of the copies.
         block_depth: Inputs of a stage.
+        whole_row: Whether x is one row, all of it in shared memory all the time.
+        takers: Consumers of the same columns, each of which takes every so many-th stage.
     """
 
     block_rows: int
@@ -37,24 +40,35 @@ class Int4Tiles:
     splits: int
     stages: int
     block_depth: int = PART_DEPTH
+    whole_row: bool = False
+    takers: int = 1
+
+    @property
+    def strips(self) -> int:
+        """Of 64 columns of the result, in a work tile."""
+        return self.consumers // self.takers
 
     @property
     def block_columns(self) -> int:
         """Columns of the result."""
-        return self.consumers * WGMMA_ROWS
+        return self.strips * WGMMA_ROWS
 
 
-def choose_tiles(*, rows: int, depth: int, columns: int, groups: int) -> Int4Tiles:
+def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row: bool = False) -> Int4Tiles:
     """As many rows in a work tile as there are, and splits enough for all SMs."""
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
     most = 4 if block_rows <= _FEW_ROWS else 2
-    consumers = next(number for number in (4, 2, 1) if number <= most and not columns % (number * WGMMA_ROWS))
-    row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, consumers * WGMMA_ROWS)
+    takers = most if rows == 1 else 1  # timed with no more rows
+    strips = next(number for number in (4, 2, 1) if number * takers <= most and not columns % (number * WGMMA_ROWS))
+    width = strips * WGMMA_ROWS
+    row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, width)
     takes_lines = block_rows <= _ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
     groups_of_step = pl.cdiv(groups * block_depth, depth)
     of_column = block_depth // 2 + groups_of_step * _SUM_BYTES
-    stage = block_rows * block_depth * _ITEM_BYTES + consumers * WGMMA_ROWS * of_column
+    fixed = block_rows * depth * _ITEM_BYTES + _MEETING_BYTES if whole_row else 0
+    fixed += (takers - 1) * width * block_rows * _SUM_BYTES
+    stage = (0 if whole_row else block_rows * block_depth * _ITEM_BYTES) + width * of_column
     steps, sums, sms = pl.cdiv(depth, block_depth), rows * columns * _SUM_BYTES, tiles.num_sms()
 
     def bytes_of_all(splits: int) -> int:
@@ -62,12 +76,15 @@ def choose_tiles(*, rows: int, depth: int, columns: int, groups: int) -> Int4Til
         steps_here = pl.cdiv(row_blocks * column_blocks * splits, sms) * steps_of_tile
         return steps_here * sms * stage + 2 * splits * sums
 
+    stages = min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage)
     return Int4Tiles(
         block_rows=block_rows,
-        consumers=consumers,
+        consumers=strips * takers,
         splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=bytes_of_all),
-        stages=min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES) // stage),
+        stages=stages // takers * takers,
         block_depth=block_depth,
+        whole_row=whole_row,
+        takers=takers,
     )
 
 

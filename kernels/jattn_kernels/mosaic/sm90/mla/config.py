@@ -22,13 +22,15 @@ class LatentConfig:
 
     Attributes:
         num_tokens: Query tokens a sequence, `num_q_heads` rows each.
-        dtype: Of queries, latents and probabilities.
+        dtype: Of queries, probabilities, and latents in shared memory.
+        kv_dtype: Of latents in pages.
     """
 
     spec: AttentionSpec
     page_size: int
     num_tokens: int
     dtype: Any
+    kv_dtype: Any
 
     @property
     def row_blocks(self) -> int:
@@ -44,6 +46,11 @@ class LatentConfig:
     def rotated(self) -> int:
         """Columns of a row that are rotated."""
         return self.spec.head_dim - self.spec.value_dim
+
+    @property
+    def converts(self) -> bool:
+        """Whether latents are made wider on their way into shared memory."""
+        return self.kv_dtype != self.dtype
 
     @property
     def copies(self) -> PageCopies:
@@ -125,7 +132,9 @@ class SharedMemory(NamedTuple):
 
 def shared_memory(config: LatentConfig) -> SharedMemory:
     """What `pl.run_scoped` allocates."""
-    copies, dtype = config.copies.copies, config.dtype
+    dtype = config.dtype
+    copies = config.copies.copies
+    own_arrivals, other_arrivals = (1, 1) if config.converts else (copies, 2 * copies)
     half = tiles.tile((CONSUMERS, BLOCK_KV, config.half), dtype)
     each = plgpu.Barrier(num_barriers=CONSUMERS)
     return SharedMemory(
@@ -140,8 +149,8 @@ def shared_memory(config: LatentConfig) -> SharedMemory:
         sums=plgpu.SMEM((2, CONSUMERS, BLOCK_ROWS), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=CONSUMERS + 1),
         q_empty=plgpu.Barrier(num_arrivals=CONSUMERS),
-        own_full=plgpu.Barrier(num_arrivals=copies, num_barriers=CONSUMERS),
-        other_full=plgpu.Barrier(num_arrivals=2 * copies, num_barriers=CONSUMERS),
+        own_full=plgpu.Barrier(num_arrivals=own_arrivals, num_barriers=CONSUMERS),
+        other_full=plgpu.Barrier(num_arrivals=other_arrivals, num_barriers=CONSUMERS),
         own_empty=each,
         other_empty=each,
         p_full=each,

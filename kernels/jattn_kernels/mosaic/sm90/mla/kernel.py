@@ -25,9 +25,11 @@ from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults
 from jattn_kernels.mosaic.sm90.common.work_tiles import read_work_tiles
 from jattn_kernels.mosaic.sm90.mla.config import BLOCK_ROWS, CONSUMERS, PAIR, LatentConfig, Operands, shared_memory
 from jattn_kernels.mosaic.sm90.mla.consumer import Consumer
+from jattn_kernels.mosaic.sm90.mla.converter import convert_all
 from jattn_kernels.mosaic.sm90.mla.producer import copy_all
 
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread
+# Of a thread of the producer and the consumers: where latents are copied, and where they pass through registers.
+_REGISTERS, _REGISTERS_TO_CONVERT = (40, 232), (72, 216)
 
 
 def attend(config: LatentConfig, operands: Operands, schedule: DecodeSchedule) -> SplitResults:
@@ -59,16 +61,18 @@ def _block(config: LatentConfig, tree, *refs):
 
     def run(scratch):
         warpgroup, work_tiles = lax.axis_index("warpgroup"), read_work_tiles(operands)
+        of_producer, of_consumer = _REGISTERS_TO_CONVERT if config.converts else _REGISTERS
         for number in range(CONSUMERS):
 
             @pl.when(warpgroup == number)
             def consumer(number=number):
-                plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+                plgpu.set_max_registers(of_consumer, action="increase")
                 Consumer(config, operands, scratch, number).run(out_refs, work_tiles)
 
         @pl.when(warpgroup == CONSUMERS)
         def producer():
-            plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-            copy_all(config, operands, scratch, work_tiles)
+            plgpu.set_max_registers(of_producer, action="decrease")
+            bring = convert_all if config.converts else copy_all
+            bring(config, operands, scratch, work_tiles)
 
     pl.run_scoped(run, shared_memory(config), collective_axes="warpgroup")

@@ -31,26 +31,41 @@ def _copy_share(
     config: LatentConfig, operands: Operands, scratch: SharedMemory, work_tiles: WorkTiles, own: list[Any], is_first
 ) -> None:
     """What a warp does: its own copies of each tile, and the first one copies queries."""
-    begin, end, first_work_tile = work_tiles
-    layer = operands.layer[0]
-    rows = pl.ds(lax.axis_index("rows") * BLOCK_ROWS, BLOCK_ROWS)
+    begin, _, first_work_tile = work_tiles
+    layer, row_block = operands.layer[0], lax.axis_index("rows")
 
     def copy_work_tile(number, now: WorkTile, following: WorkTile, state):
         @pl.when(is_first)
-        def copy_queries():
-            pl.when(number > begin)(lambda: plgpu.barrier_wait(scratch.q_empty))
-            plgpu.copy_gmem_to_smem(operands.q_pe.at[now.sequence, rows], scratch.q_pe, scratch.q_full)
-            for half in range(CONSUMERS):
-                columns = pl.ds(half * config.half, config.half)
-                q = operands.q_nope.at[now.sequence, rows, columns]
-                plgpu.copy_gmem_to_smem(q, scratch.q.at[half], scratch.q_full)
+        def copy():
+            copy_queries(operands, scratch, now.sequence, row_block, number > begin)
 
         return _copy_pairs(config, operands, scratch, layer, now, following, state, own)
 
     first_pages = _pages(config, operands, first_work_tile, first_work_tile.first, own)
     done, _ = walk(operands, work_tiles, copy_work_tile, (jnp.int32(0), first_pages))
 
-    @pl.when(is_first & (begin < end))
+    wait_for_last(scratch, work_tiles, done, is_first)
+
+
+def copy_queries(operands: Operands, scratch: SharedMemory, sequence, row_block, has_used) -> None:
+    """Starts the copies of a work tile's queries, where those of the one before are no longer needed."""
+    rows, half = pl.ds(row_block * BLOCK_ROWS, BLOCK_ROWS), scratch.q.shape[-1]
+    pl.when(has_used)(lambda: plgpu.barrier_wait(scratch.q_empty))
+    plgpu.copy_gmem_to_smem(operands.q_pe.at[sequence, rows], scratch.q_pe, scratch.q_full)
+    for number in range(CONSUMERS):
+        q = operands.q_nope.at[sequence, rows, pl.ds(number * half, half)]
+        plgpu.copy_gmem_to_smem(q, scratch.q.at[number], scratch.q_full)
+
+
+def wait_for_last(scratch: SharedMemory, work_tiles: WorkTiles, done, is_first) -> None:
+    """Waits until the consumers are done with all.
+
+    Args:
+        done: Pairs.
+        is_first: Whether queries are this warp's.
+    """
+
+    @pl.when(is_first & (work_tiles.begin < work_tiles.end))
     def wait_for_the_last_queries():
         plgpu.barrier_wait(scratch.q_empty)
 

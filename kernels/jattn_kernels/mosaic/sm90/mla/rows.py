@@ -35,7 +35,7 @@ def attend_rows(
     spec, options, q = call.spec, operands.options, operands.q
     assert call.page_size is not None
     batch_size, num_tokens, heads = q.shape[:3]
-    config = LatentConfig(spec, call.page_size, num_tokens, q.dtype)
+    config = LatentConfig(spec, call.page_size, num_tokens, q.dtype, operands.k.dtype)
 
     def padded(x):
         """Rows token by token, in whole blocks."""

@@ -1,0 +1,92 @@
+"""The products of a stage: weights of a part of it are made wider while those of others are multiplied."""
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles
+from jattn_kernels.mosaic.sm90.int4.unpacked import unpacked
+
+_ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
+_MOST_UNDER_WAY = 4  # of these products
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageProducts:
+    """What a consumer multiplies of a stage.
+
+    Attributes:
+        group_size: Inputs that have a scale together.
+    """
+
+    sizes: Int4Tiles
+    group_size: int
+
+    @property
+    def groups(self) -> int:
+        """That a stage has scales of."""
+        return max(1, self.sizes.block_depth // self.group_size)
+
+    @property
+    def part_depth(self) -> int:
+        """Inputs that are multiplied before a scale is."""
+        return min(PART_DEPTH, self.group_size)
+
+    @property
+    def batches(self) -> list[range]:
+        """Where parts begin, those together that are under way at the same time."""
+        begins = range(0, self.sizes.block_depth, self.part_depth)
+        together = min(max(1, _ROWS_UNDER_WAY // self.sizes.block_rows), _MOST_UNDER_WAY)
+        return [begins[i : i + together] for i in range(0, len(begins), together)]
+
+    def added(self, total: Any, packed: Any, scratch: Any, stage: Any, first: Any, own: Any, number: Any) -> Any:
+        """The sums with a stage's products, each part's times its group's scales.
+
+        Args:
+            packed: The stage's weights of a consumer, as `load_packed` has loaded them.
+            scratch: Of the product.
+            first: The stage's first input, of a row that is all in shared memory; else the stage.
+            own: The consumer's columns.
+            number: Of the consumer.
+        """
+        for begins in self.batches:
+            total = self._added(total, begins, packed, scratch, stage, first, own, number)
+        return total
+
+    def _added(
+        self, total: Any, begins: range, packed: Any, scratch: Any, stage: Any, first: Any, own: Any, number: Any
+    ) -> Any:
+        depth, layout = self.part_depth, plgpu.Layout.WGMMA.reduce(1)
+        scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
+        factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
+
+        def products(*accumulators):
+            for begin, acc in zip(begins, accumulators, strict=True):
+                if self.sizes.whole_row:
+                    x = scratch.x.at[:, pl.ds(pl.multiple_of(first + begin, depth), depth)]
+                else:
+                    x = scratch.x.at[first, :, pl.ds(begin, depth)]
+                plgpu.wgmma(acc, self._unpacked(begin, packed, scratch, number), x.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return [acc[...] for acc in accumulators]
+
+        accumulator = tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows)
+        results = pl.run_scoped(products, *[accumulator] * len(begins))
+        for result, factor in zip(results, factors, strict=True):
+            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
+        return total
+
+    def _unpacked(self, begin: int, packed: Any, scratch: Any, number: Any) -> Any:
+        weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
+        if scratch.wide is None:
+            return weights
+        wide = scratch.wide.at[number, :, pl.ds(begin, self.part_depth)]
+        wide[...] = weights
+        plgpu.commit_smem()
+        return wide
