@@ -139,6 +139,7 @@ def _reaches(device: Any, other: Any) -> bool:
 
 
 def _addresses(words: jax.Array) -> list[int]:
+    jax.block_until_ready(words)  # to ask for a pointer waits too, and holds Python's lock meanwhile
     by_place = {shard.index[0].start or 0: shard.data.unsafe_buffer_pointer() for shard in words.addressable_shards}
     return [by_place[place] for place in sorted(by_place)]
 

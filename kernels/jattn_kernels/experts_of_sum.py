@@ -3,17 +3,19 @@
 import dataclasses
 from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
-from jattn_kernels.matmul import matmul_splits_of_sum, multiplied
+from jattn_kernels.matmul import matmul_splits_of_sum, multiplied, product_operands
 from jattn_kernels.norm import check_additions, packed_norm
 from jattn_kernels.operands import ExpertsOperands, NextOperands, RouterOperands, names_options
 from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
+from jattn_kernels.shapes.experts import check_logits
 from jattn_kernels.splits import Splits
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
@@ -79,16 +81,17 @@ def _in_one(
 ) -> tuple[ExpertsCall, ExpertsOperands]:
     """The call of the whole, and its operands."""
     check_additions(x, products=True)
+    check_logits(x.rows, jax.ShapeDtypeStruct((*x.shape[:-1], router.shape[-1]), jnp.float32), routing, choice_bias)
     first = x.additions[:-1]
     norm_call, norm = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, first)
-    is_stacked = last.layer_index is not None
+    product = product_operands(last.rows, last.kernel, last.layer_index)
     operands = RouterOperands(
         norm=norm,
-        attended=last.rows,
-        output=last.kernel if is_stacked else last.kernel[None],
-        output_layer=jnp.asarray(last.layer_index if is_stacked else 0, jnp.int32),
-        kernel=router if options.get("layer_index") is not None else router[None],
-        next=None if following is None else _next_operands(following),
+        attended=product.x,
+        output=product.kernel,
+        output_layer=product.layer_index,
+        kernel=product_operands(x.rows, router, options.get("layer_index")).kernel,
+        next=None if following is None else _next_operands(x, following),
     )
     left = first[0]
     assert isinstance(left, Splits)
@@ -112,6 +115,9 @@ def _next_call(x: Unnormed, following: NextProduct) -> NextCall:
     return NextCall(norm=norm, columns=following.kernel.shape[-1])
 
 
-def _next_operands(following: NextProduct) -> NextOperands:
-    scale_layer, layer = (jnp.asarray(layer, jnp.int32) for layer in (following.scale_layer, following.layer_index))
-    return NextOperands(scale=following.scale, scale_layer=scale_layer, kernel=following.kernel, layer=layer)
+def _next_operands(x: Unnormed, following: NextProduct) -> NextOperands:
+    product = product_operands(x.rows, following.kernel, following.layer_index)
+    scale_layer = jnp.asarray(following.scale_layer, jnp.int32)
+    return NextOperands(
+        scale=following.scale, scale_layer=scale_layer, kernel=product.kernel, layer=product.layer_index
+    )

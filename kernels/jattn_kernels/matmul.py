@@ -172,7 +172,8 @@ def _bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -
     return jnp.asarray(bias).reshape(-1, columns)
 
 
-def _operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
+def product_operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
+    """Those of rows and weights, once they are checked."""
     if isinstance(kernel, QuantizedKernel):
         return _quantized_operands(x, kernel, layer_index)
     if isinstance(x, QuantizedRows):
@@ -250,7 +251,7 @@ def _packed(
 def _packed_of(
     x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
 ) -> tuple[MatmulCall, MatmulOperands]:
-    operands = _operands(x, kernel, layer_index)
+    operands = product_operands(x, kernel, layer_index)
     rows = x if isinstance(x, QuantizedRows) else operands.x
     out_dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
     if out_dtype.name not in FLOATS:

@@ -225,3 +225,19 @@ def test_what_does_not_fit_the_kernel_is_taken_in_turn(hopper, change):
     routing = Routing(num_experts=kernels["router"].shape[-1], per_token=2)
     traced = str(jax.make_jaxpr(functools.partial(mixture, routing=routing))(x, kernels))
     assert "skinny_matmul" in traced
+
+
+def test_a_router_of_another_dtype_is_refused(hopper):
+    x, kernels = jax.eval_shape(functools.partial(given, SMALL))
+    kernels["router"] = jax.ShapeDtypeStruct(kernels["router"].shape, "float32")
+    routing = Routing(num_experts=SMALL.experts, per_token=SMALL.per_token)
+    with pytest.raises(ValueError, match="`kernel`"):
+        jax.eval_shape(functools.partial(mixture, routing=routing), x, kernels)
+
+
+def test_a_following_product_of_another_depth_is_refused(hopper):
+    x, kernels = jax.eval_shape(functools.partial(given, SMALL))
+    product = jax.eval_shape(lambda: following(SMALL._replace(hidden=512)))
+    routing = Routing(num_experts=SMALL.experts, per_token=SMALL.per_token)
+    with pytest.raises(ValueError, match="column for each row of `kernel`"):
+        jax.eval_shape(functools.partial(mixture, routing=routing), x, kernels, product)

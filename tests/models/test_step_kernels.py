@@ -83,6 +83,12 @@ def test_a_layer_has_four_kernels(step):
     assert "stablehlo.while" not in step
 
 
+def test_a_first_product_of_too_many_columns_is_left_to_its_layer(hopper):
+    """64 heads: cuBLAS takes q/k/v, whose rows are added up and normed by a kernel before."""
+    text = step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B | {"num_attention_heads": 64}), "greedy")
+    assert num_kernels(text) == 2 * 5 + 1
+
+
 def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
     text = step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B), "greedy", rows=2)
     assert "stablehlo.while" in text

@@ -1,8 +1,8 @@
 """Sums that blocks of a grid store in global memory and others wait for: each number tells by itself that it is there.
 
-The memory is 0 before, and no number that is stored is: 0 is stored as -0. So whoever polls has what it waits for once
-it sees it, where a count would cost a fence, an atomic, and another read. All blocks must run at a time, as for
-`all_blocks`.
+The memory is 0 before, not -0, and no number that is stored is: 0 is stored as -0. So whoever polls has what it waits
+for once it sees it, where a count would cost a fence, an atomic, and another read. All blocks must run at a time, as
+for `all_blocks`.
 """
 
 from typing import Any, NamedTuple

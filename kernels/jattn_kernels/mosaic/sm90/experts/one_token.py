@@ -47,7 +47,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     scratch,
 )
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
-from jattn_kernels.mosaic.sm90.skinny_matmul import num_splits
+from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
 
 _MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
@@ -88,9 +88,15 @@ def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
         return False
     if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
         return False
-    if call.next is not None and (call.next.norm.scale_dtype != norm.dtype or call.next.columns % WGMMA_ROWS):
+    if call.next is not None and not _goes_on(call.next):
         return False
     return RouterPhases(norm, call.depth, routing.num_experts, left_parts).row <= _MOST_DEPTH
+
+
+def _goes_on(call: NextCall) -> bool:
+    """Whether it also serves what follows, which `skinny_matmul` takes before the first layer."""
+    norm, columns = call.norm, call.columns
+    return norm.scale_dtype == norm.dtype and columns % WGMMA_ROWS == 0 and norm.columns * columns <= MOST_WEIGHTS
 
 
 def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
