@@ -159,4 +159,4 @@ def test_engine_waits_for_its_launches_before_it_goes(monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     del engine
     gc.collect()
-    assert waited == outputs
+    assert waited == [(output, []) for output in outputs]

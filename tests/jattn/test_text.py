@@ -181,7 +181,7 @@ def test_stream_of_text_gives_the_text(any_tokenizer, text, data):
     stream = StreamDecoder(any_tokenizer)
     pieces = [stream.push(piece) for piece in split(data, ids)] + [stream.finish()]
     assert "".join(pieces) == any_tokenizer.decode(ids)
-    if "\ufffd" not in text:
+    if "\ufffd" not in text and "<0x" not in text:  # a byte's token may be spelt out, and be no character alone
         assert not any("\ufffd" in piece for piece in pieces)
 
 
