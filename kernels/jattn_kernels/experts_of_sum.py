@@ -54,8 +54,7 @@ def routed_experts_of_sum(
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
     if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
-        for product in dict.fromkeys((following is not None, False)):
-            wanted = following if product else None
+        for wanted in [None] if following is None else [following, None]:
             call, operands = _in_one(x, last, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
             if serves(call, implementation):
                 return choose(call, implementation).implementation.run(call, operands)

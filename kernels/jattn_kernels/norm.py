@@ -89,12 +89,9 @@ def summed_and_normed(
             call = dataclasses.replace(call, rounded=True)
         if serves(call, implementation):
             return choose(call, implementation).implementation.run(call, operands)
-    total = functools.reduce(lambda rows, addition: rows + added(addition), _sums(x), x.rows)
+    additions: tuple[Any, ...] = x.additions
+    total = functools.reduce(lambda rows, addition: rows + added(addition), additions, x.rows)
     return total, rms_norm(total, x.scale, eps=x.eps, offset=x.offset, **options)
-
-
-def _sums(x: Unnormed) -> list[Float[Array, "T D"] | Splits]:
-    return [addition for addition in x.additions if not isinstance(addition, Unmultiplied)]
 
 
 def check_additions(x: Unnormed, *, products: bool = False) -> None:

@@ -1,5 +1,6 @@
 """A mixture of experts on Hopper: rows in order, two grouped products, and the weighted sum."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import NextOperands, OneTokenOperands, SumOperands
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
 from jattn_kernels.operands import ExpertsOperands
@@ -83,26 +84,9 @@ def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, F
     """The same of a token that is added up, the sum, and a product that follows."""
     router = operands.router
     assert router is not None
-    (left,) = router.norm.additions
-    given = SumOperands(
-        x=router.norm.x,
-        scale=router.norm.scale,
-        scale_layer=router.norm.layer_index.reshape(1),
-        left=left.parts,
-        attended=router.attended,
-        output=router.output,
-        output_layer=router.output_layer.reshape(1),
-        router=router.kernel,
-    )
-    following = None
-    if router.next is not None:
-        following = NextOperands(
-            scale=router.next.scale,
-            scale_layer=router.next.scale_layer.reshape(1),
-            kernel=router.next.kernel,
-            layer=router.next.layer.reshape(1),
-        )
-    made = one_token.one_token(call, _of_experts(operands)._replace(sum=given, next=following))
+    layers_in_arrays = jax.tree.map(lambda leaf: leaf.reshape(1) if leaf.ndim == 0 else leaf, router)
+    before, following = dataclasses.replace(layers_in_arrays, next=None), layers_in_arrays.next
+    made = one_token.one_token(call, _of_experts(operands)._replace(router=before, next=following))
     splits, product = (
         None if parts is None else Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
         for parts in (made.parts, made.next)
@@ -115,7 +99,7 @@ def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
     """What the kernel for one token reads of the experts."""
     return OneTokenOperands(
         x=None,
-        sum=None,
+        router=None,
         bias=operands.choice_bias,
         gate_up=operands.gate_up,
         down=operands.down,

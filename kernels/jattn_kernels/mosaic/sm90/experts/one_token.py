@@ -44,9 +44,10 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     Made,
     OneTokenOperands,
     Scratch,
+    left_parts,
     scratch,
 )
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_warps
+from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_for_one, of_splits
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
 
@@ -142,7 +143,7 @@ class _OneToken:
         made = self._made_types()
         leaves, tree = jax.tree.flatten(operands)
         if len(self.phases) > 1:  # counts are kept in what nobody else reads
-            counted = operands.logits if operands.sum is None else operands.sum.left
+            counted = operands.logits if operands.router is None else left_parts(operands.router)
             leaves = [jax.new_ref(leaf) if leaf is counted else leaf for leaf in leaves]
         types, made_tree = jax.tree.flatten(made)
         run = launch.kernel(
@@ -244,7 +245,7 @@ class _OneToken:
             return None, None, None, Count(operands.logits.at[0, 1] if is_one else None)
         columns = self.experts.columns
         if is_one:
-            left = operands.sum.left
+            left = left_parts(operands.router)
             products, logits, place = router.room(left)
             returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
             return products, logits, returned, Count(place)
@@ -260,21 +261,12 @@ class _OneToken:
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""
-        layout, shape = by_experts(self.routing), (WARPS, self.routing.num_experts)
-        number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
-        numbers = self._given(operands.logits, shape) if logits is None else logits.added_up(number, layout)
+        layout = by_experts(self.routing)
 
-        def keep(i, expert):
-            scratch.experts[i] = expert
+        def numbers(number: jax.Array) -> jax.Array:
+            return of_splits(operands.logits, number, layout) if logits is None else logits.added_up(number, layout)
 
-        choose_by_warps(self.routing, numbers, number, operands.bias, scratch.scores, scratch.weights, keep)
+        choose_for_one(self.routing, numbers, operands.bias, scratch.scores, scratch.weights, scratch.experts)
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.chosen)
         plgpu.barrier_wait(scratch.chosen)
-
-    def _given(self, logits: Any, shape: tuple[int, ...]) -> jax.Array:
-        """Those of another kernel; the rows of the other warps are those of no token."""
-        layout = by_experts(self.routing)
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        of_parts = [plgpu.load(logits.at[i], layout=layout, optimized=False) for i in range(logits.shape[0])]
-        return jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)

@@ -39,7 +39,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_result import ROWS, store_hidde
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mosaic.sm90.experts.term_tiles import put_in_terms
 from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, choose_for_one
+from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_for_one, of_splits
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE
 from jattn_kernels.routing_spec import Routing
@@ -97,12 +97,12 @@ def fits(call: ExpertsCall, sizes: FewRowsSizes, *, is_biased: bool) -> bool:
         is_biased: Whether there is a bias on the choice.
     """
     routing = call.routing
-    if call.num_tokens != 1 or call.weighs_inputs or routing is None or call.hidden_size != call.units:
+    if call.num_tokens != 1 or call.weighs_inputs or routing is None or call.hidden_size != call.units or is_biased:
         return False
     if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
         return False
     steps = call.units // (sizes.groups * GROUP)
-    return sizes.rows == ROWS >= call.per_token and steps >= HALVES and chooses(routing, is_biased=is_biased)
+    return sizes.rows == ROWS >= call.per_token and steps >= HALVES and chooses(routing, is_biased=False)
 
 
 def one_token(
@@ -290,7 +290,8 @@ class _OneToken:
             self._units.for_each(True, products(True, before), done)
 
     def _prepare_and_finish(self, operands: Any, logits: Any, hidden: Any, parts: Any, scratch: _Scratch) -> None:
-        choose_for_one(self.routing, logits, scratch.scores, scratch.weights, scratch.experts)
+        numbers = functools.partial(of_splits, logits, layout=by_experts(self.routing))
+        choose_for_one(self.routing, numbers, None, scratch.scores, scratch.weights, scratch.experts)
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.chosen)
         plgpu.barrier_wait(scratch.chosen)

@@ -19,7 +19,7 @@ from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch, store_row
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch, left_parts, store_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +61,17 @@ class RouterPhases:
         return products, logits, left.at[self.left_parts - 1, 1]
 
     def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
-        weights = operands.sum.output.at[operands.sum.output_layer[0]]
+        weights = operands.router.output.at[operands.router.output_layer[0]]
         return self.product.produce(lax.axis_index("block"), weights, scratch, done)
 
     def produce_router(self, operands: Any, scratch: Scratch, done: Any) -> Any:
-        return self.router.produce(from_last(), operands.sum.router.at[operands.layer[0]], scratch, done)
+        return self.router.produce(from_last(), operands.router.kernel.at[operands.layer[0]], scratch, done)
 
     def consume_product(self, operands: Any, products: Sums, scratch: Scratch, done: Any) -> Any:
         width = self.product.most_steps * DEPTH
 
         def bring(first: Any) -> None:
-            source = operands.sum.attended.at[pl.ds(0, TILED_ROWS), pl.ds(first * DEPTH, width)]
+            source = operands.router.attended.at[pl.ds(0, TILED_ROWS), pl.ds(first * DEPTH, width)]
             plgpu.copy_gmem_to_smem(source, scratch.x.at[:, pl.ds(0, width)], scratch.attended_full)
             plgpu.barrier_wait(scratch.attended_full)
 
@@ -80,15 +80,15 @@ class RouterPhases:
 
     def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
         """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
-        norm, given = self.norm, operands.sum
+        norm, given = self.norm, operands.router.norm
 
         def of_product(piece: Piece) -> jax.Array:
             return products.added_up(piece.numbers, piece.layout)
 
         norm_of_sum(
             given.x,
-            given.scale.at[given.scale_layer[0]],
-            [given.left],
+            given.scale.at[given.layer_index[0]],
+            [left_parts(operands.router)],
             scratch.x.at[:, pl.ds(0, norm.columns)],
             () if total is None else (total,),
             eps=norm.eps,

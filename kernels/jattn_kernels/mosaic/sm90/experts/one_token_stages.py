@@ -12,44 +12,10 @@ from jaxtyping import Array, Float, Float32, Int
 from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.operands import NextOperands, RouterOperands
 
 DEPTH = 128  # of a stage: a copy of 16 KB
 STAGES = 11
-
-
-class SumOperands(NamedTuple):
-    """What the router's rows, and its logits, are made of.
-
-    Attributes:
-        x: The residual stream.
-        scale, scale_layer: Of the norm.
-        left: What is added to x first. In its second row, which is 0, blocks leave each other what they wait for.
-        attended, output, output_layer: Row and weights of the product that is added then.
-        router: Its weights; the experts' layer is meant.
-    """
-
-    x: Float[Array, "1 D"]
-    scale: Float[Array, "L D"]
-    scale_layer: Int[Array, "1"]
-    left: Float32[Array, "S R D"]
-    attended: Float[Array, "1 A"]
-    output: Float[Array, "L A D"]
-    output_layer: Int[Array, "1"]
-    router: Float[Array, "L D E"]
-
-
-class NextOperands(NamedTuple):
-    """What the next layer begins with.
-
-    Attributes:
-        scale, scale_layer: Of its norm.
-        kernel, layer: Of its product.
-    """
-
-    scale: Float[Array, "L D"]
-    scale_layer: Int[Array, "1"]
-    kernel: Float[Array, "L D F"]
-    layer: Int[Array, "1"]
 
 
 class OneTokenOperands(NamedTuple):
@@ -57,7 +23,8 @@ class OneTokenOperands(NamedTuple):
 
     Attributes:
         x: The token; None where it is made of a sum.
-        sum: What it is made of.
+        router: What it and its logits are made of, layers as arrays of one number. In the second row of what is added
+            first, which is 0, blocks leave each other what they wait for.
         bias: On the choice of experts, or None.
         gate_up, down: Weights of all layers.
         layer: Which of them.
@@ -66,7 +33,7 @@ class OneTokenOperands(NamedTuple):
     """
 
     x: Float[Array, "1 D"] | None
-    sum: SumOperands | None
+    router: RouterOperands | None
     bias: Float32[Array, " E"] | None
     gate_up: Float[Array, "L E D F2"]
     down: Float[Array, "L E F D"]
@@ -77,6 +44,11 @@ class OneTokenOperands(NamedTuple):
     total: Float[Array, "1 D"] | None = None
     parts: Float32[Array, "k R D"] | None = None
     next: NextOperands | None = None
+
+
+def left_parts(router: Any) -> Any:
+    """The splits that are added first."""
+    return router.norm.additions[0].parts
 
 
 class Made(NamedTuple):

@@ -99,20 +99,27 @@ def _of_key(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
-def choose_for_one(routing: Routing, logits: Any, scores: Any, weights: Any, experts: Any) -> None:
-    """One token's experts and their weights; the rows of the other warps are those of no token.
+def choose_for_one(
+    routing: Routing, logits: Callable[[jax.Array], jax.Array], bias: Any, scores: Any, weights: Any, experts: Any
+) -> None:
+    """One token's experts and their weights.
 
     Args:
-        logits: In splits.
+        logits: Of the numbers of experts, of the layout `by_experts`; a row of them may be that of no token.
+        bias: On the choice, or None.
         scores, weights, experts: (k, 4), where they are kept.
     """
-    layout, shape = by_experts(routing), (tiles.WARPS, routing.num_experts)
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-    of_parts = [plgpu.load(logits.at[i], layout=layout, optimized=False) for i in range(logits.shape[0])]
-    numbers = jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)
-    number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
+    shape = tiles.WARPS, routing.num_experts
+    number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=by_experts(routing))
 
     def keep(i, expert):
         experts[i] = expert
 
-    choose_by_warps(routing, numbers, number, None, scores, weights, keep)
+    choose_by_warps(routing, logits(number), number, bias, scores, weights, keep)
+
+
+def of_splits(parts: Any, number: jax.Array, layout: Any) -> jax.Array:
+    """The logits that splits add up to, in their first row; the rows of the other warps are those of no token."""
+    row = plgpu.broadcasted_iota(jnp.int32, number.shape, 0, layout=layout)
+    of_parts = [plgpu.load(parts.at[i], layout=layout, optimized=False) for i in range(parts.shape[0])]
+    return jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)
