@@ -21,6 +21,7 @@ from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
 from jattn_models.layer_pattern import LayerKind, Segment
 from jattn_models.layers import OfLayer, ReadInPlace, Vocabulary
+from jattn_models.norms import RMSNorm
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
 
@@ -147,11 +148,11 @@ class Decoder(nnx.Module):
         hidden = self.vocabulary.embed(forward_batch.input_ids, this_pass.parallel)
         if self.config.embedding_scale != 1.0:
             hidden *= jnp.asarray(self.config.embedding_scale, hidden.dtype)
-        stacks = list(self.layers)
+        stream, stacks = Stream(hidden), list(self.layers)
         for segment in self.config.segments:
             period, stacks = stacks[: len(segment.period)], stacks[len(segment.period) :]
-            hidden, pool = _scanned(period, segment, hidden, this_pass, pool)
-        return self.norm(hidden), pool
+            stream, pool = _scanned(period, segment, stream, this_pass, pool)
+        return self._last_norm(stream, this_pass.parallel), pool
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """float32 logits of the chosen hidden states."""
@@ -160,6 +161,13 @@ class Decoder(nnx.Module):
     def best_token(self, hidden: Float[Array, "B D"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
         """The likeliest token after each, and its logit (`Parallel.best_token`); no logits go between devices."""
         return self._connected.best_token(self._local_logits(hidden))
+
+    def _last_norm(self, stream: Stream, parallel: Parallel) -> Float[Array, "T D"]:
+        if stream.addition is None or not isinstance(self.norm, RMSNorm):
+            return self.norm(stream.summed(parallel))
+        _, normed = self.norm.of_sum(stream.rows, stream.addition, parallel=parallel, rounded=False)
+        assert isinstance(normed, jax.Array)
+        return normed
 
     @property
     def _connected(self) -> Parallel:
@@ -172,7 +180,7 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass: Pass, pool):
+def _scanned(period: Sequence[DecoderLayer], segment: Segment, stream: Stream, this_pass: Pass, pool):
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would
@@ -187,25 +195,33 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
         return nnx.merge(graph, in_place, others)
 
     turns, in_turn = len(segment.layers) // len(period), _in_turn(period, this_pass)
-    are_mixtures = len(period) == 1 and isinstance(period[0].mlp, MixtureOfExperts)
+    multiplies = in_turn and len(period) == 1 and isinstance(period[0].mlp, MixtureOfExperts)
 
     def body(number, carry):
         stream, pool = carry
         # The last layer may take its own first product once more: less time than one layer of another shape costs.
-        following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if in_turn and are_mixtures else None
+        following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if multiplies else None
         for offset, stack in enumerate(stacks):
             layer = number * len(period) + (segment.layers.start + offset)
             stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following)
         return stream, pool
 
-    # What goes round a loop has one shape: the first layer is left nothing in the shape of what the last one leaves.
-    left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(hidden, this_pass.parallel), 0)
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left)
-    stream = Stream(hidden, nothing)
-    if in_turn and are_mixtures and jax.eval_shape(body, jnp.int32(0), (stream, pool))[0].product is not None:
+    parallel, first = this_pass.parallel, 0
+    left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(stream.rows, parallel), 0)
+    if multiplies or jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, left):
+        stream = Stream(stream.summed(parallel))
+        if in_turn and parallel.exchanges:  # nothing is left to the first layer, which therefore exchanges nothing
+            first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
+        else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
+            stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))
+    if multiplies and jax.eval_shape(body, jnp.int32(0), (stream, pool))[0].product is not None:
         stream = layer_of(stacks[0], jnp.int32(0)).multiplied(stream)
-    stream, pool = jax.lax.fori_loop(0, turns, body, (stream, pool), unroll=in_turn)
-    return stream.summed(this_pass.parallel), pool
+    stream, pool = jax.lax.fori_loop(first, turns, body, (stream, pool), unroll=in_turn)
+    return stream._replace(product=None), pool
+
+
+def _shaped(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], jnp.dtype]:
+    return leaf.shape, leaf.dtype
 
 
 def _in_turn(period: Sequence[DecoderLayer], this_pass: Pass) -> bool:

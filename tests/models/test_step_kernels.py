@@ -102,10 +102,10 @@ def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
     assert num_kernels(step_of_model(model, "greedy")) == 2 * 7 + 1
 
 
-def test_xla_adds_up_no_splits_but_the_last_layers(step):
+def test_xla_adds_up_no_splits(step):
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2048), (2048, 5120)))
     assert sums_of_splits(lowered(matmul, x, kernel))
-    assert len(sums_of_splits(step)) == 1
+    assert not sums_of_splits(step)
 
 
 def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):

@@ -79,11 +79,28 @@ def warps_of(tile: int) -> int:
 
 @triton.jit
 @no_type_check
-def inbox_at(table_ptr, number):
+def inbox_at(table_ptr, number, E: tl.constexpr):
     """The address that stands at this place of a row of the table."""
-    low = tl.load(table_ptr + 2 * number).to(tl.uint64)
-    high = tl.load(table_ptr + 2 * number + 1).to(tl.uint64)
+    low = kept(table_ptr + 2 * number, E).to(tl.uint64)
+    high = kept(table_ptr + 2 * number + 1, E).to(tl.uint64)
     return (low | (high << 32)).to(tl.pointer_type(tl.uint32))
+
+
+@triton.jit
+@no_type_check
+def kept(pointer, E: tl.constexpr):
+    """A word that is to stay in L2 while weights go through it: each exchange begins with it."""
+    if E.interpreted:
+        return tl.load(pointer, volatile=True)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
+        " ld.relaxed.gpu.global.L2::cache_hint.b32 $0, [$1], policy; }",
+        "=r,l",
+        [pointer],
+        dtype=tl.uint32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -94,14 +111,14 @@ def begun(table_ptr, E: tl.constexpr):
     The own inbox, the device's lanes in the others', its number, how many exchanges this block has done, and how often
     to look for what is to come.
     """
-    own = inbox_at(table_ptr, 0)
-    calls = tl.load(own + tl.program_id(0), volatile=True)
+    own = inbox_at(table_ptr, 0, E)
+    calls = kept(own + tl.program_id(0), E)
     polls = patience(own, E)
     devices: tl.constexpr = E.devices
-    others = (inbox_at(table_ptr, 1),)
+    others = (inbox_at(table_ptr, 1, E),)
     for distance in tl.static_range(2, devices):
-        others = others + (inbox_at(table_ptr, distance),)  # noqa: RUF005, which Triton does not know
-    rank = tl.load(table_ptr + 2 * E.devices).to(tl.int32)
+        others = others + (inbox_at(table_ptr, distance, E),)  # noqa: RUF005, which Triton does not know
+    rank = kept(table_ptr + 2 * E.devices, E).to(tl.int32)
     return own, others, rank, calls, polls
 
 
@@ -109,7 +126,7 @@ def begun(table_ptr, E: tl.constexpr):
 @no_type_check
 def patience(own, E: tl.constexpr):
     """How often to look for what is to come: once, if any block has given up."""
-    return tl.where(tl.load(own + _failed, volatile=True) == 0, E.polls, 1)
+    return tl.where(kept(own + _failed, E) == 0, E.polls, 1)
 
 
 @triton.jit
