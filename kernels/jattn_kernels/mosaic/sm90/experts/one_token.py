@@ -7,8 +7,8 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
                           token, with 7 others that nobody needs, on its columns
   chosen                  consumer -> producer, and itself: the experts are known, in shared memory
   full                    producer -> consumer: a stage has arrived; `empty` back: it may be overwritten
-  count                   in global memory: of all hidden units' blocks that have been stored. The second product's rows
-                          are read when they are all there; its weights are in shared memory by then.
+  hidden units            in global memory: a block reads those that its second product's units need when they are there
+                          (`one_token_hidden`); the weights are in shared memory by then
 
 Each block makes the choice for itself. Sums are over the whole depth in its order, as `grouped_product` has them.
 
@@ -33,6 +33,7 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
+from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ExpertPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
@@ -54,7 +55,7 @@ from jattn_kernels.routing_spec import Routing
 _MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _MOST_EXPERTS = 512
 _PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "product", "router", "first", "second", "next"
-_LEAST_PARTS = 3  # of what is left to be added: for a product, logits, and a count
+_LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
 
 
 def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
@@ -73,7 +74,10 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
     depths = call.hidden_size, call.units
     if not chooses(routing, is_biased=is_biased) or max(depths) > _MOST_DEPTH or any(d % DEPTH for d in depths):
         return False
-    return call.router is None or _begins_earlier(call.router, routing)
+    if call.router is None:
+        return True
+    told = ExpertPhases.of(call).told_width
+    return call.units <= call.hidden_size and told <= _MOST_DEPTH and _begins_earlier(call.router, routing)
 
 
 def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
@@ -107,7 +111,7 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     rows; the others are 0.
     """
     assert call.routing is not None
-    phases = ExpertPhases(call.per_token, call.units, call.hidden_size, call.activation)
+    phases = ExpertPhases.of(call)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
         router = RouterPhases(call.router.norm, call.router.depth, call.num_experts, call.router.left[0])
@@ -169,8 +173,8 @@ class _OneToken:
             made = made._replace(logits=array(router.router.splits, router.num_experts))
         if router is not None and _ROUTER in self.phases:
             made = made._replace(total=array(1, columns, dtype=self.dtype))
-        if _FIRST in self.phases:
-            made = made._replace(hidden=array(TILED_ROWS, experts.units, dtype=self.dtype))
+        if _FIRST in self.phases and (router is None or _SECOND not in self.phases):
+            made = made._replace(hidden=self._hidden_type())
         if _SECOND in self.phases:
             made = made._replace(parts=array(experts.per_token, ROWS_LEFT, columns))
         if self.next is not None and _NEXT in self.phases:
@@ -178,10 +182,18 @@ class _OneToken:
             made = made._replace(next=array(product.splits, WARPS, product.columns))
         return made
 
+    def _hidden_type(self) -> Any:
+        units = self.experts.units
+        if self.router is None:
+            return jax.ShapeDtypeStruct((TILED_ROWS, units), self.dtype)
+        return jax.ShapeDtypeStruct((self.experts.per_token, units), jnp.float32)
+
     def body(self, tree: Any, made_tree: Any, *refs: Any) -> None:
         count = tree.num_leaves
         operands, made = jax.tree.unflatten(tree, refs[:count]), jax.tree.unflatten(made_tree, refs[count:])
-        row = max(self.experts.columns, self.experts.units, 0 if self.router is None else self.router.row)
+        row = max(self.experts.columns, self.experts.units)
+        if self.router is not None:
+            row = max(row, self.router.row, self.experts.told_width)
 
         def warpgroup(scratch: Scratch) -> None:
             number = lax.axis_index("warpgroup")
@@ -213,8 +225,8 @@ class _OneToken:
         return _FIRST in self.phases or _SECOND in self.phases
 
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
-        products, logits, returned, count = self._exchanged(operands, made)
-        hidden, done = operands.hidden if made.hidden is None else made.hidden, jnp.int32(0)
+        products, logits, returned, hidden = self._exchanged(operands, made)
+        done = jnp.int32(0)
         if self.router is None and _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
@@ -229,26 +241,25 @@ class _OneToken:
         if _FIRST in self.phases:
             if self.router is None:
                 plgpu.barrier_wait(scratch.rows_full)
-            done = self.experts.consume_first(hidden, scratch, count, done)
+            done = self.experts.consume_first(hidden, scratch, done)
         if _SECOND in self.phases:
-            done = self.experts.consume_second(hidden, made.parts, returned, scratch, count, done)
+            done = self.experts.consume_second(hidden, made.parts, returned, scratch, done, dtype=self.dtype)
         if self.next is not None and _NEXT in self.phases:
             self.next.consume(operands, returned, made.next, scratch, done)
 
-    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Count]:
-        """Where blocks find each other's product, logits and what experts return, and how many hidden units there are.
-
-        All but the last are Sums, or None.
-        """
+    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any]:
+        """Where blocks find each other's product, logits, what experts return, and hidden units; or None."""
         router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
+        hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
-            return None, None, None, Count(operands.logits.at[0, 1] if is_one else None)
-        columns = self.experts.columns
+            count = Count(operands.logits.at[0, 1] if is_one else None)
+            return None, None, None, CountedHidden(hidden, count, experts.hidden_blocks)
+        columns = experts.columns
         if is_one:
             left = left_parts(operands.router)
-            products, logits, place = router.room(left)
+            products, logits = router.room(left)
             returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
-            return products, logits, returned, Count(place)
+            return products, logits, returned, experts.told_hidden(left, 3 * columns, left.shape[1] * columns, self.dtype)
         products, logits = (
             None if ref is None else Sums(ref, 0, ref.shape[-1], ref.shape[0])
             for ref in (
@@ -257,7 +268,7 @@ class _OneToken:
             )
         )
         returned = None if operands.parts is None else Sums(operands.parts, 0, ROWS_LEFT * columns, per_token)
-        return products, logits, returned, Count()
+        return products, logits, returned, experts.told_hidden(hidden, 0, experts.units, self.dtype)
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""

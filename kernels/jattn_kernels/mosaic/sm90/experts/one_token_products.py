@@ -9,14 +9,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden, ToldHidden, told_width
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
     STAGES,
-    Count,
     Scratch,
     copy_stage,
     store_row,
@@ -24,8 +25,8 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 )
 
 # Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
-# leave each other what it begins with, and in the third what its experts return.
-ROWS_LEFT = 3
+# leave each other what it begins with, in the third what its experts return, in the fourth their hidden units.
+ROWS_LEFT = 4
 _PAIR = 2  # the gate's columns and the other half's
 
 
@@ -44,6 +45,11 @@ class ExpertPhases:
     columns: int
     activation: Callable[[Any, Any], Any]
 
+    @classmethod
+    def of(cls, call: ExpertsCall) -> "ExpertPhases":
+        """Those of a call."""
+        return cls(call.per_token, call.units, call.hidden_size, call.activation)
+
     @property
     def hidden_blocks(self) -> int:
         """Blocks of hidden units of all experts."""
@@ -53,6 +59,20 @@ class ExpertPhases:
     def column_blocks(self) -> int:
         """Blocks of columns of what all experts return."""
         return self.per_token * (self.columns // WGMMA_ROWS)
+
+    @property
+    def most_units(self) -> int:
+        """Of the second product, of a block."""
+        return pl.cdiv(self.column_blocks, tiles.num_sms())
+
+    @property
+    def told_width(self) -> int:
+        """Numbers of hidden units that tell by themselves, of a block's units."""
+        return told_width(self.units, self.most_units)
+
+    def told_hidden(self, ref: Any, begin: int, stride: int, dtype: Any) -> ToldHidden:
+        """Hidden units in memory, from a flat place on, with a stride from one choice to the next."""
+        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self.most_units, dtype)
 
     def _count(self, of_second: bool) -> Any:
         """The block's units of a product."""
@@ -108,7 +128,7 @@ class ExpertPhases:
 
         return self._for_each(True, copy_unit, done)
 
-    def consume_first(self, hidden: Any, scratch: Scratch, count: Count, done: Any) -> Any:
+    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, done: Any) -> Any:
         """Stores the block's hidden units."""
         steps = self.columns // DEPTH * _PAIR
 
@@ -133,42 +153,48 @@ class ExpertPhases:
             results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, TILED_ROWS) for _ in range(_PAIR)))
             for part in range(_PAIR):
                 plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, STAGES)])
-            result = self.activation(*results).astype(hidden.dtype)
-            store_row(hidden, choice * self.units + block * WGMMA_ROWS, result, 0)
-            count.tell()
+            hidden.store(choice, block, self.activation(*results))
             return done + steps
 
         return self._for_each(False, multiply_unit, done)
 
     def consume_second(
-        self, hidden: Any, parts: Any, returned: Sums | None, scratch: Scratch, count: Count, done: Any
+        self,
+        hidden: CountedHidden | ToldHidden,
+        parts: Any,
+        returned: Sums | None,
+        scratch: Scratch,
+        done: Any,
+        *,
+        dtype: Any,
     ) -> Any:
         """Stores what the block's columns of each expert are, times its weight, and zeros beside them.
 
         Args:
             returned: Where blocks find the same, if they wait for it.
+            dtype: To which what an expert returns is rounded.
         """
-        count.wait(self.hidden_blocks)
+        hidden.bring(scratch, lambda number: jnp.minimum(self._unit(True, number)[0], self.per_token - 1))
         steps = self.units // DEPTH
-        rows = scratch.x.at[:, pl.ds(0, self.units)]
-        plgpu.copy_gmem_to_smem(hidden, rows, scratch.hidden_full)
-        plgpu.barrier_wait(scratch.hidden_full)
 
-        def multiply_unit(choice, block, done):
+        def multiply_unit(number, done):
+            choice, block = self._unit(True, number)
+            rows, row = hidden.of_unit(scratch, number, choice)
+
             def multiply(acc, stage, k):
                 x = rows.at[:, pl.ds(k * DEPTH, DEPTH)]
                 plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
             shape = WGMMA_ROWS, TILED_ROWS
             result = summed_over_stages(multiply, scratch, done, steps, stages=STAGES, shape=shape)
-            result = result.astype(hidden.dtype).astype(jnp.float32) * scratch.weights[choice, 0]
+            result = result.astype(dtype).astype(jnp.float32) * scratch.weights[choice, 0]
             place = choice * ROWS_LEFT * self.columns + block * WGMMA_ROWS
-            store_row(parts, place, result, choice)
+            store_row(parts, place, result, row)
             if returned is not None:
                 own = returned.begin + choice * returned.stride + block * WGMMA_ROWS
-                store_row(returned.ref, own, never_zero(result), choice)
-            for row in range(1, ROWS_LEFT):
-                store_zeros(parts, place + row * self.columns)
+                store_row(returned.ref, own, never_zero(result), row)
+            for zeros in range(1, ROWS_LEFT):
+                store_zeros(parts, place + zeros * self.columns)
             return done + steps
 
-        return self._for_each(True, multiply_unit, done)
+        return lax.fori_loop(0, self._count(True), multiply_unit, done)

@@ -40,8 +40,8 @@ class RouterPhases:
 
     @property
     def product(self) -> SplitProduct:
-        """Two parts are for logits, and the count of hidden units."""
-        return SplitProduct.of_a_unit_each(self.depth, self.norm.columns, self.left_parts - 2)
+        """One part is for logits."""
+        return SplitProduct.of_a_unit_each(self.depth, self.norm.columns, self.left_parts - 1)
 
     @property
     def router(self) -> SplitProduct:
@@ -53,12 +53,12 @@ class RouterPhases:
         """Numbers of the longest row."""
         return max(self.norm.columns, self.product.most_steps * DEPTH)
 
-    def room(self, left: Any) -> tuple[Sums, Sums, Any]:
-        """In what is left: for the product, for logits, and for a count."""
+    def room(self, left: Any) -> tuple[Sums, Sums]:
+        """In what is left: for the product, and for logits."""
         _, rows, columns = left.shape
         products = Sums(left, columns, rows * columns, self.product.splits)
         logits = Sums(left, (self.product.splits * rows + 1) * columns, self.num_experts, self.router.splits)
-        return products, logits, left.at[self.left_parts - 1, 1]
+        return products, logits
 
     def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
         weights = operands.router.output.at[operands.router.output_layer[0]]
