@@ -210,12 +210,14 @@ class RouterOperands:
     Attributes:
         norm: Of it; `norm.additions` are those that come first.
         attended, output, output_layer: Rows and weights, of all layers, of the product that is added last.
+        attention: What its rows are made of where they are not made: of one token, q of which is [N, H].
         kernel: The router's, of all layers; the experts' layer is meant.
         next: Of what follows the mixture.
     """
 
     norm: NormOperands
-    attended: Float[Array, "T A"]
+    attended: Float[Array, "T A"] | None
+    attention: AttentionOperands | None = None
     output: Float[Array, "L A D"]
     output_layer: Int[Array, ""]
     kernel: Float[Array, "L D E"]

@@ -58,7 +58,7 @@ def stack(key, *shape, size, dtype):
     return numbers.astype(dtype).at[:-1].set(jnp.nan)
 
 
-def given(sizes, dtype="bfloat16", rows=1, *, left_rows=4):
+def given(sizes, dtype="bfloat16", rows=1, *, left_rows=13):
     """The token and all weights; what is added to it last is not multiplied yet."""
     weights = functools.partial(stack, dtype=dtype)
     kernels = {

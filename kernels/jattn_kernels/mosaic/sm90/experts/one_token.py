@@ -26,16 +26,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
+from jattn_kernels.call import AttentionCall, ExpertsCall, NextCall, RouterCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts import one_token_attention
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
+from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
-from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ExpertPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ROWS_OF_EXPERTS, ExpertPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
@@ -54,7 +56,7 @@ from jattn_kernels.routing_spec import Routing
 
 _MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _MOST_EXPERTS = 512
-_PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "product", "router", "first", "second", "next"
+_ATTEND, _PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "attend", "product", "router", "first", "second", "next"
 _LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
 
 
@@ -83,7 +85,7 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
 def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
     """Whether it also serves what comes before the choice."""
     (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
-    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_LEFT or call.depth % DEPTH:
+    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_OF_EXPERTS or call.depth % DEPTH:
         return False
     if (
         routing.num_experts % WGMMA_ROWS
@@ -95,7 +97,22 @@ def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
         return False
     if call.next is not None and not _goes_on(call.next):
         return False
-    return RouterPhases(norm, call.depth, routing.num_experts, left_parts).row <= _MOST_DEPTH
+    if call.attention is not None and not (
+        one_token_attention.fits(call.attention, call.depth)
+        and _attention(call.attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, norm.columns)
+    ):
+        return False
+    return _router(call, routing.num_experts).row <= _MOST_DEPTH
+
+
+def _router(call: RouterCall, num_experts: int) -> RouterPhases:
+    attention = None if call.attention is None else _attention(call.attention)
+    return RouterPhases(call.norm, call.depth, num_experts, call.left[0], attention)
+
+
+def _attention(call: AttentionCall) -> AttentionPhase:
+    assert call.page_size is not None
+    return AttentionPhase(call.spec, call.page_size)
 
 
 def _goes_on(call: NextCall) -> bool:
@@ -114,8 +131,9 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     phases = ExpertPhases.of(call)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = RouterPhases(call.router.norm, call.router.depth, call.num_experts, call.router.left[0])
-        kernel = dataclasses.replace(kernel, router=router, phases=(_PRODUCT, _ROUTER, _FIRST, _SECOND))
+        router = _router(call.router, call.num_experts)
+        before = () if router.attention is None else (_ATTEND,)
+        kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
             kernel = dataclasses.replace(kernel, next=_next(call.router.next), phases=(*kernel.phases, _NEXT))
     if tiles.interpret_params() is None:
@@ -167,6 +185,8 @@ class _OneToken:
         experts, router = self.experts, self.router
         columns = experts.columns
         made = Made()
+        if router is not None and router.attention is not None and self.phases == (_ATTEND,):
+            made = made._replace(attended=array(router.attention.splits, router.attention.record))
         if router is not None and self.phases == (_PRODUCT,):
             made = made._replace(products=array(router.product.splits, columns))
         if router is not None and self.phases == (_ROUTER,):
@@ -200,11 +220,15 @@ class _OneToken:
             pl.when(number == 0)(functools.partial(self._consume, operands, made, scratch))
             pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
 
-        buffers = scratch(row, self.experts.columns, self.routing.per_token, self.dtype)
+        attention = None if self.router is None else self.router.attention
+        key_copies = 0 if attention is None else attention.arrivals
+        buffers = scratch(row, self.experts.columns, self.routing.per_token, self.dtype, key_copies)
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
         done = jnp.int32(0)
+        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
+            done = self.router.attention.produce(operands.router.attention, scratch, done)
         if self.router is not None and _PRODUCT in self.phases:
             done = self.router.produce_product(operands, scratch, done)
         if self.router is not None and _ROUTER in self.phases:
@@ -225,13 +249,17 @@ class _OneToken:
         return _FIRST in self.phases or _SECOND in self.phases
 
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
-        products, logits, returned, hidden = self._exchanged(operands, made)
+        attended, products, logits, returned, hidden = self._exchanged(operands, made)
         done = jnp.int32(0)
+        if _SECOND in self.phases:
+            self.experts.clear(made.parts)
         if self.router is None and _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
+        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
+            done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
         if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.consume_product(operands, products, scratch, done)
+            done = self.router.consume_product(operands, attended, products, scratch, done)
         if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
             self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
@@ -247,19 +275,21 @@ class _OneToken:
         if self.next is not None and _NEXT in self.phases:
             self.next.consume(operands, returned, made.next, scratch, done)
 
-    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any]:
-        """Where blocks find each other's product, logits, what experts return, and hidden units; or None."""
+    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
+        """Where blocks find each other's splits of attention, product, logits, what experts return, and hidden units; or None."""
         router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
         hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
             count = Count(operands.logits.at[0, 1] if is_one else None)
-            return None, None, None, CountedHidden(hidden, count, experts.hidden_blocks)
+            return None, None, None, None, CountedHidden(hidden, count, experts.hidden_blocks)
         columns = experts.columns
         if is_one:
             left = left_parts(operands.router)
             products, logits = router.room(left)
             returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
-            return products, logits, returned, experts.told_hidden(left, 3 * columns, left.shape[1] * columns, self.dtype)
+            hidden = experts.told_hidden(left, 3 * columns, left.shape[1] * columns, self.dtype)
+            attended = None if router.attention is None else router.attention.room(left, ROWS_OF_EXPERTS)
+            return attended, products, logits, returned, hidden
         products, logits = (
             None if ref is None else Sums(ref, 0, ref.shape[-1], ref.shape[0])
             for ref in (
@@ -268,7 +298,10 @@ class _OneToken:
             )
         )
         returned = None if operands.parts is None else Sums(operands.parts, 0, ROWS_LEFT * columns, per_token)
-        return products, logits, returned, experts.told_hidden(hidden, 0, experts.units, self.dtype)
+        attended = operands.attended if made.attended is None else made.attended
+        if attended is not None:
+            attended = SplitRoom(attended, 0, attended.shape[1], attended.shape[0])
+        return attended, products, logits, returned, experts.told_hidden(hidden, 0, experts.units, self.dtype)
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""

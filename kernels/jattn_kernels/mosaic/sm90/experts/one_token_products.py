@@ -1,6 +1,7 @@
 """Both products of one token's mixture: units are 64 hidden units of an expert, then 64 columns of its result."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,14 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     Scratch,
     copy_stage,
     store_row,
-    store_zeros,
 )
 
 # Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
-# leave each other what it begins with, in the third what its experts return, in the fourth their hidden units.
-ROWS_LEFT = 4
+# leave each other what it begins with, in the third what its experts return, in the fourth their hidden units, and in
+# the others what splits of attention are.
+ROWS_OF_EXPERTS = 4
+ROWS_LEFT = ROWS_OF_EXPERTS + 9
+_THREADS, _VECTOR = 128, 4  # numbers that a thread stores at once
 _PAIR = 2  # the gate's columns and the other half's
 
 
@@ -158,6 +161,19 @@ class ExpertPhases:
 
         return self._for_each(False, multiply_unit, done)
 
+    def clear(self, parts: Any) -> None:
+        """Stores the block's share of the zeros below what experts return."""
+        below, own, sms = ROWS_LEFT - 1, lax.axis_index("block"), tiles.num_sms()
+        vector = math.gcd(self.columns // _THREADS, _VECTOR)
+        zeros = plgpu.layout_cast(
+            jnp.zeros((self.columns,), parts.dtype), plgpu.Layout.WG_STRIDED((self.columns,), vec_size=vector)
+        )
+
+        @pl.loop(0, lax.div(self.per_token * below - own + sms - 1, sms))
+        def clear_row(i):
+            number = own + i * sms
+            parts[lax.div(number, below), 1 + lax.rem(number, below)] = zeros
+
     def consume_second(
         self,
         hidden: CountedHidden | ToldHidden,
@@ -168,7 +184,7 @@ class ExpertPhases:
         *,
         dtype: Any,
     ) -> Any:
-        """Stores what the block's columns of each expert are, times its weight, and zeros beside them.
+        """Stores what the block's columns of each expert are, times its weight.
 
         Args:
             returned: Where blocks find the same, if they wait for it.
@@ -193,8 +209,6 @@ class ExpertPhases:
             if returned is not None:
                 own = returned.begin + choice * returned.stride + block * WGMMA_ROWS
                 store_row(returned.ref, own, never_zero(result), row)
-            for zeros in range(1, ROWS_LEFT):
-                store_zeros(parts, place + zeros * self.columns)
             return done + steps
 
         return lax.fori_loop(0, self._count(True), multiply_unit, done)

@@ -18,6 +18,8 @@ from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
+from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch, left_parts, store_row
 
@@ -31,12 +33,14 @@ class RouterPhases:
         depth: Of the product.
         num_experts: The router's columns.
         left_parts: Parts that what is left comes in; in the second row of each there is room for a part of a product.
+        attention: What the product's rows are made of; None where they are given.
     """
 
     norm: NormCall
     depth: int
     num_experts: int
     left_parts: int
+    attention: AttentionPhase | None = None
 
     @property
     def product(self) -> SplitProduct:
@@ -51,7 +55,8 @@ class RouterPhases:
     @property
     def row(self) -> int:
         """Numbers of the longest row."""
-        return max(self.norm.columns, self.product.most_steps * DEPTH)
+        share = self.product.most_steps
+        return max(self.norm.columns, share * DEPTH if self.attention is None else merged_width(share))
 
     def room(self, left: Any) -> tuple[Sums, Sums]:
         """In what is left: for the product, and for logits."""
@@ -67,10 +72,17 @@ class RouterPhases:
     def produce_router(self, operands: Any, scratch: Scratch, done: Any) -> Any:
         return self.router.produce(from_last(), operands.router.kernel.at[operands.layer[0]], scratch, done)
 
-    def consume_product(self, operands: Any, products: Sums, scratch: Scratch, done: Any) -> Any:
+    def consume_product(
+        self, operands: Any, attended: SplitRoom | None, products: Sums, scratch: Scratch, done: Any
+    ) -> Any:
         width = self.product.most_steps * DEPTH
 
         def bring(first: Any) -> None:
+            if self.attention is not None:
+                heads = self.product.most_steps
+                target = scratch.x.at[:, pl.ds(0, merged_width(heads))]
+                merge_into(target, self.attention, operands.router.attention, attended, first, heads)
+                return
             source = operands.router.attended.at[pl.ds(0, TILED_ROWS), pl.ds(first * DEPTH, width)]
             plgpu.copy_gmem_to_smem(source, scratch.x.at[:, pl.ds(0, width)], scratch.attended_full)
             plgpu.barrier_wait(scratch.attended_full)

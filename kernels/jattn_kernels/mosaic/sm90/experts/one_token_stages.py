@@ -29,7 +29,7 @@ class OneTokenOperands(NamedTuple):
         gate_up, down: Weights of all layers.
         layer: Which of them.
         next: Of a product that follows, or None.
-        products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done them.
+        attended, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done them.
     """
 
     x: Float[Array, "1 D"] | None
@@ -38,6 +38,7 @@ class OneTokenOperands(NamedTuple):
     gate_up: Float[Array, "L E D F2"]
     down: Float[Array, "L E F D"]
     layer: Int[Array, "1"]
+    attended: Float32[Array, "S _"] | None = None
     products: Float32[Array, "S D"] | None = None
     logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
     hidden: Float[Array, "8 F"] | None = None
@@ -55,12 +56,13 @@ class Made(NamedTuple):
     """What phases store; None of those that another launch has.
 
     Attributes:
-        products, logits, hidden: For later phases.
+        attended, products, logits, hidden: For later phases.
         total: The token's sum.
         parts: What each expert returns, times its weight; then rows of 0.
         next: Splits of the product that follows, four rows each.
     """
 
+    attended: Any = None
     products: Any = None
     logits: Any = None
     total: Any = None
@@ -84,6 +86,9 @@ class Scratch(NamedTuple):
     rows_full: Any
     hidden_full: Any
     total: Any  # (1, D)
+    q: Any = None  # (8, 128): of attention, as the others
+    p: Any = None  # (8, 64)
+    keys_full: Any = None
 
 
 class Count(NamedTuple):
@@ -106,9 +111,13 @@ class Count(NamedTuple):
             all_blocks.wait_for_all(self.place, most)
 
 
-def scratch(row: int, columns: int, per_token: int, dtype: Any) -> Scratch:
-    """For rows of so many numbers, and a token of so many."""
-    return Scratch(
+def scratch(row: int, columns: int, per_token: int, dtype: Any, key_copies: int = 0) -> Scratch:
+    """For rows of so many numbers, and a token of so many.
+
+    Args:
+        key_copies: That bring a stage of keys or values; 0 where there is no attention.
+    """
+    made = Scratch(
         kernel=tiles.tile((STAGES, DEPTH, WGMMA_ROWS), dtype),
         x=tiles.tile((TILED_ROWS, row), dtype, copied_columns=WGMMA_ROWS),
         scores=plgpu.SMEM((per_token, WARPS), jnp.float32),
@@ -121,6 +130,13 @@ def scratch(row: int, columns: int, per_token: int, dtype: Any) -> Scratch:
         rows_full=plgpu.Barrier(),
         hidden_full=plgpu.Barrier(),
         total=plgpu.SMEM((1, columns), dtype),
+    )
+    if not key_copies:
+        return made
+    return made._replace(
+        q=tiles.tile((TILED_ROWS, DEPTH), dtype),
+        p=tiles.tile((TILED_ROWS, WGMMA_ROWS), dtype),
+        keys_full=plgpu.Barrier(num_arrivals=key_copies, num_barriers=STAGES),
     )
 
 
