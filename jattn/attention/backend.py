@@ -12,7 +12,7 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, added
+from jattn.matmul import Splits, Unattended, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents
@@ -68,6 +68,17 @@ class SavesRotated(Protocol):
 
 
 @typing.runtime_checkable
+class AttendsLater(Protocol):
+    """A backend that can leave a token's attention to the kernel that reads it."""
+
+    def unattended(
+        self, q: Float[Array, "T N H"], layer: AttentionLayer, metadata: Any, pool: KVPool
+    ) -> Unattended | None:
+        """The attention that is meant, of keys that are saved; None if it is to be computed."""
+        ...
+
+
+@typing.runtime_checkable
 class SavesLatents(Protocol):
     """A backend that can norm and turn latent rows and save them at once."""
 
@@ -115,12 +126,14 @@ def forward_rotary(
     pool: Any,
     *,
     norms: HeadNorms | None = None,
-) -> tuple[Float[Array, "T N Hv"], Any]:
+    later: bool = False,
+) -> tuple[Float[Array, "T N Hv"] | Unattended, Any]:
     """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
 
     Args:
         qkv: A token's query heads, then its key heads, then as many value heads.
         norms: Of query and key heads before they turn.
+        later: Whether attention may be left to who reads it.
 
     Raises:
         ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
@@ -143,6 +156,10 @@ def forward_rotary(
     saved = None
     if isinstance(backend, SavesRotated):
         saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
+    if saved is not None and later and isinstance(backend, AttendsLater):
+        unattended = backend.unattended(saved[0], layer, metadata, saved[1])
+        if unattended is not None:
+            return unattended, saved[1]
     if saved is not None:
         return forward(backend, saved[0], None, None, layer, forward_batch, metadata, saved[1], save_kv_cache=False)
     qkv = added(qkv)

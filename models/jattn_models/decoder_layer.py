@@ -84,13 +84,18 @@ class DecoderLayer(nnx.Module):
         """
         parallel = this_pass.parallel
         stream, given = self._given(stream, parallel)
-        attended, pool = self.attention(given, layer_index, this_pass, pool)
+        later = {"later": True} if self._takes_attention(parallel) else {}
+        attended, pool = self.attention(given, layer_index, this_pass, pool, **later)
         after = None if following is None else following.first_product
         hidden, addition, product = self._after_attention(stream, attended, parallel, after)
         if self._leaves(addition, parallel):
             return Stream(hidden, addition, product), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
+
+    def _takes_attention(self, parallel: Parallel) -> bool:
+        """Whether the MLP's kernel may compute attention too."""
+        return isinstance(self.attention, Attention) and isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None
 
     @property
     def first_product(self) -> NextProduct | None:
