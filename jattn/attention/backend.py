@@ -72,9 +72,15 @@ class AttendsLater(Protocol):
     """A backend that can leave a token's attention to the kernel that reads it."""
 
     def unattended(
-        self, q: Float[Array, "T N H"], layer: AttentionLayer, metadata: Any, pool: KVPool
+        self,
+        qkv: Float[Array, "T heads H"] | Splits,
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: Any,
+        pool: KVPool,
+        norms: HeadNorms | None = None,
     ) -> Unattended | None:
-        """The attention that is meant, of keys that are saved; None if it is to be computed."""
+        """What `save_rotated` and attention would do; None if it is to be done."""
         ...
 
 
@@ -133,7 +139,7 @@ def forward_rotary(
     Args:
         qkv: A token's query heads, then its key heads, then as many value heads.
         norms: Of query and key heads before they turn.
-        later: Whether attention may be left to who reads it.
+        later: Whether attention may be left to who reads it, and what is saved before it: the pool is then as it was.
 
     Raises:
         ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
@@ -153,13 +159,13 @@ def forward_rotary(
         raise ValueError(
             f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
         )
+    if later and isinstance(backend, AttendsLater):
+        unattended = backend.unattended(qkv, angles, layer, metadata, pool, norms)
+        if unattended is not None:
+            return unattended, pool
     saved = None
     if isinstance(backend, SavesRotated):
         saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
-    if saved is not None and later and isinstance(backend, AttendsLater):
-        unattended = backend.unattended(saved[0], layer, metadata, saved[1])
-        if unattended is not None:
-            return unattended, saved[1]
     if saved is not None:
         return forward(backend, saved[0], None, None, layer, forward_batch, metadata, saved[1], save_kv_cache=False)
     qkv = added(qkv)

@@ -188,16 +188,27 @@ class PagedAttentionBackend:
         return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, **options)
 
     def unattended(
-        self, q: Float[Array, "T N H"], layer: AttentionLayer, metadata: AttentionMetadata, pool: KVPool
+        self,
+        qkv: Float[Array, "T heads H"] | Splits,
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+        norms: HeadNorms | None = None,
     ) -> Unattended | None:
         """The attention that is meant, of one token that decodes by itself; None if it is to be computed."""
         group, kind = pool.groups[layer.group], kind_of(layer)
         read = metadata.read_by(kind, layer.group)
         plain = read.q_positions is None and read.custom_mask is None and layer.sinks is None
-        if read.q_len != 1 or q.shape[0] != 1 or kind.latent or group.v is None or self._is_fp8 or not plain:
+        if read.q_len != 1 or qkv.shape[0] != 1 or kind.latent or group.v is None or self._is_fp8 or not plain:
             return None
+        cos, sin = angles
         return Unattended(
-            q=q,
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            slots=metadata.slots[layer.group],
+            norms=norms,
             k_pages=group.k,
             v_pages=group.v,
             page_table=read.page_table,

@@ -18,7 +18,6 @@ from jattn_kernels.shapes.attention import (
 )
 from jattn_kernels.shapes.options import check_features
 from jattn_kernels.spec import AttentionSpec
-from jattn_kernels.unattended import Unattended
 
 
 @names_options(AttentionKwargs)
@@ -80,50 +79,6 @@ def paged_decode(
         return_lse=return_lse,
         implementation=implementation,
     )
-
-
-def attended(rows: Float[Array, "T D"] | Unattended) -> Float[Array, "T D"]:
-    """The rows that are meant, by `paged_decode`; of what is none, that itself."""
-    if not isinstance(rows, Unattended):
-        return rows
-    out = paged_decode(
-        rows.q[:, None],
-        rows.k_pages,
-        rows.v_pages,
-        rows.page_table,
-        rows.seq_lens,
-        spec=rows.spec,
-        schedule=rows.schedule,
-        implementation=rows.implementation,
-        layer_index=rows.layer_index,
-    )
-    assert not isinstance(out, tuple)
-    return out.reshape(rows.shape)
-
-
-def unattended_call(rows: Unattended) -> tuple[AttentionCall, AttentionOperands]:
-    """The call that is meant, whatever serves it, and its operands.
-
-    Raises:
-        ValueError: As `paged_decode`.
-    """
-    given = AttentionOptions(layer_index=jnp.asarray(rows.layer_index, jnp.int32))
-    places, q = (rows.k_pages, rows.v_pages, rows.page_table, rows.seq_lens), rows.q[:, None]
-    page_size = check_paged_decode(q, *places, given, rows.spec)
-    k, v, page_table, seq_lens = places
-    operands = AttentionOperands(q=q, k=k, v=v, page_table=page_table, seq_lens=seq_lens, options=given)
-    call = AttentionCall(
-        operation="paged_decode",
-        spec=rows.spec,
-        q_dtype=q.dtype.name,
-        kv_dtype=k.dtype.name,
-        page_size=page_size,
-        num_tokens=1,
-        num_seqs=seq_lens.shape[0],
-        features=given.given(),
-        modes=modes_of(operands),
-    )
-    return call, operands
 
 
 @names_options(AttentionKwargs)

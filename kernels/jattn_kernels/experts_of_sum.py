@@ -1,14 +1,12 @@
 """Mixtures of experts of rows that are added up and normed first, and whose router is part of it."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn_kernels.attention import attended, unattended_call
 from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
@@ -19,7 +17,7 @@ from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_logits
 from jattn_kernels.splits import Splits
-from jattn_kernels.unattended import Unattended
+from jattn_kernels.unattended import Pages, Unattended, attended, unattended_call
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
@@ -37,12 +35,12 @@ def routed_experts_of_sum(
     weighs_inputs: bool = False,
     following: NextProduct | None = None,
     **options: Unpack[ExpertsKwargs],
-) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None, Pages | None]:
     """`routed_experts` of rows that are added up and normed first, by a router's logits of them; and the rows' sum.
 
     On Hopper all of it is one kernel for one token, the product too that is added last, if it is not taken yet, with the
     attention that its rows are made by, and the product that the next layer begins with: it is the third of what is
-    returned, None where it is still to do.
+    returned, None where it is still to do. The last are pages with the token's key and value, if its rows are Unattended.
 
     Args:
         x: Its `additions` may be Unmultiplied.
@@ -58,27 +56,22 @@ def routed_experts_of_sum(
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
     if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
-        for product, wanted in _ways(last, following):
-            call, operands = _in_one(x, product, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
+        for wanted in [None] if following is None else [following, None]:
+            call, operands = _in_one(x, last, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
             if serves(call, implementation):
                 return choose(call, implementation).implementation.run(call, operands)
+    if isinstance(last, Unmultiplied) and isinstance(last.rows, Unattended):
+        rows, pages = attended(last.rows)
+        x = dataclasses.replace(x, additions=(*x.additions[:-1], dataclasses.replace(last, rows=rows)))
+        facts |= {"router_bias": router_bias, "choice_bias": choice_bias, "following": following}
+        facts.pop("in_splits")
+        return *routed_experts_of_sum(x, router, routing, gate_up, down, **facts, **options)[:-1], pages
     additions = tuple(multiplied(addition, implementation=implementation) for addition in x.additions)
     given = dataclasses.replace(x, additions=additions)
     product = {"layer_index": options.get("layer_index"), "implementation": implementation}
     logits, total, normed = matmul_splits_of_sum(given, router, bias=router_bias, out_dtype=jnp.float32, **product)
     facts["choice_bias"] = choice_bias
-    return routed_experts(normed, logits, routing, gate_up, down, **facts, **options), total, None
-
-
-def _ways(
-    last: Unmultiplied, following: NextProduct | None
-) -> Iterator[tuple[Unmultiplied, NextProduct | None]]:
-    """What one kernel may take of the two, the most first."""
-    products = [None] if following is None else [following, None]
-    yield from ((last, product) for product in products)
-    if isinstance(last.rows, Unattended):
-        last = dataclasses.replace(last, rows=attended(last.rows))
-        yield from ((last, product) for product in products)
+    return routed_experts(normed, logits, routing, gate_up, down, **facts, **options), total, None, None
 
 
 def _in_one(
@@ -101,7 +94,6 @@ def _in_one(
     rows, attention_call, attention = last.rows, None, None
     if isinstance(rows, Unattended):
         attention_call, attention = unattended_call(rows)
-        attention = dataclasses.replace(attention, q=rows.q[0])
         rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
     product = product_operands(rows, last.kernel, last.layer_index)
     operands = RouterOperands(

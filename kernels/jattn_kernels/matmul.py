@@ -17,7 +17,6 @@ from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quanti
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.ungated import Ungated, gated
-from jattn_kernels.attention import attended
 from jattn_kernels.unmultiplied import Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
@@ -150,7 +149,7 @@ def multiplied(
     """The product that is meant, by `matmul_splits`; of what is none, that itself."""
     if not isinstance(x, Unmultiplied):
         return x
-    return matmul_splits(attended(x.rows), x.kernel, layer_index=x.layer_index, implementation=implementation)
+    return matmul_splits(x.rows, x.kernel, layer_index=x.layer_index, implementation=implementation)
 
 
 def with_bias(product: Float[Array, "*rows F"], bias: Float[Array, " F"]) -> Float[Array, "*rows F"]:

@@ -18,7 +18,7 @@ class Unmultiplied:
     """What is read as rows @ kernel, by a kernel that takes the product itself, before what it does with it.
 
     Attributes:
-        rows: As they are; or what they are made of.
+        rows: As they are; for `routed_experts_of_sum` alone also what they are made of.
         kernel, layer_index: As of `matmul`.
     """
 

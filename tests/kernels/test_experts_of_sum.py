@@ -87,7 +87,9 @@ def following(sizes, dtype="bfloat16", columns=320):
 
 def mixture(x, kernels, following=None, *, routing, **options):
     facts = {"routing": routing, "layer_index": LAYERS - 1, "following": following}
-    return routed_experts_of_sum(x, **facts, **kernels, **options)
+    *made, pages = routed_experts_of_sum(x, **facts, **kernels, **options)
+    assert pages is None
+    return made
 
 
 def in_turn(x, kernels, routing, **options):

@@ -57,6 +57,7 @@ from jattn_kernels.routing_spec import Routing
 _MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _MOST_EXPERTS = 512
 _ATTEND, _PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "attend", "product", "router", "first", "second", "next"
+_LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
 _LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
 
 
@@ -142,7 +143,7 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     for phase in kernel.phases:
         new = dataclasses.replace(kernel, phases=(phase,)).run(operands)
         made = Made(*(old if now is None else now for old, now in zip(made, new, strict=True)))
-        given = {name: value for name, value in made._asdict().items() if value is not None and name != "next"}
+        given = {name: value for name, value in made._asdict().items() if value is not None and name not in _LAST}
         operands = operands._replace(**given)
     return made
 
@@ -164,9 +165,13 @@ class _OneToken:
     def run(self, operands: OneTokenOperands) -> Made:
         made = self._made_types()
         leaves, tree = jax.tree.flatten(operands)
-        if len(self.phases) > 1:  # counts are kept in what nobody else reads
-            counted = operands.logits if operands.router is None else left_parts(operands.router)
-            leaves = [jax.new_ref(leaf) if leaf is counted else leaf for leaf in leaves]
+        in_place, pages = [], ()
+        if len(self.phases) > 1:  # blocks leave each other things in what nobody else reads
+            in_place.append(operands.logits if operands.router is None else left_parts(operands.router))
+        if _ATTEND in self.phases:
+            pages = operands.router.attention.rotary.k_pages, operands.router.attention.rotary.v_pages
+        refs = {id(leaf): jax.new_ref(leaf) for leaf in (*in_place, *pages)}
+        leaves = [refs.get(id(leaf), leaf) for leaf in leaves]
         types, made_tree = jax.tree.flatten(made)
         run = launch.kernel(
             functools.partial(self.body, tree, made_tree),
@@ -176,7 +181,11 @@ class _OneToken:
             num_threads=2,
             kernel_name="one_token_experts",
         )
-        return jax.tree.unflatten(made_tree, run(*leaves))
+        made = jax.tree.unflatten(made_tree, run(*leaves))
+        if pages:
+            k_pages, v_pages = launch.frozen(*(refs[id(leaf)] for leaf in pages))
+            made = made._replace(k_pages=k_pages, v_pages=v_pages)
+        return made
 
     def _made_types(self) -> Made:
         def array(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -1,12 +1,13 @@
 """What one token's mixture may begin with: the attention of that token, whose keys are split over the blocks.
 
 A block has one head of keys and every so many of its tiles: k and v of 64 keys are two stages of the ring, each in two
-halves of 64 columns, one below the other. The weights of the product that follows come meanwhile. What splits leave
-each other are their outputs, normalised, and the logarithms of their sums, in base 2 (`one_token_merge`).
+halves of 64 columns, one below the other. It turns its head's queries itself; the block that has the last tile turns the
+token's key too (`one_token_turning`), puts it and the value into the tile, and then into their page. The weights of the
+product that follows come meanwhile. What splits leave each other are their outputs, normalised, and the logarithms of
+their sums, in base 2 (`one_token_merge`).
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +19,10 @@ from jax import lax
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import never_zero
-from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, PoolPlace
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
+from jattn_kernels.mosaic.sm90.experts.one_token_turning import store_at, turn_key, turn_queries
 from jattn_kernels.spec import AttentionSpec
 
 AT_ONCE = 8  # splits that are merged at a time, and the fewest that there are where there are tiles enough
@@ -121,7 +122,7 @@ class AttentionPhase:
 
     def produce(self, operands: Any, scratch: Scratch, done: Any) -> Any:
         """Asks for the block's keys and values; the stages asked for then, `done` being those of before."""
-        layer = operands.options.layer_index[0]
+        layer = operands.rotary.layer_index[0]
         head, _, share = self._own(operands)
         last_key = jnp.maximum(share.end_key - 1, 0)
 
@@ -131,7 +132,7 @@ class AttentionPhase:
             @pl.loop(share.first, share.end)
             def copy_tile(tile):
                 pages = self.copies.pages(operands.page_table, jnp.int32(0), tile, last_key, own)
-                for of_values, pages_ref in enumerate((operands.k, operands.v)):
+                for of_values, pages_ref in enumerate((operands.rotary.k_pages, operands.rotary.v_pages)):
                     position = done + 2 * (tile - share.first) + of_values
                     stage = lax.rem(position, STAGES)
                     pl.when(position >= STAGES)(lambda stage=stage: plgpu.barrier_wait(scratch.empty.at[stage]))
@@ -161,21 +162,34 @@ class AttentionPhase:
 
         @pl.when(share.first < share.end)
         def attend():
-            rows = pl.ds(pl.multiple_of(head * group, group), group)
-            plgpu.copy_gmem_to_smem(operands.q.at[rows], scratch.q, scratch.attended_full)
-            plgpu.barrier_wait(scratch.attended_full)
-            outs, log_sum = self._attend(share, scratch, done)
+            slot = operands.rotary.slots[0]
+            slots = operands.rotary.k_pages.shape[1] * self.page_size
+            is_new = (split == share.busy - 1) & (slot >= 0) & (slot < slots) & (share.end_key > 0)
+            turn_queries(operands.rotary, scratch, head * group)
+            pl.when(is_new)(lambda: turn_key(operands.rotary, self.spec, scratch, head))
+            plgpu.commit_smem()
+            outs, log_sum = self._attend(share, is_new, scratch, done)
             begin = room.of(split, self.record)
             for half, out in enumerate(outs):
                 column, row = (plgpu.broadcasted_iota(jnp.int32, out.shape, axis, layout=_WGMMA) for axis in range(2))
                 place = begin + (head * group + row) * DEPTH + half * WGMMA_ROWS + column
-                _scatter(room.ref, place, never_zero(out), _WGMMA)
+                store_at(room.ref, jnp.where(row < group, place, -1), never_zero(out), _WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, log_sum.shape, 0, layout=_OF_ROWS)
-            _scatter(room.ref, begin + self.depth + head * group + row, never_zero(log_sum), _OF_ROWS)
+            place = jnp.where(row < group, begin + self.depth + head * group + row, -1)
+            store_at(room.ref, place, never_zero(log_sum), _OF_ROWS)
+            pl.when(is_new)(lambda: self._write(operands.rotary, scratch, head, slot))
 
         return done + 2 * (share.end - share.first)
 
-    def _attend(self, share: Share, scratch: Scratch, done: Any) -> tuple[list[jax.Array], jax.Array]:
+    def _write(self, operands: Any, scratch: Scratch, head: Any, slot: Any) -> None:
+        """The token's key and value into its page, which nobody else reads."""
+        layer, page, number = operands.layer_index[0], lax.div(slot, self.page_size), lax.rem(slot, self.page_size)
+        place = (number, head) if self.spec.page_layout == "NHD" else (head, number)
+        layout = plgpu.Layout.WG_STRIDED((DEPTH,), vec_size=1)
+        for of_values, pages in enumerate((operands.k_pages, operands.v_pages)):
+            pages[layer, page, *place] = plgpu.load(scratch.new.at[of_values], layout=layout, optimized=False)
+
+    def _attend(self, share: Share, is_new: Any, scratch: Scratch, done: Any) -> tuple[list[jax.Array], jax.Array]:
         """Both halves' outputs, [64, rows] each, and the logarithm of each row's sum; decode's formulas."""
         shape = _KEYS, TILED_ROWS
 
@@ -185,7 +199,17 @@ class AttentionPhase:
             k_stage, v_stage = (lax.rem(position + of_values, STAGES) for of_values in range(2))
             halves = [pl.ds(half * _KEYS, _KEYS) for half in range(_HALVES)]
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA) + tile * _KEYS
+            keys_left = share.end_key - tile * _KEYS
+
+            def put_new(of_values, stage):
+                @pl.when(is_new & (keys_left <= _KEYS))
+                def put():
+                    for number, half in enumerate(halves):
+                        new = scratch.new.at[of_values, pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)]
+                        _put_row(scratch.kernel.at[stage, half], keys_left - 1, new)
+
             plgpu.barrier_wait(scratch.keys_full.at[k_stage])
+            put_new(0, k_stage)
 
             def scores(ref):
                 for number, half in enumerate(halves):
@@ -204,7 +228,7 @@ class AttentionPhase:
             plgpu.commit_smem()
             l_i = l_i * _spread(alpha, shape) + p
             plgpu.barrier_wait(scratch.keys_full.at[v_stage])
-            keys_left = share.end_key - tile * _KEYS
+            put_new(1, v_stage)
 
             @pl.when(keys_left < _KEYS)
             def clear():
@@ -233,19 +257,13 @@ def _spread(of_rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(of_rows, shape, [1])
 
 
-def _scatter(out: Any, places: jax.Array, values: jax.Array, layout: Any) -> None:
-    """Numbers at flat places."""
-    if tiles.interpret_params() is None:
-        scatter(out, places, values, layout)
-        return
-    flat_places, flat_values = places.reshape(-1), values.reshape(-1)
-
-    @pl.loop(0, flat_places.shape[0])
-    def store(i):
-        begin, place = flat_places[i], []
-        for size in reversed(out.shape):
-            place, begin = [lax.rem(begin, size), *place], lax.div(begin, size)
-        out[tuple(place)] = flat_values[i]
+def _put_row(tile: Any, row: Any, numbers: Any) -> None:
+    """tile[row] = numbers, as TMA would have it."""
+    old = plgpu.load(tile, layout=_WGMMA, optimized=False)
+    new = plgpu.load(numbers, layout=_OF_ROWS, optimized=False)
+    rows = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=_WGMMA)
+    tile[...] = jnp.where(rows == row, _spread(new, old.shape), old)
+    plgpu.commit_smem()
 
 
 def fits(call: AttentionCall, depth: int) -> bool:
@@ -263,10 +281,10 @@ def fits(call: AttentionCall, depth: int) -> bool:
         and call.num_seqs == 1
         and call.num_tokens == 1
         and call.kv_dtype == call.q_dtype
-        and call.features <= {"layer_index"}
+        and call.features <= {"layer_index", "head_norms"}
         and dataclasses.replace(spec, v_head_dim=None) == plain
         and spec.value_dim == spec.head_dim == DEPTH
-        and spec.group_size == TILED_ROWS
+        and spec.group_size <= TILED_ROWS <= spec.group_size + 2 * spec.num_kv_heads
         and depth == spec.num_q_heads * DEPTH
         and call.page_size is not None
         and (_KEYS % call.page_size == 0 or call.page_size % _KEYS == 0)

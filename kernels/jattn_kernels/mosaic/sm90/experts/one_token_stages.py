@@ -60,6 +60,7 @@ class Made(NamedTuple):
         total: The token's sum.
         parts: What each expert returns, times its weight; then rows of 0.
         next: Splits of the product that follows, four rows each.
+        k_pages, v_pages: With the token's key and value.
     """
 
     attended: Any = None
@@ -69,6 +70,8 @@ class Made(NamedTuple):
     hidden: Any = None
     parts: Any = None
     next: Any = None
+    k_pages: Any = None
+    v_pages: Any = None
 
 
 class Scratch(NamedTuple):
@@ -88,6 +91,7 @@ class Scratch(NamedTuple):
     total: Any  # (1, D)
     q: Any = None  # (8, 128): of attention, as the others
     p: Any = None  # (8, 64)
+    new: Any = None  # (2, 128)
     keys_full: Any = None
 
 
@@ -136,6 +140,7 @@ def scratch(row: int, columns: int, per_token: int, dtype: Any, key_copies: int 
     return made._replace(
         q=tiles.tile((TILED_ROWS, DEPTH), dtype),
         p=tiles.tile((TILED_ROWS, WGMMA_ROWS), dtype),
+        new=plgpu.SMEM((2, DEPTH), dtype),
         keys_full=plgpu.Barrier(num_arrivals=key_copies, num_barriers=STAGES),
     )
 
