@@ -109,13 +109,15 @@ def test_one_tokens_mixture_with_its_attention_agrees_with_float64(hopper, seq_l
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (64, "HND"), (32, "NHD"), (8, "NHD"), (128, "NHD")])
+@pytest.mark.parametrize(
+    ("page_size", "layout", "dtype"),
+    [(16, "NHD", "bfloat16"), (64, "HND", "float16"), (32, "NHD", "bfloat16"), (8, "HND", "bfloat16")],
+)
 def test_one_tokens_mixture_with_its_attention_agrees_with_float64_on_a_gpu(page_size, layout, dtype):
     x, kernels = given(LARGE, dtype)
     routing, product = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token), following(LARGE, dtype)
     run = jax.jit(functools.partial(attended_mixture, routing=routing, following=product))
-    for seq_len in (0, 1, 64, 65, 500, 1024, 1030, 3500, 11000, 25000):
+    for seq_len in (0, 1, 64, 65, 1024, 1030, 3500, 11000, 25000):
         rows = unattended(LARGE, seq_len, dtype, page_size=page_size, layout=layout, max_keys=25100)
         if seq_len == 0:
             assert is_one_kernel(run, with_attention(x, rows), kernels)

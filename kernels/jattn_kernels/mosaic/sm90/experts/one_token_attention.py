@@ -285,6 +285,7 @@ def fits(call: AttentionCall, depth: int) -> bool:
         and dataclasses.replace(spec, v_head_dim=None) == plain
         and spec.value_dim == spec.head_dim == DEPTH
         and spec.group_size <= TILED_ROWS <= spec.group_size + 2 * spec.num_kv_heads
+        and spec.num_q_heads % 4 == 0  # what is polled lies at multiples of 16 bytes
         and depth == spec.num_q_heads * DEPTH
         and call.page_size is not None
         and (_KEYS % call.page_size == 0 or call.page_size % _KEYS == 0)
