@@ -42,10 +42,12 @@ from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
+    KEPT,
     STAGES,
     Count,
     Made,
     OneTokenOperands,
+    Ring,
     Scratch,
     left_parts,
     scratch,
@@ -235,22 +237,36 @@ class _OneToken:
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
-        done = jnp.int32(0)
+        before = jnp.int32(0)
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
-            done = self.router.attention.produce(operands.router.attention, scratch, done)
+            before = self.router.attention.produce(operands.router.attention, scratch, before)
         if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.produce_product(operands, scratch, done)
+            before = self.router.produce_product(operands, scratch, before)
         if self.router is not None and _ROUTER in self.phases:
-            done = self.router.produce_router(operands, scratch, done)
+            before = self.router.produce_router(operands, scratch, before)
+        ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
+        if self.next is not None and _NEXT in self.phases:
+            self.next.produce_first(operands, scratch, ring)
         if self._chooses:
             plgpu.barrier_wait(scratch.chosen)
         if _FIRST in self.phases:
-            done = self.experts.produce_first(operands, scratch, done)
+            done = self.experts.produce_first(operands, scratch, ring, done)
         if _SECOND in self.phases:
-            done = self.experts.produce_second(operands, scratch, done)
+            done = self.experts.produce_second(operands, scratch, ring, done)
         if self.next is not None and _NEXT in self.phases:
-            done = self.next.produce(operands, scratch, done)
-        wait_for_last(scratch.empty, done, STAGES)
+            done, kept = self.next.produce(operands, scratch, ring, done)
+        if not self._chooses and _NEXT not in self.phases:
+            wait_for_last(scratch.empty, before, STAGES)
+            return
+        wait_for_last(scratch.empty, done, ring.stages)
+
+        @pl.loop(0, kept)
+        def wait(number):
+            plgpu.barrier_wait(scratch.empty.at[ring.stages + number])
+
+    def _ring(self, before: Any = 0) -> Ring:
+        """The stages of the phases from the choice on, after so many."""
+        return Ring(STAGES - KEPT if _NEXT in self.phases else STAGES, before)
 
     @property
     def _chooses(self) -> bool:
@@ -273,16 +289,17 @@ class _OneToken:
             self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)
+        ring, done = self._ring(), jnp.int32(0)
         if self._chooses:
             self._choose(operands, logits, scratch)
         if _FIRST in self.phases:
             if self.router is None:
                 plgpu.barrier_wait(scratch.rows_full)
-            done = self.experts.consume_first(hidden, scratch, done)
+            done = self.experts.consume_first(hidden, scratch, ring, done)
         if _SECOND in self.phases:
-            done = self.experts.consume_second(hidden, made.parts, returned, scratch, done, dtype=self.dtype)
+            done = self.experts.consume_second(hidden, made.parts, returned, scratch, ring, done, dtype=self.dtype)
         if self.next is not None and _NEXT in self.phases:
-            self.next.consume(operands, returned, made.next, scratch, done)
+            self.next.consume(operands, returned, made.next, scratch, ring, done)
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
         """Where blocks find each other's splits of attention, product, logits, what experts return, and hidden units; or None."""

@@ -18,9 +18,8 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden, ToldHidden, told_width
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
-    STAGES,
+    Ring,
     Scratch,
-    copy_stage,
     store_row,
 )
 
@@ -101,7 +100,7 @@ class ExpertPhases:
 
         return lax.fori_loop(0, self._count(of_second), step, start)
 
-    def produce_first(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
@@ -111,27 +110,28 @@ class ExpertPhases:
                 for part in range(_PAIR):
                     columns = pl.ds(part * self.units + block * WGMMA_ROWS, WGMMA_ROWS)
                     weights = operands.gate_up.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns]
-                    done = copy_stage(weights, scratch, done)
+                    done = ring.copy(weights, scratch, done)
                 return done
 
             return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
 
         return self._for_each(False, copy_unit, done)
 
-    def produce_second(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+    def produce_second(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
             expert, columns = scratch.experts[choice, 0], pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)
 
             def copy_step(k, done):
-                return copy_stage(operands.down.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns], scratch, done)
+                weights = operands.down.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns]
+                return ring.copy(weights, scratch, done)
 
             return lax.fori_loop(0, self.units // DEPTH, copy_step, done)
 
         return self._for_each(True, copy_unit, done)
 
-    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, done: Any) -> Any:
+    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, ring: Ring, done: Any) -> Any:
         """Stores the block's hidden units."""
         steps = self.columns // DEPTH * _PAIR
 
@@ -141,7 +141,7 @@ class ExpertPhases:
                 def multiply_step(k):
                     x = scratch.x.at[:, pl.ds(k * DEPTH, DEPTH)].transpose((1, 0))
                     for part, acc in enumerate(sums):
-                        stage = lax.rem(done + k * _PAIR + part, STAGES)
+                        stage = lax.rem(done + k * _PAIR + part, ring.stages)
                         plgpu.barrier_wait(scratch.full.at[stage])
                         plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
                     plgpu.wgmma_wait(_PAIR)  # those of the last step are done
@@ -149,13 +149,13 @@ class ExpertPhases:
                     @pl.when(k > 0)
                     def free():
                         for part in range(_PAIR):
-                            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, STAGES)])
+                            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, ring.stages)])
 
                 return [acc[...] for acc in sums]
 
             results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, TILED_ROWS) for _ in range(_PAIR)))
             for part in range(_PAIR):
-                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, STAGES)])
+                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, ring.stages)])
             hidden.store(choice, block, self.activation(*results))
             return done + steps
 
@@ -180,6 +180,7 @@ class ExpertPhases:
         parts: Any,
         returned: Sums | None,
         scratch: Scratch,
+        ring: Ring,
         done: Any,
         *,
         dtype: Any,
@@ -202,7 +203,7 @@ class ExpertPhases:
                 plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
             shape = WGMMA_ROWS, TILED_ROWS
-            result = summed_over_stages(multiply, scratch, done, steps, stages=STAGES, shape=shape)
+            result = summed_over_stages(multiply, scratch, done, steps, stages=ring.stages, shape=shape)
             result = result.astype(dtype).astype(jnp.float32) * scratch.weights[choice, 0]
             place = choice * ROWS_LEFT * self.columns + block * WGMMA_ROWS
             store_row(parts, place, result, row)

@@ -21,7 +21,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch, left_parts, store_row
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Ring, Scratch, left_parts, store_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,11 @@ class RouterPhases:
 
     def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
         weights = operands.router.output.at[operands.router.output_layer[0]]
-        return self.product.produce(lax.axis_index("block"), weights, scratch, done)
+        return self.product.produce(lax.axis_index("block"), weights, lambda *stage: _copy(scratch, *stage), done)
 
     def produce_router(self, operands: Any, scratch: Scratch, done: Any) -> Any:
-        return self.router.produce(from_last(), operands.router.kernel.at[operands.layer[0]], scratch, done)
+        weights = operands.router.kernel.at[operands.layer[0]]
+        return self.router.produce(from_last(), weights, lambda *stage: _copy(scratch, *stage), done)
 
     def consume_product(
         self, operands: Any, attended: SplitRoom | None, products: Sums, scratch: Scratch, done: Any
@@ -111,6 +112,10 @@ class RouterPhases:
 
     def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:
         return self.router.consume(from_last(), scratch, lambda *unit: _store(logits, *unit), done)
+
+
+def _copy(scratch: Scratch, weights: Any, number: Any) -> None:
+    Ring().copy(weights, scratch, number)
 
 
 def _store(sums: Sums, split: Any, block: Any, result: jax.Array) -> None:

@@ -16,6 +16,7 @@ from jattn_kernels.operands import NextOperands, RouterOperands
 
 DEPTH = 128  # of a stage: a copy of 16 KB
 STAGES = 11
+KEPT = 5  # stages for the first weights of the product that follows, asked for while the experts are not known
 
 
 class OneTokenOperands(NamedTuple):
@@ -145,12 +146,30 @@ def scratch(row: int, columns: int, per_token: int, dtype: Any, key_copies: int 
     )
 
 
-def copy_stage(weights: Any, scratch: Scratch, done: Any) -> Any:
-    """Asks for a stage's weights, once it is free; the stages asked for so far."""
-    stage = lax.rem(done, STAGES)
-    pl.when(done >= STAGES)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
+class Ring(NamedTuple):
+    """Some stages, the first ones, that are used in turn, and others behind them that are used once.
+
+    Attributes:
+        stages: Of those in turn.
+        before: So many have been used before, whose release nobody has waited for yet.
+    """
+
+    stages: int = STAGES
+    before: Any = 0
+
+    def copy(self, weights: Any, scratch: Scratch, done: Any) -> Any:
+        """Asks for a stage's weights, once it is free; the stages asked for so far."""
+        _copy(weights, scratch, lax.rem(done, self.stages), (done >= self.stages) | (done < self.before))
+        return done + 1
+
+    def copy_behind(self, weights: Any, scratch: Scratch, number: Any) -> None:
+        """Likewise for one of the others."""
+        _copy(weights, scratch, self.stages + number, self.stages + number < self.before)
+
+
+def _copy(weights: Any, scratch: Scratch, stage: Any, is_used: Any) -> None:
+    pl.when(is_used)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
     plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], scratch.full.at[stage])
-    return done + 1
 
 
 def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:
