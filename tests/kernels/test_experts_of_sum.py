@@ -154,6 +154,7 @@ def assert_next_product(product, out, total, given):
     ("sizes", "dtype", "scoring", "biased"),
     [
         (SMALL, "bfloat16", "softmax", False),
+        (SMALL._replace(experts=128), "bfloat16", "softmax_of_chosen", False),
         pytest.param(UNEVEN, "float16", "sigmoid", True, marks=pytest.mark.slow),
     ],
 )

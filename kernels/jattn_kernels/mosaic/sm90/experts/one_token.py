@@ -52,7 +52,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     left_parts,
     scratch,
 )
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_for_one, of_splits
+from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_rank, choose_for_one, of_splits, ranks
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
 
@@ -233,7 +233,7 @@ class _OneToken:
 
         attention = None if self.router is None else self.router.attention
         key_copies = 0 if attention is None else attention.arrivals
-        buffers = scratch(row, self.experts.columns, self.routing.per_token, self.dtype, key_copies)
+        buffers = scratch(row, self.experts.columns, self.routing, self.dtype, key_copies)
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
@@ -331,6 +331,16 @@ class _OneToken:
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""
+        if logits is not None and ranks(self.routing, is_biased=operands.bias is not None):
+
+            def known() -> None:
+                plgpu.barrier_arrive(scratch.chosen)
+                plgpu.barrier_wait(scratch.chosen)
+
+            choice = scratch.scores, scratch.weights, scratch.experts
+            choose_by_rank(self.routing, logits.added_up, scratch.keys, *choice, known)
+            plgpu.commit_smem()
+            return
         layout = by_experts(self.routing)
 
         def numbers(number: jax.Array) -> jax.Array:

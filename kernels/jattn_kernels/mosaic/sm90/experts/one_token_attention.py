@@ -19,10 +19,11 @@ from jax import lax
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import never_zero
+from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, PoolPlace
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
-from jattn_kernels.mosaic.sm90.experts.one_token_turning import store_at, turn_key, turn_queries
+from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn_key, turn_queries
 from jattn_kernels.spec import AttentionSpec
 
 AT_ONCE = 8  # splits that are merged at a time, and the fewest that there are where there are tiles enough

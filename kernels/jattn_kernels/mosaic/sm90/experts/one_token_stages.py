@@ -13,6 +13,7 @@ from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.operands import NextOperands, RouterOperands
+from jattn_kernels.routing_spec import Routing
 
 DEPTH = 128  # of a stage: a copy of 16 KB
 STAGES = 11
@@ -90,6 +91,7 @@ class Scratch(NamedTuple):
     rows_full: Any
     hidden_full: Any
     total: Any  # (1, D)
+    keys: Any  # (experts,)
     q: Any = None  # (8, 128): of attention, as the others
     p: Any = None  # (8, 64)
     new: Any = None  # (2, 128)
@@ -116,12 +118,13 @@ class Count(NamedTuple):
             all_blocks.wait_for_all(self.place, most)
 
 
-def scratch(row: int, columns: int, per_token: int, dtype: Any, key_copies: int = 0) -> Scratch:
+def scratch(row: int, columns: int, routing: Routing, dtype: Any, key_copies: int = 0) -> Scratch:
     """For rows of so many numbers, and a token of so many.
 
     Args:
         key_copies: That bring a stage of keys or values; 0 where there is no attention.
     """
+    per_token = routing.per_token
     made = Scratch(
         kernel=tiles.tile((STAGES, DEPTH, WGMMA_ROWS), dtype),
         x=tiles.tile((TILED_ROWS, row), dtype, copied_columns=WGMMA_ROWS),
@@ -135,6 +138,7 @@ def scratch(row: int, columns: int, per_token: int, dtype: Any, key_copies: int 
         rows_full=plgpu.Barrier(),
         hidden_full=plgpu.Barrier(),
         total=plgpu.SMEM((1, columns), dtype),
+        keys=plgpu.SMEM((routing.num_experts,), jnp.int32),
     )
     if not key_copies:
         return made

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.indexed import scatter
+from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch
 from jattn_kernels.mosaic.sm90.rotate_and_write import halves_layout, normed_halves
@@ -50,7 +50,7 @@ def turn_key(operands: Any, spec: AttentionSpec, scratch: Scratch, head: Any) ->
         for half, numbers in enumerate(halves):
             row, column = (plgpu.broadcasted_iota(jnp.int32, numbers.shape, axis, layout=_LAYOUT) for axis in range(2))
             place = of_values * DEPTH + half * _HALF + column
-            store_at(scratch.new, jnp.where(row == own - first, place, -1), numbers, _LAYOUT)
+            store_at(scratch.new, jnp.where(row == own - first, place, -1), numbers, _LAYOUT, along=1)
 
 
 def _summed(operands: Any, first: Any, rows: int) -> list[jax.Array]:
@@ -80,24 +80,6 @@ def _turned(operands: Any, first: Any, rows: int, scale: Any) -> list[jax.Array]
         halves = normed_halves(halves, norms, scales)
     one, other = (part.astype(jnp.float32) for part in halves)
     return [half.astype(dtype) for half in (one * cos - other * sin, other * cos + one * sin)]
-
-
-def store_at(out: Any, places: jax.Array, values: jax.Array, layout: Any) -> None:
-    """Numbers at flat places of an array of any shape; none where the place is below 0."""
-    if tiles.interpret_params() is None:
-        scatter(out, places, values, layout)
-        return
-    flat_places, flat_values = places.reshape(-1), values.reshape(-1)
-
-    @pl.loop(0, flat_places.shape[0])
-    def store(i):
-        begin, place = flat_places[i], []
-        for size in reversed(out.shape):
-            place, begin = [lax.rem(begin, size), *place], lax.div(begin, size)
-
-        @pl.when(flat_places[i] >= 0)
-        def _():
-            out[tuple(place)] = flat_values[i]
 
 
 def _store_rows(target: Any, half: int, values: jax.Array) -> None:
