@@ -24,7 +24,7 @@ from tests.kernels.test_experts_of_sum import (
     is_one_kernel,
 )
 
-SMALL = Sizes(1024, 2048, 128, 64, 8)
+SMALL, MEDIUM = Sizes(1024, 2048, 128, 64, 8), Sizes(2048, 4096, 128, 64, 8)
 WIDTH = 128
 
 
@@ -53,7 +53,9 @@ def unattended(sizes, seq_len, dtype="bfloat16", *, page_size=16, layout="NHD", 
         return numbers if layout == "NHD" else numbers.swapaxes(2, 3)
 
     angles = jnp.linspace(0, 3, WIDTH // 2)[None]
-    parts = jnp.pad(jax.random.normal(jax.random.key(21), (2, 1, heads + 2 * kv_heads, WIDTH)), ((0, 0), (0, 3)) + ((0, 0),) * 2)
+    parts = jnp.pad(
+        jax.random.normal(jax.random.key(21), (2, 1, heads + 2 * kv_heads, WIDTH)), ((0, 0), (0, 3)) + ((0, 0),) * 2
+    )
     scales = [jax.random.normal(jax.random.key(key), (3, WIDTH)).astype(dtype) for key in (24, 25)]
     return Unattended(
         qkv=Splits(parts=parts, num_rows=1, dtype=jnp.dtype(dtype)),
@@ -108,43 +110,53 @@ def test_one_tokens_mixture_with_its_attention_agrees_with_float64(hopper, seq_l
         np.testing.assert_allclose(own.astype("float32"), other.astype("float32"), rtol=0.02, atol=0.02)
 
 
+def have_same_bits(one, other):
+    """Whether NaN are of the same bits too, on the device."""
+
+    def bits(x):
+        return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+
+    same = jax.tree.map(lambda a, b: jnp.array_equal(bits(a), bits(b)), one, other)
+    return all(map(bool, jax.tree.leaves(same)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("page_size", "layout", "dtype"),
     [(16, "NHD", "bfloat16"), (64, "HND", "float16"), (32, "NHD", "bfloat16"), (8, "HND", "bfloat16")],
 )
 def test_one_tokens_mixture_with_its_attention_agrees_with_float64_on_a_gpu(page_size, layout, dtype):
-    x, kernels = given(LARGE, dtype)
-    routing, product = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token), following(LARGE, dtype)
+    x, kernels = given(MEDIUM, dtype)
+    routing, product = Routing(num_experts=MEDIUM.experts, per_token=MEDIUM.per_token), following(MEDIUM, dtype)
     run = jax.jit(functools.partial(attended_mixture, routing=routing, following=product))
+    apart = jax.jit(functools.partial(in_turn, implementation="mosaic"))
     for seq_len in (0, 1, 64, 65, 1024, 1030, 3500, 11000, 25000):
-        rows = unattended(LARGE, seq_len, dtype, page_size=page_size, layout=layout, max_keys=25100)
+        rows = unattended(MEDIUM, seq_len, dtype, page_size=page_size, layout=layout, max_keys=25100)
         if seq_len == 0:
             assert is_one_kernel(run, with_attention(x, rows), kernels)
         out, total, after, pages = run(with_attention(x, rows), kernels)
-        expected, expected_pages = jax.jit(functools.partial(in_turn, implementation="mosaic"))(rows)
+        expected, expected_pages = apart(rows)
         assert_mixture_of_sum(out, total, with_attention(x, expected), kernels, routing)
         assert_next_product(after, out, total, product)
-        jax.tree.map(np.testing.assert_array_equal, pages, expected_pages)
+        assert have_same_bits(pages, expected_pages), f"pages, {seq_len} keys"
 
 
 @pytest.mark.gpu
-def test_one_tokens_mixture_with_its_attention_has_the_bits_of_its_parts_in_turn():
+@pytest.mark.parametrize("seq_len", [60, 1090, 5000])
+def test_one_tokens_mixture_with_its_attention_has_the_bits_of_its_parts_in_turn(seq_len):
     """Of one tile of keys: more are not cut as decode's kernel cuts them. Then the same bits each time."""
     x, kernels = given(LARGE)
     routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
     product = following(LARGE, columns=5120)
     run = jax.jit(functools.partial(attended_mixture, routing=routing, following=product))
-    for seq_len in (60, 1090, 5000):
-        rows = unattended(LARGE, seq_len, max_keys=5100)
-        first = run(with_attention(x, rows), kernels)
-        if seq_len <= 64:
-            expected, pages = jax.jit(functools.partial(in_turn, implementation="mosaic"))(rows)
-            expected = run(with_attention(x, expected), kernels)
-            jax.tree.map(np.testing.assert_array_equal, first[:3], expected[:3])
-            jax.tree.map(np.testing.assert_array_equal, first[3], pages)
-        for _ in range(200):
-            jax.tree.map(np.testing.assert_array_equal, run(with_attention(x, rows), kernels), first)
+    rows = unattended(LARGE, seq_len, max_keys=5100)
+    first = run(with_attention(x, rows), kernels)
+    if seq_len <= 64:
+        expected, pages = jax.jit(functools.partial(in_turn, implementation="mosaic"))(rows)
+        in_parts = run(with_attention(x, expected), kernels)
+        assert have_same_bits(first, (*in_parts[:3], pages))
+    for number in range(200):
+        assert have_same_bits(run(with_attention(x, rows), kernels), first), f"run {number}"
 
 
 def test_one_tokens_mixture_with_its_attention_is_one_kernel(monkeypatch):

@@ -52,7 +52,14 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     left_parts,
     scratch,
 )
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_by_rank, choose_for_one, of_splits, ranks
+from jattn_kernels.mosaic.sm90.experts.warp_choice import (
+    LANES,
+    by_experts,
+    choose_by_rank,
+    choose_for_one,
+    of_splits,
+    ranks,
+)
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
 
