@@ -22,8 +22,8 @@ from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_sche
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.temperature import over_temperature
-from jattn_kernels.ungated import Ungated
 from jattn_kernels.unattended import Unattended
+from jattn_kernels.ungated import Ungated
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
@@ -37,8 +37,8 @@ __all__ = [
     "RawLatents",
     "Routing",
     "Splits",
-    "Ungated",
     "Unattended",
+    "Ungated",
     "Unmultiplied",
     "Unnormed",
     "add_rms_norm",

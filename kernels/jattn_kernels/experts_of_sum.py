@@ -38,9 +38,9 @@ def routed_experts_of_sum(
 ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None, Pages | None]:
     """`routed_experts` of rows that are added up and normed first, by a router's logits of them; and the rows' sum.
 
-    On Hopper all of it is one kernel for one token, the product too that is added last, if it is not taken yet, with the
-    attention that its rows are made by, and the product that the next layer begins with: it is the third of what is
-    returned, None where it is still to do. The last are pages with the token's key and value, if its rows are Unattended.
+    On Hopper all of it is one kernel for one token, the product too that is added last, if it is not taken yet, with
+    the attention that its rows are made by, and the product that the next layer begins with: it is the third of what is
+    returned, None where it is still to do. The last are pages with the token's key and value, if rows are Unattended.
 
     Args:
         x: Its `additions` may be Unmultiplied.
@@ -56,10 +56,11 @@ def routed_experts_of_sum(
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
     if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
+        asked = implementation or (last.rows.implementation if isinstance(last.rows, Unattended) else None)
         for wanted in [None] if following is None else [following, None]:
             call, operands = _in_one(x, last, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
-            if serves(call, implementation):
-                return choose(call, implementation).implementation.run(call, operands)
+            if serves(call, asked):
+                return choose(call, asked).implementation.run(call, operands)
     if isinstance(last, Unmultiplied) and isinstance(last.rows, Unattended):
         rows, pages = attended(last.rows)
         x = dataclasses.replace(x, additions=(*x.additions[:-1], dataclasses.replace(last, rows=rows)))

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import AttentionSpec, HeadNorms, Routing, Splits, Unattended, routed_experts_of_sum
+from jattn_kernels import AttentionSpec, HeadNorms, Routing, Splits, Unattended, multiplied, routed_experts_of_sum
 from jattn_kernels.call import Device
+from jattn_kernels.spec import PageLayout
 from jattn_kernels.unattended import attended
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
@@ -34,7 +35,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 34))
 
 
-def unattended(sizes, seq_len, dtype="bfloat16", *, page_size=16, layout="NHD", max_keys=None, group=8, **facts):
+def unattended(
+    sizes, seq_len, dtype="bfloat16", *, page_size=16, layout: PageLayout = "NHD", max_keys=None, group=8, **facts
+):
     """Of one token; NaN wherever it has no key, in other layers too, and where its own will be."""
     heads, slot = sizes.attended // WIDTH, seq_len - 1
     kv_heads = heads // group
@@ -185,3 +188,20 @@ def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(monkeypatc
     assert "rotate_and_write" in traced
     assert "paged_decode" in traced
     assert "skinny_matmul" not in traced
+
+
+def test_attention_by_another_implementation_is_computed_before_the_kernel(monkeypatch):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    x, kernels = jax.eval_shape(functools.partial(given, LARGE))
+    rows = dataclasses.replace(jax.eval_shape(lambda: unattended(LARGE, 1024)), implementation="xla")
+    routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token)
+    traced = str(jax.make_jaxpr(functools.partial(attended_mixture, routing=routing))(with_attention(x, rows), kernels))
+    assert "rotate_and_write" not in traced
+    assert "one_token_experts" in traced
+
+
+def test_a_product_of_attention_that_is_not_computed_is_refused():
+    x, _ = jax.eval_shape(functools.partial(given, SMALL))
+    rows = jax.eval_shape(lambda: unattended(SMALL, 100))
+    with pytest.raises(ValueError, match="Give `attended` of it"):
+        multiplied(dataclasses.replace(x.additions[-1], rows=rows))

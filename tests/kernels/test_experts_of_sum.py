@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def in_turn(x, kernels, routing, **options):
     """The same by a kernel, or several, for each."""
     x = dataclasses.replace(x, additions=tuple(multiplied(addition) for addition in x.additions))
     router, (gate_up, down) = kernels["router"], (kernels[name] for name in ("gate_up", "down"))
-    facts = {"layer_index": LAYERS - 1}
+    facts: Any = {"layer_index": LAYERS - 1}
     logits, total, normed = matmul_splits_of_sum(x, router, out_dtype=jnp.float32, **facts)
     return routed_experts(normed, logits, routing, gate_up, down, in_splits=True, **facts, **options), total, normed
 

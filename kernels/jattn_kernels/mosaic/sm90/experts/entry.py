@@ -18,7 +18,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.experts import one_token, one_token_mxfp4, route, route_few
+from jattn_kernels.mosaic.sm90.experts import one_token, one_token_fits, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
@@ -52,7 +52,7 @@ def mixture_of_experts(
         return splits if call.in_splits else added(splits)
     if of_few_rows is not None:
         return _of_few_rows(call, operands, of_few_rows)
-    if operands.logits is not None and one_token.fits(call, is_biased=operands.choice_bias is not None):
+    if operands.logits is not None and one_token_fits.fits(call, is_biased=operands.choice_bias is not None):
         splits = _of_one_token(call, operands)
         return splits if call.in_splits else added(splits)
     sizes = product_tiles(call) if call.scales is None else few_bits_tiles(call)
@@ -107,6 +107,7 @@ def _in_halves(attention: TokenOperands) -> Any:
         *stacks, number = scales
         q_scale, k_scale = (stack.reshape(-1, 2, stack.shape[-1] // 2) for stack in stacks)
         norms = dataclasses.replace(norms, q_scale=q_scale, k_scale=k_scale, layer_index=number.reshape(1))
+    assert isinstance(rotary.qkv, Splits)
     parts = rotary.qkv.parts
     in_halves = parts.reshape(*parts.shape[:-1], 2, parts.shape[-1] // 2)
     return dataclasses.replace(attention, rotary=dataclasses.replace(rotary, qkv=in_halves, norms=norms))

@@ -12,8 +12,10 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
 
 Each block makes the choice for itself. Sums are over the whole depth in its order, as `grouped_product` has them.
 
-It may begin earlier, with the product that is added to the residual stream last, the norm of the sum and the router's
-product (`one_token_router`), as `skinny_matmul` has them, to the bit where their depths are split alike.
+It may begin earlier, with attention (`one_token_attention`), the product that is added to the residual stream last,
+the norm of the sum and the router's product (`one_token_router`), as `skinny_matmul` has them, to the bit where their
+depths are split alike; and go on with the next layer's first product (`one_token_next`), some of whose weights are
+asked for while the experts are not known.
 """
 
 import dataclasses
@@ -26,22 +28,18 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.call import AttentionCall, ExpertsCall, NextCall, RouterCall
+from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
-from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
-from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts import one_token_attention
-from jattn_kernels.mosaic.sm90.experts.choice import chooses
-from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
+from jattn_kernels.mosaic.sm90.experts.one_token_attention import SplitRoom
+from jattn_kernels.mosaic.sm90.experts.one_token_fits import next_phase, router_phases
 from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ROWS_OF_EXPERTS, ExpertPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
-from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
-    DEPTH,
     KEPT,
     STAGES,
     Count,
@@ -53,82 +51,16 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     scratch,
 )
 from jattn_kernels.mosaic.sm90.experts.warp_choice import (
-    LANES,
     by_experts,
     choose_by_rank,
     choose_for_one,
     of_splits,
     ranks,
 )
-from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
 
-_MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
-_MOST_EXPERTS = 512
 _ATTEND, _PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "attend", "product", "router", "first", "second", "next"
 _LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
-_LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
-
-
-def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
-    """Whether the kernel serves a call.
-
-    Args:
-        is_biased: Whether there is a bias on the choice.
-    """
-    routing = call.routing
-    if call.num_tokens != 1 or call.scales is not None or call.weighs_inputs or call.features or routing is None:
-        return False
-    if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
-        return False
-    if call.per_token > TILED_ROWS or call.device.num_sms is None:  # blocks wait for each other: all must run
-        return False
-    depths = call.hidden_size, call.units
-    if not chooses(routing, is_biased=is_biased) or max(depths) > _MOST_DEPTH or any(d % DEPTH for d in depths):
-        return False
-    if call.router is None:
-        return True
-    told = ExpertPhases.of(call).told_width
-    return call.units <= call.hidden_size and told <= _MOST_DEPTH and _begins_earlier(call.router, routing)
-
-
-def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
-    """Whether it also serves what comes before the choice."""
-    (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
-    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_OF_EXPERTS or call.depth % DEPTH:
-        return False
-    if (
-        routing.num_experts % WGMMA_ROWS
-        or norm.columns % routing.num_experts
-        or left_parts < max(_LEAST_PARTS, routing.per_token)
-    ):
-        return False
-    if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
-        return False
-    if call.next is not None and not _goes_on(call.next):
-        return False
-    if call.attention is not None and not (
-        one_token_attention.fits(call.attention, call.depth)
-        and _attention(call.attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, norm.columns)
-    ):
-        return False
-    return _router(call, routing.num_experts).row <= _MOST_DEPTH
-
-
-def _router(call: RouterCall, num_experts: int) -> RouterPhases:
-    attention = None if call.attention is None else _attention(call.attention)
-    return RouterPhases(call.norm, call.depth, num_experts, call.left[0], attention)
-
-
-def _attention(call: AttentionCall) -> AttentionPhase:
-    assert call.page_size is not None
-    return AttentionPhase(call.spec, call.page_size)
-
-
-def _goes_on(call: NextCall) -> bool:
-    """Whether it also serves what follows, which `skinny_matmul` takes before the first layer."""
-    norm, columns = call.norm, call.columns
-    return norm.scale_dtype == norm.dtype and columns % WGMMA_ROWS == 0 and norm.columns * columns <= MOST_WEIGHTS
 
 
 def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
@@ -141,11 +73,11 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     phases = ExpertPhases.of(call)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = _router(call.router, call.num_experts)
+        router = router_phases(call.router, call.num_experts)
         before = () if router.attention is None else (_ATTEND,)
         kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
-            kernel = dataclasses.replace(kernel, next=_next(call.router.next), phases=(*kernel.phases, _NEXT))
+            kernel = dataclasses.replace(kernel, next=next_phase(call.router.next), phases=(*kernel.phases, _NEXT))
     if tiles.interpret_params() is None:
         return kernel.run(operands)
     made = Made()  # by the interpreter, which has no memory that blocks wait in
@@ -155,11 +87,6 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
         given = {name: value for name, value in made._asdict().items() if value is not None and name not in _LAST}
         operands = operands._replace(**given)
     return made
-
-
-def _next(call: NextCall) -> NextPhase:
-    depth = call.norm.columns
-    return NextPhase(call.norm, SplitProduct(depth, call.columns, num_splits(depth, call.columns)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,8 +104,9 @@ class _OneToken:
         in_place, pages = [], ()
         if len(self.phases) > 1:  # blocks leave each other things in what nobody else reads
             in_place.append(operands.logits if operands.router is None else left_parts(operands.router))
-        if _ATTEND in self.phases:
-            pages = operands.router.attention.rotary.k_pages, operands.router.attention.rotary.v_pages
+        attention = None if operands.router is None else operands.router.attention
+        if attention is not None and _ATTEND in self.phases:
+            pages = attention.rotary.k_pages, attention.rotary.v_pages
         refs = {id(leaf): jax.new_ref(leaf) for leaf in (*in_place, *pages)}
         leaves = [refs.get(id(leaf), leaf) for leaf in leaves]
         types, made_tree = jax.tree.flatten(made)
@@ -309,7 +237,7 @@ class _OneToken:
             self.next.consume(operands, returned, made.next, scratch, ring, done)
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
-        """Where blocks find each other's splits of attention, product, logits, what experts return, and hidden units; or None."""
+        """Where blocks find each other's attention, product, logits, what experts return, and hidden units; or None."""
         router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
         hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:

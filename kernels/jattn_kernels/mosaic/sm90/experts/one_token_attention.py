@@ -1,10 +1,10 @@
 """What one token's mixture may begin with: the attention of that token, whose keys are split over the blocks.
 
 A block has one head of keys and every so many of its tiles: k and v of 64 keys are two stages of the ring, each in two
-halves of 64 columns, one below the other. It turns its head's queries itself; the block that has the last tile turns the
-token's key too (`one_token_turning`), puts it and the value into the tile, and then into their page. The weights of the
-product that follows come meanwhile. What splits leave each other are their outputs, normalised, and the logarithms of
-their sums, in base 2 (`one_token_merge`).
+halves of 64 columns, one below the other. It turns its head's queries itself; the block that has the last tile turns
+the token's key too (`one_token_turning`), puts it and the value into the tile, and then into their page. The weights of
+the product that follows come meanwhile. What splits leave each other are their outputs, normalised, and the logarithms
+of their sums, in base 2 (`one_token_merge`).
 """
 
 import dataclasses

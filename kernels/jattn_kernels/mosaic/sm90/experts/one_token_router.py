@@ -79,7 +79,7 @@ class RouterPhases:
         width = self.product.most_steps * DEPTH
 
         def bring(first: Any) -> None:
-            if self.attention is not None:
+            if self.attention is not None and attended is not None:
                 heads = self.product.most_steps
                 target = scratch.x.at[:, pl.ds(0, merged_width(heads))]
                 merge_into(target, self.attention, operands.router.attention, attended, first, heads)

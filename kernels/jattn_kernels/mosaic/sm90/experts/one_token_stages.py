@@ -31,7 +31,8 @@ class OneTokenOperands(NamedTuple):
         gate_up, down: Weights of all layers.
         layer: Which of them.
         next: Of a product that follows, or None.
-        attended, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done them.
+        attended, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done
+            them.
     """
 
     x: Float[Array, "1 D"] | None
