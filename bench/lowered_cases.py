@@ -11,11 +11,13 @@ import jattn_kernels
 from bench.lowered import lowered_hash
 from jattn_kernels import (
     AttentionSpec,
+    HeadNorms,
     NextProduct,
     QuantizedKernel,
     RawLatents,
     Routing,
     Splits,
+    Unattended,
     Ungated,
     Unmultiplied,
     Unnormed,
@@ -221,11 +223,16 @@ def _mixtures() -> Iterator[tuple[str, Hashed]]:
         name = f"{implementation}_{tokens}"
         yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
         yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
-    yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks)
+    yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks, attends=False)
+    yield "routed_experts/of_attention_1", functools.partial(_mixture_of_sum, routing, stacks, attends=True)
 
 
-def _mixture_of_sum(routing: Routing, stacks: dict[str, Any]) -> str:
-    """Of a layer of those sizes all that stands behind its attention, and what the next one begins with."""
+def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) -> str:
+    """Of a layer of those sizes all that stands behind its attention, and what the next one begins with.
+
+    Args:
+        attends: Whether attention is part of it.
+    """
     dtype = "bfloat16"
 
     def run(row, scale, parts, attended, output, router, qkv, gate_up, down, layer):
@@ -238,9 +245,30 @@ def _mixture_of_sum(routing: Routing, stacks: dict[str, Any]) -> str:
         return mixture(x, router, routing, gate_up, down)
 
     row, scale, attended = (_array(shape, dtype) for shape in ((1, 2048), (2, 2048), (1, 4096)))
+    if attends:
+        attended = _unattended(stacks["layer_index"], dtype)
     output, router, qkv = (_array((2, *shape), dtype) for shape in ((4096, 2048), (2048, 128), (2048, 5120)))
-    given = row, scale, _array((8, 3, 2048), "float32"), attended, output, router, qkv
+    given = row, scale, _array((8, 13, 2048), "float32"), attended, output, router, qkv
     return lowered_hash(run, *given, stacks["gate_up"], stacks["down"], stacks["layer_index"])
+
+
+def _unattended(layer: Any, dtype: str) -> Unattended:
+    """Of one token at most 1,024 keys, 32 query heads and 4 of keys."""
+    angles, scale = _array((1, 64), "float32"), _array((2, 128), dtype)
+    pages, number = _array((2, 65, 16, 4, 128), dtype), _array((1,), "int32")
+    return Unattended(
+        qkv=Splits(parts=_array((5, 4, 40, 128), "float32"), num_rows=1, dtype=jnp.dtype(dtype)),
+        cos=angles,
+        sin=angles,
+        slots=number,
+        norms=HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6),
+        k_pages=pages,
+        v_pages=pages,
+        page_table=_array((1, 64), "int32"),
+        seq_lens=number,
+        layer_index=layer,
+        spec=AttentionSpec(num_q_heads=32, num_kv_heads=4, head_dim=128),
+    )
 
 
 def _mixtures_in_few_bits() -> Iterator[tuple[str, Hashed]]:

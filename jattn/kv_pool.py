@@ -167,12 +167,12 @@ class KVPool:
             return self._heads_written(layer.group, layer.layer_id, slots, k, v, k_scale=k_scale, v_scale=v_scale)
         c_kv, k_pe = jnp.split(k[:, 0], (layer.v_head_dim,), axis=-1)
         pages = write_latent_pages(old.k, c_kv, k_pe, slots, layer_index=layer.layer_id, kv_scale=k_scale)
-        return self._with(layer.group, pages, None)
+        return self.with_pages(layer.group, pages, None)
 
     def _heads_written(self, group: int, layer_index, slots, k, v, **scales) -> "KVPool":
         old = self.groups[group]
         pages = write_pages(old.k, old.v, k, v, slots, layout=old.page_layout, layer_index=layer_index, **scales)
-        return self._with(group, *pages)
+        return self.with_pages(group, *pages)
 
     def get_key_buffer(
         self, layer_id: Int[Array, ""] | int, group: int = 0
@@ -260,7 +260,7 @@ class KVPool:
             norms=norms,
             implementation=implementation,
         )
-        return q, self._with(group, k_pages, v_pages)
+        return q, self.with_pages(group, k_pages, v_pages)
 
     def latents_written(
         self,
@@ -278,9 +278,10 @@ class KVPool:
         """
         pages = self.groups[group].k
         rows, pages = mla_write(latents, pages, slots, layer_index=layer_index, implementation=implementation)
-        return rows, self._with(group, pages, None)
+        return rows, self.with_pages(group, pages, None)
 
-    def _with(self, group: int, k_pages: Array, v_pages: Array | None) -> "KVPool":
+    def with_pages(self, group: int, k_pages: Array, v_pages: Array | None) -> "KVPool":
+        """The pool with what a kernel has written in place of a group's pages."""
         new = dataclasses.replace(self.groups[group], k=k_pages, v=v_pages)
         return KVPool((*self.groups[:group], new, *self.groups[group + 1 :]))
 

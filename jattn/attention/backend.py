@@ -12,7 +12,7 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, added
+from jattn.matmul import Splits, Unattended, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents
@@ -68,6 +68,23 @@ class SavesRotated(Protocol):
 
 
 @typing.runtime_checkable
+class AttendsLater(Protocol):
+    """A backend that can leave a token's attention to the kernel that reads it."""
+
+    def unattended(
+        self,
+        qkv: Float[Array, "T heads H"] | Splits,
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: Any,
+        pool: KVPool,
+        norms: HeadNorms | None = None,
+    ) -> Unattended | None:
+        """What `save_rotated` and attention would do; None if it is to be done."""
+        ...
+
+
+@typing.runtime_checkable
 class SavesLatents(Protocol):
     """A backend that can norm and turn latent rows and save them at once."""
 
@@ -115,12 +132,14 @@ def forward_rotary(
     pool: Any,
     *,
     norms: HeadNorms | None = None,
-) -> tuple[Float[Array, "T N Hv"], Any]:
+    later: bool = False,
+) -> tuple[Float[Array, "T N Hv"] | Unattended, Any]:
     """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
 
     Args:
         qkv: A token's query heads, then its key heads, then as many value heads.
         norms: Of query and key heads before they turn.
+        later: Whether attention may be left to who reads it, and what is saved before it: the pool is then as it was.
 
     Raises:
         ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
@@ -140,6 +159,10 @@ def forward_rotary(
         raise ValueError(
             f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
         )
+    if later and isinstance(backend, AttendsLater):
+        unattended = backend.unattended(qkv, angles, layer, metadata, pool, norms)
+        if unattended is not None:
+            return unattended, pool
     saved = None
     if isinstance(backend, SavesRotated):
         saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)

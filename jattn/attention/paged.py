@@ -20,7 +20,7 @@ from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, added
+from jattn.matmul import Splits, Unattended, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents
@@ -186,6 +186,38 @@ class PagedAttentionBackend:
             return rotate(q, *angles), pool
         options = {"norms": norms, "implementation": self.options.implementation}
         return pool.rotate_and_write(layer.group, layer.layer_id, slots, qkv, angles, **options)
+
+    def unattended(
+        self,
+        qkv: Float[Array, "T heads H"] | Splits,
+        angles: Angles,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+        norms: HeadNorms | None = None,
+    ) -> Unattended | None:
+        """The attention that is meant, of one token that decodes by itself; None if it is to be computed."""
+        group, kind = pool.groups[layer.group], kind_of(layer)
+        read = metadata.read_by(kind, layer.group)
+        plain = read.q_positions is None and read.custom_mask is None and layer.sinks is None
+        if read.q_len != 1 or qkv.shape[0] != 1 or kind.latent or group.v is None or self._is_fp8 or not plain:
+            return None
+        cos, sin = angles
+        return Unattended(
+            qkv=qkv,
+            cos=cos,
+            sin=sin,
+            slots=metadata.slots[layer.group],
+            norms=norms,
+            k_pages=group.k,
+            v_pages=group.v,
+            page_table=read.page_table,
+            seq_lens=read.seq_lens,
+            layer_index=layer.layer_id,
+            schedule=metadata.schedule_of(kind),
+            spec=kind_of(layer, group.page_layout).spec,
+            implementation=self.options.implementation,
+        )
 
     def save_latents(
         self, latents: RawLatents, layer: AttentionLayer, metadata: AttentionMetadata, pool: KVPool

@@ -22,6 +22,7 @@ from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_sche
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.temperature import over_temperature
+from jattn_kernels.unattended import Unattended
 from jattn_kernels.ungated import Ungated
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
@@ -36,6 +37,7 @@ __all__ = [
     "RawLatents",
     "Routing",
     "Splits",
+    "Unattended",
     "Ungated",
     "Unmultiplied",
     "Unnormed",

@@ -171,6 +171,7 @@ class RouterCall:
         norm: Of the router's rows, which are added up first.
         left: Parts of the splits that are added first, and rows of each, of which those past the tokens are 0.
         depth: Inputs of the product that is added last.
+        attention: That its rows are made by; None where they are given.
         choice_biased: Whether scores have a bias for the choice alone.
         next: What follows the mixture; None if nothing.
     """
@@ -179,6 +180,7 @@ class RouterCall:
     left: tuple[int, int]
     depth: int
     choice_biased: bool
+    attention: AttentionCall | None = None
     next: NextCall | None = None
 
 

@@ -17,6 +17,7 @@ from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_logits
 from jattn_kernels.splits import Splits
+from jattn_kernels.unattended import Pages, Unattended, attended, unattended_call
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
@@ -34,11 +35,12 @@ def routed_experts_of_sum(
     weighs_inputs: bool = False,
     following: NextProduct | None = None,
     **options: Unpack[ExpertsKwargs],
-) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None, Pages | None]:
     """`routed_experts` of rows that are added up and normed first, by a router's logits of them; and the rows' sum.
 
-    On Hopper all of it is one kernel for one token, the product too that is added last, if it is not taken yet, and the
-    one that the next layer begins with: it is the third of what is returned, None where it is still to do.
+    On Hopper all of it is one kernel for one token, the product too that is added last, if it is not taken yet, with
+    the attention that its rows are made by, and the product that the next layer begins with: it is the third of what is
+    returned, None where it is still to do. The last are pages with the token's key and value, if rows are Unattended.
 
     Args:
         x: Its `additions` may be Unmultiplied.
@@ -54,16 +56,23 @@ def routed_experts_of_sum(
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
     if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
+        asked = implementation or (last.rows.implementation if isinstance(last.rows, Unattended) else None)
         for wanted in [None] if following is None else [following, None]:
             call, operands = _in_one(x, last, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
-            if serves(call, implementation):
-                return choose(call, implementation).implementation.run(call, operands)
+            if serves(call, asked):
+                return choose(call, asked).implementation.run(call, operands)
+    if isinstance(last, Unmultiplied) and isinstance(last.rows, Unattended):
+        rows, pages = attended(last.rows)
+        x = dataclasses.replace(x, additions=(*x.additions[:-1], dataclasses.replace(last, rows=rows)))
+        facts |= {"router_bias": router_bias, "choice_bias": choice_bias, "following": following}
+        facts.pop("in_splits")
+        return *routed_experts_of_sum(x, router, routing, gate_up, down, **facts, **options)[:-1], pages
     additions = tuple(multiplied(addition, implementation=implementation) for addition in x.additions)
     given = dataclasses.replace(x, additions=additions)
     product = {"layer_index": options.get("layer_index"), "implementation": implementation}
     logits, total, normed = matmul_splits_of_sum(given, router, bias=router_bias, out_dtype=jnp.float32, **product)
     facts["choice_bias"] = choice_bias
-    return routed_experts(normed, logits, routing, gate_up, down, **facts, **options), total, None
+    return routed_experts(normed, logits, routing, gate_up, down, **facts, **options), total, None, None
 
 
 def _in_one(
@@ -83,10 +92,15 @@ def _in_one(
     check_logits(x.rows, jax.ShapeDtypeStruct((*x.shape[:-1], router.shape[-1]), jnp.float32), routing, choice_bias)
     first = x.additions[:-1]
     norm_call, norm = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, first)
-    product = product_operands(last.rows, last.kernel, last.layer_index)
+    rows, attention_call, attention = last.rows, None, None
+    if isinstance(rows, Unattended):
+        attention_call, attention = unattended_call(rows)
+        rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
+    product = product_operands(rows, last.kernel, last.layer_index)
     operands = RouterOperands(
         norm=norm,
-        attended=product.x,
+        attended=product.x if attention is None else None,
+        attention=attention,
         output=product.kernel,
         output_layer=product.layer_index,
         kernel=product_operands(x.rows, router, options.get("layer_index")).kernel,
@@ -100,6 +114,7 @@ def _in_one(
         left=(left.parts.shape[0], left.parts.shape[1]),
         depth=last.rows.shape[1],
         choice_biased=choice_bias is not None,
+        attention=attention_call,
         next=None if following is None else _next_call(x, following),
     )
     choice: dict[str, Any] = {

@@ -16,6 +16,7 @@ from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quantized
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
 from jattn_kernels.splits import Splits, added
+from jattn_kernels.unattended import Unattended
 from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unmultiplied import Unmultiplied
 from jattn_kernels.unnormed import Unnormed
@@ -149,6 +150,8 @@ def multiplied(
     """The product that is meant, by `matmul_splits`; of what is none, that itself."""
     if not isinstance(x, Unmultiplied):
         return x
+    if isinstance(x.rows, Unattended):
+        raise ValueError("What is multiplied here may not be Unattended. Give `attended` of it.")
     return matmul_splits(x.rows, x.kernel, layer_index=x.layer_index, implementation=implementation)
 
 

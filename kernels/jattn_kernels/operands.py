@@ -204,18 +204,36 @@ class NextOperands:
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenOperands:
+    """All arrays of the attention of one token that decodes, whose key and value are to be written first.
+
+    Attributes:
+        rotary: Of queries, the key and the value; `qkv` are Splits.
+        page_table, seq_lens: As of AttentionOperands.
+    """
+
+    rotary: RotaryOperands
+    page_table: Int[Array, "1 max_pages"]
+    seq_lens: Int[Array, "1"]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterOperands:
     """What a mixture's logits are made of, and its rows: the norm of a sum.
 
     Attributes:
         norm: Of it; `norm.additions` are those that come first.
         attended, output, output_layer: Rows and weights, of all layers, of the product that is added last.
+        attention: What its rows are made of where they are not made.
         kernel: The router's, of all layers; the experts' layer is meant.
         next: Of what follows the mixture.
     """
 
     norm: NormOperands
-    attended: Float[Array, "T A"]
+    attended: Float[Array, "T A"] | None
+    attention: TokenOperands | None = None
     output: Float[Array, "L A D"]
     output_layer: Int[Array, ""]
     kernel: Float[Array, "L D E"]

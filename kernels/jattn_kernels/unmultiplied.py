@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from jattn_kernels.unattended import Unattended
+
 
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
@@ -16,11 +18,11 @@ class Unmultiplied:
     """What is read as rows @ kernel, by a kernel that takes the product itself, before what it does with it.
 
     Attributes:
-        rows: As they are.
+        rows: As they are; for `routed_experts_of_sum` alone also what they are made of.
         kernel, layer_index: As of `matmul`.
     """
 
-    rows: Float[Array, "T D"]
+    rows: Float[Array, "T D"] | Unattended
     kernel: Float[Array, "*L D F"]
     layer_index: Int[Array, ""] | int | None = None
 

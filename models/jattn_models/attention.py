@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied
+from jattn.matmul import NextProduct, QuantizedRows, Splits, Unattended, Unmultiplied
 from jattn.norm import HeadNorms, NormedRows, Unnormed, normed_heads, taken
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
@@ -91,11 +91,20 @@ class Attention(nnx.Module):
         """The pool that so many of these layers need."""
         return KVGroupSpec(name="layers", num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
-    def __call__(self, x: NormedRows | Unnormed | Splits, layer_index: Int[Array, ""], this_pass: Pass, pool: Any):
+    def __call__(
+        self,
+        x: NormedRows | Unnormed | Splits,
+        layer_index: Int[Array, ""],
+        this_pass: Pass,
+        pool: Any,
+        *,
+        later: bool = False,
+    ):
         """This device's part of what the layer adds to the residual stream, and the pool as the backend returned it.
 
         Args:
             x: Rows; or their product with the first projection, if there is a `first_product`.
+            later: Whether what it adds may be left to the kernel that reads it.
         """
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
@@ -104,7 +113,8 @@ class Attention(nnx.Module):
         if self.rope is not None and self._turns_alone:
             product = x if isinstance(x, Splits) else self.qkv_proj.splits(x)
             heads = product.reshape(x.shape[0], -1, self.head_dim)
-            out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms)
+            later = later and self.o_proj.plain_weights is not None
+            out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms, later=later)
             return self._output(out), pool
         assert not isinstance(x, Splits)
         rows = x if isinstance(x, QuantizedRows) else taken(x)
@@ -151,8 +161,8 @@ class Attention(nnx.Module):
         """Whether nothing but norms of each head stands between the projection and the turning."""
         return self.qkv_clip is None and self.temperature is None and not isinstance(self.q_norm, ProjectionNorm)
 
-    def _output(self, out: Float[Array, "T N H"]) -> Float[Array, "T D"] | Splits | Unmultiplied:
-        return self.o_proj.later(out.reshape(out.shape[0], -1))
+    def _output(self, out: Float[Array, "T N H"] | Unattended) -> Float[Array, "T D"] | Splits | Unmultiplied:
+        return self.o_proj.later(out if isinstance(out, Unattended) else out.reshape(out.shape[0], -1))
 
     def _head_norms(self) -> HeadNorms | None:
         """The norms of each head by itself."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jattn.experts import Pages
 from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
@@ -84,13 +85,27 @@ class DecoderLayer(nnx.Module):
         """
         parallel = this_pass.parallel
         stream, given = self._given(stream, parallel)
-        attended, pool = self.attention(given, layer_index, this_pass, pool)
+        later = {"later": True} if self._takes_attention(parallel) else {}
+        attended, pool = self.attention(given, layer_index, this_pass, pool, **later)
         after = None if following is None else following.first_product
-        hidden, addition, product = self._after_attention(stream, attended, parallel, after)
+        hidden, addition, product, pages = self._after_attention(stream, attended, parallel, after)
+        if pages is not None:
+            pool = pool.with_pages(self.attention.layer(layer_index).group, *pages)
         if self._leaves(addition, parallel):
             return Stream(hidden, addition, product), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
+
+    def _takes_attention(self, parallel: Parallel) -> bool:
+        """Whether the MLP's kernel may compute attention too."""
+        return (
+            isinstance(self.attention, Attention)
+            and isinstance(self.mlp, MixtureOfExperts)
+            and self.mlp.takes_attention
+            and isinstance(self.post_attention_norm, RMSNorm)
+            and self._adds_as_it_is
+            and parallel.axis is None
+        )
 
     @property
     def first_product(self) -> NextProduct | None:
@@ -161,9 +176,12 @@ class DecoderLayer(nnx.Module):
         attended: Float[Array, "T D"] | Splits | Unmultiplied,
         parallel: Parallel,
         following: NextProduct | None,
-    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits, Splits | None]:
-        """The residual stream after attention, what this device's MLP adds to it, and perhaps the product after it."""
-        norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits, Splits | None, Pages | None]:
+        """The residual stream after attention, what this device's MLP adds to it, and perhaps the product after it.
+
+        And pages that attention has written into, if it was left to the MLP.
+        """
+        norm, as_it_is = self.post_attention_norm, self._adds_as_it_is
         if (
             isinstance(attended, Splits | Unmultiplied)
             and isinstance(norm, RMSNorm)
@@ -174,24 +192,29 @@ class DecoderLayer(nnx.Module):
             left = () if stream.addition is None else (stream.addition,)
             later = norm.later(stream.rows, *left, attended)
             if isinstance(self.mlp, MixtureOfExperts):
-                addition, hidden, product = self.mlp.splits_of_sum(later, following)
-                return hidden, addition, product
+                addition, hidden, product, pages = self.mlp.splits_of_sum(later, following)
+                return hidden, addition, product, pages
             if isinstance(attended, Splits) and self._defers(parallel) and self.mlp.adds_up(later):
                 addition, hidden = self.mlp.splits_of_sum(later)
-                return hidden, addition, None
+                return hidden, addition, None, None
         hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
-        return hidden, self._of_mlp(normed, parallel), None
+        return hidden, self._of_mlp(normed, parallel), None, None
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel
     ) -> tuple[Float[Array, "T D"], NormedRows]:
         """The residual stream after attention, and what the MLP is given of it."""
-        norm, as_it_is = self.post_attention_norm, self.attended_norm is None and self.residual_scale == 1.0
+        norm, as_it_is = self.post_attention_norm, self._adds_as_it_is
         if as_it_is and isinstance(norm, RMSNorm) and (parallel.exchanges or isinstance(attended, Splits)):
             rounded = isinstance(self.mlp, GatedMLP) and self.mlp.rounds_rows
             return norm.of_sum(hidden, attended, parallel=parallel, rounded=rounded)
         hidden = self._added(hidden, _normed(self.attended_norm, parallel.all_reduce(added(attended))))
         return hidden, _normed(norm, hidden)
+
+    @property
+    def _adds_as_it_is(self) -> bool:
+        """Whether what attention returns is added to the residual stream as it is."""
+        return self.attended_norm is None and self.residual_scale == 1.0
 
     def _added(self, hidden: Float[Array, "T D"], more: Float[Array, "T D"]) -> Float[Array, "T D"]:
         return hidden + (more if self.residual_scale == 1.0 else more * jnp.asarray(self.residual_scale, more.dtype))

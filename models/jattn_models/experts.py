@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn.experts import mixture_of_experts, routed_experts, routed_experts_of_sum
+from jattn.experts import Pages, mixture_of_experts, routed_experts, routed_experts_of_sum
 from jattn.matmul import NextProduct, QuantizedKernel, QuantizedRows, Splits, multiplied
 from jattn.norm import Unnormed, summed_and_normed
 from jattn.parallel import Parallel
@@ -141,18 +141,24 @@ class MixtureOfExperts(nnx.Module):
             return self(x)
         return self._routed(x, self.router.logits(x), in_splits=True)
 
+    @property
+    def takes_attention(self) -> bool:
+        """Whether `splits_of_sum` takes a product of rows that are Unattended."""
+        return self.shared is None and not self.parallel.by_expert
+
     def splits_of_sum(
         self, x: Unnormed, following: NextProduct | None
-    ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+    ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None, Pages | None]:
         """The same of rows that are added up and normed first, and their sum; the last addition may be Unmultiplied.
 
-        And the product that the next layer begins with, where one kernel takes that too.
+        And the product that the next layer begins with, where one kernel takes that too, and pages, as
+        `routed_experts_of_sum` returns them.
         """
         if self.shared is not None or self.parallel.by_expert:
             given = dataclasses.replace(x, additions=tuple(map(multiplied, x.additions)))
             total, normed = summed_and_normed(given)
             assert not isinstance(normed, QuantizedRows)
-            return self(normed), total, None
+            return self(normed), total, None, None
         gate_up, down, others = self._weights()
         router, choice_bias = self.router, self._choice_bias
         options: dict[str, Any] = {"router_bias": router.bias_stack, "choice_bias": choice_bias, **others}

@@ -59,7 +59,7 @@ def _scales(norms: HeadNorms | None, half: int) -> tuple[Any, ...]:
     return (*(stack.reshape(-1, 2, half) for stack in stacks), layer.reshape(1))
 
 
-def _normed(halves: list[Any], norms: HeadNorms, scales: list[Any] | None) -> list[Any]:
+def normed_halves(halves: list[Any], norms: HeadNorms, scales: list[Any] | None) -> list[Any]:
     """Halves of heads over their root mean square, rounded as a norm by itself rounds them."""
     wide = [part.astype(jnp.float32) for part in halves]
     shape, dtype = wide[0].shape, halves[0].dtype
@@ -136,7 +136,7 @@ def rotate_and_write(
 
         def rotated(halves, scale):
             if norms is not None:
-                halves = _normed(halves, norms, scale)
+                halves = normed_halves(halves, norms, scale)
             first, second = (part.astype(jnp.float32) for part in halves)
             return [half.astype(qkv.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
 

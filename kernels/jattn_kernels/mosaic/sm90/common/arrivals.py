@@ -68,32 +68,77 @@ class Sums(NamedTuple):
 
     def _polled(self, pointer: Any, firsts: list[Any], width: int) -> list[Any]:
         """For each place the numbers from there on, added up."""
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         at_once = min(width, _MOST_AT_ONCE)
         starts = [
-            arith.addi(first, _constant(self.begin + split * self.stride + number))
+            (arith.addi(first, _constant(self.begin + split * self.stride + number)), at_once)
             for split in range(self.splits)
             for first in firsts
             for number in range(0, width, at_once)
         ]
-        pointers = [utils.getelementptr(pointer, [start], f32) for start in starts]
-        loop = scf.WhileOp([i32] * (len(starts) * at_once), [])
-        with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
-            bits = [number for place in pointers for number in _loaded(place, at_once)]
-            zero = _constant(0)
-            missing = arith.cmpi(arith.CmpIPredicate.eq, bits[0], zero)
-            for number in bits[1:]:
-                missing = arith.ori(missing, arith.cmpi(arith.CmpIPredicate.eq, number, zero))
-            scf.condition(_in_any_lane(missing), bits)
-        with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*([i32] * len(bits)))):
-            scf.yield_([])
-        numbers = [arith.bitcast(f32, number) for number in loop.results]
+        numbers = _polled(pointer, starts)
         of_split = len(firsts) * width
         sums = numbers[:of_split]
         for split in range(1, self.splits):
             parts = numbers[split * of_split : (split + 1) * of_split]
             sums = [arith.addf(total, part) for total, part in zip(sums, parts, strict=True)]
         return sums
+
+
+def arrived(source: Any, places: list[jax.Array], layouts: list[Any]) -> list[jax.Array]:
+    """source[places[i]] of some arrays of places, once all numbers are there.
+
+    Args:
+        source: In global memory, by its flat places; as `Sums.ref`.
+        places: int32 of these layouts; those that a register has lie side by side.
+    """
+    if tiles.interpret_params() is not None:
+        return [gather(source, each, layout) for each, layout in zip(places, layouts, strict=True)]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *layouts),
+        return_type=[
+            plgpu.ShapeDtypeStruct(each.shape, jnp.float32, layout=layout)
+            for each, layout in zip(places, layouts, strict=True)
+        ],
+    )
+    def poll(ctx: Any, ref: Any, *places: Any) -> Any:
+        del ctx
+        registers = [register for each in places for register in each.registers.flat]
+        starts = [
+            (arith.addi(_first(register), _constant(number)), min(_width(register.type), _MOST_AT_ONCE))
+            for register in registers
+            for number in range(0, _width(register.type), _MOST_AT_ONCE)
+        ]
+        numbers, f32, results = iter(_polled(utils.memref_ptr(ref), starts)), ir.F32Type.get(), []
+        for each in places:
+            filled = each.registers.copy()
+            for i, register in enumerate(filled.flat):
+                of_register = [next(numbers) for _ in range(_width(register.type))]
+                is_vector = isinstance(register.type, ir.VectorType)
+                kind = ir.VectorType.get((len(of_register),), f32)
+                filled.flat[i] = vector.from_elements(kind, of_register) if is_vector else of_register[0]
+            results.append(mgpu.FragmentedArray(_registers=filled, _layout=each.layout, _is_signed=None))
+        return results
+
+    run: Any = poll
+    return run(source, *places)
+
+
+def _polled(pointer: Any, starts: list[tuple[Any, int]]) -> list[Any]:
+    """As many float32 from each place on as is said with it, read until none is missing."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    pointers = [(utils.getelementptr(pointer, [start], f32), count) for start, count in starts]
+    loop = scf.WhileOp([i32] * sum(count for _, count in starts), [])
+    with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
+        bits = [number for place, count in pointers for number in _loaded(place, count)]
+        zero = _constant(0)
+        missing = arith.cmpi(arith.CmpIPredicate.eq, bits[0], zero)
+        for number in bits[1:]:
+            missing = arith.ori(missing, arith.cmpi(arith.CmpIPredicate.eq, number, zero))
+        scf.condition(_in_any_lane(missing), bits)
+    with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*([i32] * len(bits)))):
+        scf.yield_([])
+    return [arith.bitcast(f32, number) for number in loop.results]
 
 
 def never_zero(numbers: jax.Array) -> jax.Array:

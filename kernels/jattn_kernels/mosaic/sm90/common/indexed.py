@@ -7,6 +7,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -44,6 +45,29 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
                     llvm.store(value, utils.getelementptr(utils.memref_ptr(target), [place], value.type))
 
     store_registers(target, *arrays)
+
+
+def store_at(out: Any, places: jax.Array, values: jax.Array, layout: Any, *, along: int = 0) -> None:
+    """Numbers at flat places of an array of any shape; none where the place is below 0.
+
+    Args:
+        places: As of `scatter`, on one axis or two.
+        along: Of two axes the one along which places follow one another, or are none.
+    """
+    if tiles.interpret_params() is None:
+        scatter(out, places, values, layout)
+        return
+    places, values = (x[:, None] if x.ndim == 1 else jnp.moveaxis(x, along, 1) for x in (places, values))
+
+    @pl.loop(0, places.shape[0])
+    def store_run(i):
+        begin, at = places[i, 0], []
+        for size in reversed(out.shape):
+            at, begin = [lax.rem(begin, size), *at], lax.div(begin, size)
+
+        @pl.when(places[i, 0] >= 0)
+        def _():
+            out[(*at[:-1], pl.ds(at[-1], values.shape[1]))] = values[i]
 
 
 def gather(source: Any, places: jax.Array, layout: Any) -> jax.Array:

@@ -69,7 +69,7 @@ def norm_of_sum(
         (numbers * inverse * (factor + offset)).astype(dtype) for numbers, (_, factor) in zip(sums, loaded, strict=True)
     ]
     for piece, numbers, total in zip(of_row, normed, sums, strict=True):
-        _store(target, numbers, piece)
+        store_in_tile(target, numbers, piece)
         if kept is not None:
             piece.of(kept.at[0])[...] = total.astype(dtype)
     plgpu.commit_smem()
@@ -81,7 +81,7 @@ def norm_of_sum(
                 piece.of(out.at[0])[...] = numbers.astype(dtype)
 
 
-def _store(target: Any, values: jax.Array, piece: Piece) -> None:
+def store_in_tile(target: Any, values: jax.Array, piece: Piece) -> None:
     """target[0, columns of the piece] = values: no number of a tile's first row is moved by swizzling."""
     if tiles.interpret_params() is not None:
         target[0, pl.ds(piece.begin, piece.size)] = values

@@ -1,5 +1,6 @@
 """What products share whose operands come in stages: work tiles, the sum over stages, and the end of their copies."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ def summed_over_stages(
     *,
     stages: int,
     shape: tuple[int, int],
+    stage_of: Callable[[Any], Any] | None = None,
 ) -> jax.Array:
     """The sum of what is multiplied in each of so many steps, once a step's operands have arrived.
 
@@ -38,24 +40,26 @@ def summed_over_stages(
         scratch: Has the barriers `full` and `empty` of each stage.
         done: Steps of before, of all stages.
         shape: Of the sum.
+        stage_of: The stage of a step, counted with those of before; if None they come in turn.
     """
+    find = stage_of or functools.partial(lax.rem, y=stages)
 
     def product(acc):
         @pl.loop(0, steps)
         def multiply_step(k):
-            stage = lax.rem(done + k, stages)
+            stage = find(done + k)
             plgpu.barrier_wait(scratch.full.at[stage])
             multiply(acc, stage, k)
             plgpu.wgmma_wait(1)  # that of the last step is done
 
             @pl.when(k > 0)
             def free():
-                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + k - 1, stages)])
+                plgpu.barrier_arrive(scratch.empty.at[find(done + k - 1)])
 
         return acc[...]
 
     result = pl.run_scoped(product, tiles.accumulator(*shape))
-    plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - 1, stages)])
+    plgpu.barrier_arrive(scratch.empty.at[find(done + steps - 1)])
     return result
 
 

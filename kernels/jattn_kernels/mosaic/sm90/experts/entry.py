@@ -18,7 +18,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.experts import one_token, one_token_mxfp4, route, route_few
+from jattn_kernels.mosaic.sm90.experts import one_token, one_token_fits, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
@@ -27,17 +27,18 @@ from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
-from jattn_kernels.operands import ExpertsOperands
+from jattn_kernels.operands import ExpertsOperands, TokenOperands
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.splits import Splits, added
 
 
 def mixture_of_experts(
     call: ExpertsCall, operands: ExpertsOperands
-) -> Float[Array, "T D"] | Splits | tuple[Splits, Float[Array, "T D"], Splits | None]:
+) -> Float[Array, "T D"] | Splits | tuple[Splits, Float[Array, "T D"], Splits | None, Any]:
     """Rows are read where they are, weights in place; what experts return is kept for some columns at a time.
 
-    Of a call that makes its own logits: the mixture, the sum of the rows, and a product that follows.
+    Of a call that makes its own logits: the mixture, the sum of the rows, a product that follows, and the pages of keys
+    and values if it attends.
     """
     if call.router is not None:
         return _of_one_sum(call, operands)
@@ -51,7 +52,7 @@ def mixture_of_experts(
         return splits if call.in_splits else added(splits)
     if of_few_rows is not None:
         return _of_few_rows(call, operands, of_few_rows)
-    if operands.logits is not None and one_token.fits(call, is_biased=operands.choice_bias is not None):
+    if operands.logits is not None and one_token_fits.fits(call, is_biased=operands.choice_bias is not None):
         splits = _of_one_token(call, operands)
         return splits if call.in_splits else added(splits)
     sizes = product_tiles(call) if call.scales is None else few_bits_tiles(call)
@@ -80,19 +81,36 @@ def _of_one_token(call: ExpertsCall, operands: ExpertsOperands) -> Splits:
     return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
 
 
-def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, Float[Array, "T D"], Splits | None]:
-    """The same of a token that is added up, the sum, and a product that follows."""
+def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, Float[Array, "T D"], Splits | None, Any]:
+    """The same of a token that is added up, the sum, a product that follows, and pages."""
     router = operands.router
     assert router is not None
     layers_in_arrays = jax.tree.map(lambda leaf: leaf.reshape(1) if leaf.ndim == 0 else leaf, router)
     before, following = dataclasses.replace(layers_in_arrays, next=None), layers_in_arrays.next
+    if before.attention is not None:
+        before = dataclasses.replace(before, attention=_in_halves(before.attention))
     made = one_token.one_token(call, _of_experts(operands)._replace(router=before, next=following))
     splits, product = (
         None if parts is None else Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
         for parts in (made.parts, made.next)
     )
     assert splits is not None
-    return splits, made.total, product
+    pages = None if router.attention is None else (made.k_pages, made.v_pages)
+    return splits, made.total, product, pages
+
+
+def _in_halves(attention: TokenOperands) -> Any:
+    """Heads and scales in halves; the numbers of layers are arrays."""
+    rotary, norms = attention.rotary, attention.rotary.norms
+    scales = None if norms is None else norms.scales()
+    if norms is not None and scales is not None:
+        *stacks, number = scales
+        q_scale, k_scale = (stack.reshape(-1, 2, stack.shape[-1] // 2) for stack in stacks)
+        norms = dataclasses.replace(norms, q_scale=q_scale, k_scale=k_scale, layer_index=number.reshape(1))
+    assert isinstance(rotary.qkv, Splits)
+    parts = rotary.qkv.parts
+    in_halves = parts.reshape(*parts.shape[:-1], 2, parts.shape[-1] // 2)
+    return dataclasses.replace(attention, rotary=dataclasses.replace(rotary, qkv=in_halves, norms=norms))
 
 
 def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:

@@ -7,13 +7,15 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
                           token, with 7 others that nobody needs, on its columns
   chosen                  consumer -> producer, and itself: the experts are known, in shared memory
   full                    producer -> consumer: a stage has arrived; `empty` back: it may be overwritten
-  count                   in global memory: of all hidden units' blocks that have been stored. The second product's rows
-                          are read when they are all there; its weights are in shared memory by then.
+  hidden units            in global memory: a block reads those that its second product's units need when they are there
+                          (`one_token_hidden`); the weights are in shared memory by then
 
 Each block makes the choice for itself. Sums are over the whole depth in its order, as `grouped_product` has them.
 
-It may begin earlier, with the product that is added to the residual stream last, the norm of the sum and the router's
-product (`one_token_router`), as `skinny_matmul` has them, to the bit where their depths are split alike.
+It may begin earlier, with attention (`one_token_attention`), the product that is added to the residual stream last,
+the norm of the sum and the router's product (`one_token_router`), as `skinny_matmul` has them, to the bit where their
+depths are split alike; and go on with the next layer's first product (`one_token_next`), some of whose weights are
+asked for while the experts are not known.
 """
 
 import dataclasses
@@ -26,78 +28,39 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
+from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
-from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
-from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.choice import chooses
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
+from jattn_kernels.mosaic.sm90.experts.one_token_attention import SplitRoom
+from jattn_kernels.mosaic.sm90.experts.one_token_fits import next_phase, router_phases
+from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
-from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ExpertPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ROWS_OF_EXPERTS, ExpertPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
-from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
-    DEPTH,
+    KEPT,
     STAGES,
     Count,
     Made,
     OneTokenOperands,
+    Ring,
     Scratch,
     left_parts,
     scratch,
 )
-from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_for_one, of_splits
-from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
+from jattn_kernels.mosaic.sm90.experts.warp_choice import (
+    by_experts,
+    choose_by_rank,
+    choose_for_one,
+    of_splits,
+    ranks,
+)
 from jattn_kernels.routing_spec import Routing
 
-_MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
-_MOST_EXPERTS = 512
-_PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "product", "router", "first", "second", "next"
-_LEAST_PARTS = 3  # of what is left to be added: for a product, logits, and a count
-
-
-def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
-    """Whether the kernel serves a call.
-
-    Args:
-        is_biased: Whether there is a bias on the choice.
-    """
-    routing = call.routing
-    if call.num_tokens != 1 or call.scales is not None or call.weighs_inputs or call.features or routing is None:
-        return False
-    if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
-        return False
-    if call.per_token > TILED_ROWS or call.device.num_sms is None:  # blocks wait for each other: all must run
-        return False
-    depths = call.hidden_size, call.units
-    if not chooses(routing, is_biased=is_biased) or max(depths) > _MOST_DEPTH or any(d % DEPTH for d in depths):
-        return False
-    return call.router is None or _begins_earlier(call.router, routing)
-
-
-def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
-    """Whether it also serves what comes before the choice."""
-    (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
-    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_LEFT or call.depth % DEPTH:
-        return False
-    if (
-        routing.num_experts % WGMMA_ROWS
-        or norm.columns % routing.num_experts
-        or left_parts < max(_LEAST_PARTS, routing.per_token)
-    ):
-        return False
-    if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
-        return False
-    if call.next is not None and not _goes_on(call.next):
-        return False
-    return RouterPhases(norm, call.depth, routing.num_experts, left_parts).row <= _MOST_DEPTH
-
-
-def _goes_on(call: NextCall) -> bool:
-    """Whether it also serves what follows, which `skinny_matmul` takes before the first layer."""
-    norm, columns = call.norm, call.columns
-    return norm.scale_dtype == norm.dtype and columns % WGMMA_ROWS == 0 and norm.columns * columns <= MOST_WEIGHTS
+_ATTEND, _PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "attend", "product", "router", "first", "second", "next"
+_LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
 
 
 def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
@@ -107,27 +70,23 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     rows; the others are 0.
     """
     assert call.routing is not None
-    phases = ExpertPhases(call.per_token, call.units, call.hidden_size, call.activation)
+    phases = ExpertPhases.of(call)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = RouterPhases(call.router.norm, call.router.depth, call.num_experts, call.router.left[0])
-        kernel = dataclasses.replace(kernel, router=router, phases=(_PRODUCT, _ROUTER, _FIRST, _SECOND))
+        router = router_phases(call.router, call.num_experts)
+        before = () if router.attention is None else (_ATTEND,)
+        kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
-            kernel = dataclasses.replace(kernel, next=_next(call.router.next), phases=(*kernel.phases, _NEXT))
+            kernel = dataclasses.replace(kernel, next=next_phase(call.router.next), phases=(*kernel.phases, _NEXT))
     if tiles.interpret_params() is None:
         return kernel.run(operands)
     made = Made()  # by the interpreter, which has no memory that blocks wait in
     for phase in kernel.phases:
         new = dataclasses.replace(kernel, phases=(phase,)).run(operands)
         made = Made(*(old if now is None else now for old, now in zip(made, new, strict=True)))
-        given = {name: value for name, value in made._asdict().items() if value is not None and name != "next"}
+        given = {name: value for name, value in made._asdict().items() if value is not None and name not in _LAST}
         operands = operands._replace(**given)
     return made
-
-
-def _next(call: NextCall) -> NextPhase:
-    depth = call.norm.columns
-    return NextPhase(call.norm, SplitProduct(depth, call.columns, num_splits(depth, call.columns)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,9 +101,14 @@ class _OneToken:
     def run(self, operands: OneTokenOperands) -> Made:
         made = self._made_types()
         leaves, tree = jax.tree.flatten(operands)
-        if len(self.phases) > 1:  # counts are kept in what nobody else reads
-            counted = operands.logits if operands.router is None else left_parts(operands.router)
-            leaves = [jax.new_ref(leaf) if leaf is counted else leaf for leaf in leaves]
+        in_place, pages = [], ()
+        if len(self.phases) > 1:  # blocks leave each other things in what nobody else reads
+            in_place.append(operands.logits if operands.router is None else left_parts(operands.router))
+        attention = None if operands.router is None else operands.router.attention
+        if attention is not None and _ATTEND in self.phases:
+            pages = attention.rotary.k_pages, attention.rotary.v_pages
+        refs = {id(leaf): jax.new_ref(leaf) for leaf in (*in_place, *pages)}
+        leaves = [refs.get(id(leaf), leaf) for leaf in leaves]
         types, made_tree = jax.tree.flatten(made)
         run = launch.kernel(
             functools.partial(self.body, tree, made_tree),
@@ -154,7 +118,11 @@ class _OneToken:
             num_threads=2,
             kernel_name="one_token_experts",
         )
-        return jax.tree.unflatten(made_tree, run(*leaves))
+        made = jax.tree.unflatten(made_tree, run(*leaves))
+        if pages:
+            k_pages, v_pages = launch.frozen(*(refs[id(leaf)] for leaf in pages))
+            made = made._replace(k_pages=k_pages, v_pages=v_pages)
+        return made
 
     def _made_types(self) -> Made:
         def array(*shape: int, dtype: Any = jnp.float32) -> Any:
@@ -163,14 +131,16 @@ class _OneToken:
         experts, router = self.experts, self.router
         columns = experts.columns
         made = Made()
+        if router is not None and router.attention is not None and self.phases == (_ATTEND,):
+            made = made._replace(attended=array(router.attention.splits, router.attention.record))
         if router is not None and self.phases == (_PRODUCT,):
             made = made._replace(products=array(router.product.splits, columns))
         if router is not None and self.phases == (_ROUTER,):
             made = made._replace(logits=array(router.router.splits, router.num_experts))
         if router is not None and _ROUTER in self.phases:
             made = made._replace(total=array(1, columns, dtype=self.dtype))
-        if _FIRST in self.phases:
-            made = made._replace(hidden=array(TILED_ROWS, experts.units, dtype=self.dtype))
+        if _FIRST in self.phases and (router is None or _SECOND not in self.phases):
+            made = made._replace(hidden=self._hidden_type())
         if _SECOND in self.phases:
             made = made._replace(parts=array(experts.per_token, ROWS_LEFT, columns))
         if self.next is not None and _NEXT in self.phases:
@@ -178,34 +148,60 @@ class _OneToken:
             made = made._replace(next=array(product.splits, WARPS, product.columns))
         return made
 
+    def _hidden_type(self) -> Any:
+        units = self.experts.units
+        if self.router is None:
+            return jax.ShapeDtypeStruct((TILED_ROWS, units), self.dtype)
+        return jax.ShapeDtypeStruct((self.experts.per_token, units), jnp.float32)
+
     def body(self, tree: Any, made_tree: Any, *refs: Any) -> None:
         count = tree.num_leaves
         operands, made = jax.tree.unflatten(tree, refs[:count]), jax.tree.unflatten(made_tree, refs[count:])
-        row = max(self.experts.columns, self.experts.units, 0 if self.router is None else self.router.row)
+        row = max(self.experts.columns, self.experts.units)
+        if self.router is not None:
+            row = max(row, self.router.row, self.experts.told_width)
 
         def warpgroup(scratch: Scratch) -> None:
             number = lax.axis_index("warpgroup")
             pl.when(number == 0)(functools.partial(self._consume, operands, made, scratch))
             pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
 
-        buffers = scratch(row, self.experts.columns, self.routing.per_token, self.dtype)
+        attention = None if self.router is None else self.router.attention
+        key_copies = 0 if attention is None else attention.arrivals
+        buffers = scratch(row, self.experts.columns, self.routing, self.dtype, key_copies)
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
-        done = jnp.int32(0)
+        before = jnp.int32(0)
+        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
+            before = self.router.attention.produce(operands.router.attention, scratch, before)
         if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.produce_product(operands, scratch, done)
+            before = self.router.produce_product(operands, scratch, before)
         if self.router is not None and _ROUTER in self.phases:
-            done = self.router.produce_router(operands, scratch, done)
+            before = self.router.produce_router(operands, scratch, before)
+        ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
+        if self.next is not None and _NEXT in self.phases:
+            self.next.produce_first(operands, scratch, ring)
         if self._chooses:
             plgpu.barrier_wait(scratch.chosen)
         if _FIRST in self.phases:
-            done = self.experts.produce_first(operands, scratch, done)
+            done = self.experts.produce_first(operands, scratch, ring, done)
         if _SECOND in self.phases:
-            done = self.experts.produce_second(operands, scratch, done)
+            done = self.experts.produce_second(operands, scratch, ring, done)
         if self.next is not None and _NEXT in self.phases:
-            done = self.next.produce(operands, scratch, done)
-        wait_for_last(scratch.empty, done, STAGES)
+            done, kept = self.next.produce(operands, scratch, ring, done)
+        if not self._chooses and _NEXT not in self.phases:
+            wait_for_last(scratch.empty, before, STAGES)
+            return
+        wait_for_last(scratch.empty, done, ring.stages)
+
+        @pl.loop(0, kept)
+        def wait(number):
+            plgpu.barrier_wait(scratch.empty.at[ring.stages + number])
+
+    def _ring(self, before: Any = 0) -> Ring:
+        """The stages of the phases from the choice on, after so many."""
+        return Ring(STAGES - KEPT if _NEXT in self.phases else STAGES, before)
 
     @property
     def _chooses(self) -> bool:
@@ -213,42 +209,48 @@ class _OneToken:
         return _FIRST in self.phases or _SECOND in self.phases
 
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
-        products, logits, returned, count = self._exchanged(operands, made)
-        hidden, done = operands.hidden if made.hidden is None else made.hidden, jnp.int32(0)
+        attended, products, logits, returned, hidden = self._exchanged(operands, made)
+        done = jnp.int32(0)
+        if _SECOND in self.phases:
+            self.experts.clear(made.parts)
         if self.router is None and _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
+        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
+            done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
         if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.consume_product(operands, products, scratch, done)
+            done = self.router.consume_product(operands, attended, products, scratch, done)
         if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
             self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)
+        ring, done = self._ring(), jnp.int32(0)
         if self._chooses:
             self._choose(operands, logits, scratch)
         if _FIRST in self.phases:
             if self.router is None:
                 plgpu.barrier_wait(scratch.rows_full)
-            done = self.experts.consume_first(hidden, scratch, count, done)
+            done = self.experts.consume_first(hidden, scratch, ring, done)
         if _SECOND in self.phases:
-            done = self.experts.consume_second(hidden, made.parts, returned, scratch, count, done)
+            done = self.experts.consume_second(hidden, made.parts, returned, scratch, ring, done, dtype=self.dtype)
         if self.next is not None and _NEXT in self.phases:
-            self.next.consume(operands, returned, made.next, scratch, done)
+            self.next.consume(operands, returned, made.next, scratch, ring, done)
 
-    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Count]:
-        """Where blocks find each other's product, logits and what experts return, and how many hidden units there are.
-
-        All but the last are Sums, or None.
-        """
+    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
+        """Where blocks find each other's attention, product, logits, what experts return, and hidden units; or None."""
         router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
+        hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
-            return None, None, None, Count(operands.logits.at[0, 1] if is_one else None)
-        columns = self.experts.columns
+            count = Count(operands.logits.at[0, 1] if is_one else None)
+            return None, None, None, None, CountedHidden(hidden, count, experts.hidden_blocks)
+        columns = experts.columns
         if is_one:
             left = left_parts(operands.router)
-            products, logits, place = router.room(left)
+            products, logits = router.room(left)
             returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
-            return products, logits, returned, Count(place)
+            hidden = experts.told_hidden(left, 3 * columns, left.shape[1] * columns, self.dtype)
+            attended = None if router.attention is None else router.attention.room(left, ROWS_OF_EXPERTS)
+            return attended, products, logits, returned, hidden
         products, logits = (
             None if ref is None else Sums(ref, 0, ref.shape[-1], ref.shape[0])
             for ref in (
@@ -257,10 +259,23 @@ class _OneToken:
             )
         )
         returned = None if operands.parts is None else Sums(operands.parts, 0, ROWS_LEFT * columns, per_token)
-        return products, logits, returned, Count()
+        attended = operands.attended if made.attended is None else made.attended
+        if attended is not None:
+            attended = SplitRoom(attended, 0, attended.shape[1], attended.shape[0])
+        return attended, products, logits, returned, experts.told_hidden(hidden, 0, experts.units, self.dtype)
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""
+        if logits is not None and ranks(self.routing, is_biased=operands.bias is not None):
+
+            def known() -> None:
+                plgpu.barrier_arrive(scratch.chosen)
+                plgpu.barrier_wait(scratch.chosen)
+
+            choice = scratch.scores, scratch.weights, scratch.experts
+            choose_by_rank(self.routing, logits.added_up, scratch.keys, *choice, known)
+            plgpu.commit_smem()
+            return
         layout = by_experts(self.routing)
 
         def numbers(number: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.call import NormCall
@@ -17,7 +18,7 @@ from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import Scratch, store_row, store_zeros
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import KEPT, Ring, Scratch, store_row, store_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,28 @@ class NextPhase:
     norm: NormCall
     product: SplitProduct
 
-    def produce(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring) -> None:
+        """Asks for its first stages, which are behind the ring."""
         weights = operands.next.kernel.at[operands.next.layer[0]]
-        return self.product.produce(lax.axis_index("block"), weights, scratch, done)
 
-    def consume(self, operands: Any, returned: Sums, out: Any, scratch: Scratch, done: Any) -> None:
+        def copy(weights: Any, number: Any) -> None:
+            pl.when(number < KEPT)(lambda: ring.copy_behind(weights, scratch, number))
+
+        self.product.produce(lax.axis_index("block"), weights, copy, jnp.int32(0))
+
+    def produce(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> tuple[Any, Any]:
+        """Asks for the others; the ring's stages asked for then, and how many there are behind it."""
+        weights = operands.next.kernel.at[operands.next.layer[0]]
+
+        def copy(weights: Any, number: Any) -> None:
+            @pl.when(number >= KEPT)
+            def copy_in_turn() -> None:
+                ring.copy(weights, scratch, done + number - KEPT)
+
+        steps = self.product.produce(lax.axis_index("block"), weights, copy, jnp.int32(0))
+        return done + jnp.maximum(steps - KEPT, 0), jnp.minimum(steps, KEPT)
+
+    def consume(self, operands: Any, returned: Sums, out: Any, scratch: Scratch, ring: Ring, done: Any) -> None:
         """Stores the product's splits.
 
         Args:
@@ -65,4 +83,8 @@ class NextPhase:
             for row in range(1, WARPS):
                 store_zeros(out, place + row * columns)
 
-        self.product.consume(lax.axis_index("block"), scratch, store, done)
+        def stage_of(number: Any) -> Any:
+            in_ring = lax.rem(done + jnp.maximum(number - KEPT, 0), ring.stages)
+            return jnp.where(number < KEPT, ring.stages + number, in_ring)
+
+        self.product.consume(lax.axis_index("block"), scratch, store, jnp.int32(0), stage_of=stage_of)

@@ -1,6 +1,7 @@
 """Both products of one token's mixture: units are 64 hidden units of an expert, then 64 columns of its result."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,23 +10,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden, ToldHidden, told_width
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
-    STAGES,
-    Count,
+    Ring,
     Scratch,
-    copy_stage,
     store_row,
-    store_zeros,
 )
 
 # Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
-# leave each other what it begins with, and in the third what its experts return.
-ROWS_LEFT = 3
+# leave each other what it begins with, in the third what its experts return, in the fourth their hidden units, and in
+# the others what splits of attention are.
+ROWS_OF_EXPERTS = 4
+ROWS_LEFT = ROWS_OF_EXPERTS + 9
+_THREADS, _VECTOR = 128, 4  # numbers that a thread stores at once
 _PAIR = 2  # the gate's columns and the other half's
 
 
@@ -44,6 +47,11 @@ class ExpertPhases:
     columns: int
     activation: Callable[[Any, Any], Any]
 
+    @classmethod
+    def of(cls, call: ExpertsCall) -> "ExpertPhases":
+        """Those of a call."""
+        return cls(call.per_token, call.units, call.hidden_size, call.activation)
+
     @property
     def hidden_blocks(self) -> int:
         """Blocks of hidden units of all experts."""
@@ -53,6 +61,20 @@ class ExpertPhases:
     def column_blocks(self) -> int:
         """Blocks of columns of what all experts return."""
         return self.per_token * (self.columns // WGMMA_ROWS)
+
+    @property
+    def most_units(self) -> int:
+        """Of the second product, of a block."""
+        return pl.cdiv(self.column_blocks, tiles.num_sms())
+
+    @property
+    def told_width(self) -> int:
+        """Numbers of hidden units that tell by themselves, of a block's units."""
+        return told_width(self.units, self.most_units)
+
+    def told_hidden(self, ref: Any, begin: int, stride: int, dtype: Any) -> ToldHidden:
+        """Hidden units in memory, from a flat place on, with a stride from one choice to the next."""
+        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self.most_units, dtype)
 
     def _count(self, of_second: bool) -> Any:
         """The block's units of a product."""
@@ -78,7 +100,7 @@ class ExpertPhases:
 
         return lax.fori_loop(0, self._count(of_second), step, start)
 
-    def produce_first(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
@@ -88,27 +110,28 @@ class ExpertPhases:
                 for part in range(_PAIR):
                     columns = pl.ds(part * self.units + block * WGMMA_ROWS, WGMMA_ROWS)
                     weights = operands.gate_up.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns]
-                    done = copy_stage(weights, scratch, done)
+                    done = ring.copy(weights, scratch, done)
                 return done
 
             return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
 
         return self._for_each(False, copy_unit, done)
 
-    def produce_second(self, operands: Any, scratch: Scratch, done: Any) -> Any:
+    def produce_second(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
             expert, columns = scratch.experts[choice, 0], pl.ds(block * WGMMA_ROWS, WGMMA_ROWS)
 
             def copy_step(k, done):
-                return copy_stage(operands.down.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns], scratch, done)
+                weights = operands.down.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns]
+                return ring.copy(weights, scratch, done)
 
             return lax.fori_loop(0, self.units // DEPTH, copy_step, done)
 
         return self._for_each(True, copy_unit, done)
 
-    def consume_first(self, hidden: Any, scratch: Scratch, count: Count, done: Any) -> Any:
+    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, ring: Ring, done: Any) -> Any:
         """Stores the block's hidden units."""
         steps = self.columns // DEPTH * _PAIR
 
@@ -118,7 +141,7 @@ class ExpertPhases:
                 def multiply_step(k):
                     x = scratch.x.at[:, pl.ds(k * DEPTH, DEPTH)].transpose((1, 0))
                     for part, acc in enumerate(sums):
-                        stage = lax.rem(done + k * _PAIR + part, STAGES)
+                        stage = lax.rem(done + k * _PAIR + part, ring.stages)
                         plgpu.barrier_wait(scratch.full.at[stage])
                         plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
                     plgpu.wgmma_wait(_PAIR)  # those of the last step are done
@@ -126,49 +149,67 @@ class ExpertPhases:
                     @pl.when(k > 0)
                     def free():
                         for part in range(_PAIR):
-                            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, STAGES)])
+                            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, ring.stages)])
 
                 return [acc[...] for acc in sums]
 
             results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, TILED_ROWS) for _ in range(_PAIR)))
             for part in range(_PAIR):
-                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, STAGES)])
-            result = self.activation(*results).astype(hidden.dtype)
-            store_row(hidden, choice * self.units + block * WGMMA_ROWS, result, 0)
-            count.tell()
+                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, ring.stages)])
+            hidden.store(choice, block, self.activation(*results))
             return done + steps
 
         return self._for_each(False, multiply_unit, done)
 
+    def clear(self, parts: Any) -> None:
+        """Stores the block's share of the zeros below what experts return."""
+        below, own, sms = ROWS_LEFT - 1, lax.axis_index("block"), tiles.num_sms()
+        vector = math.gcd(self.columns // _THREADS, _VECTOR)
+        zeros = plgpu.layout_cast(
+            jnp.zeros((self.columns,), parts.dtype), plgpu.Layout.WG_STRIDED((self.columns,), vec_size=vector)
+        )
+
+        @pl.loop(0, lax.div(self.per_token * below - own + sms - 1, sms))
+        def clear_row(i):
+            number = own + i * sms
+            parts[lax.div(number, below), 1 + lax.rem(number, below)] = zeros
+
     def consume_second(
-        self, hidden: Any, parts: Any, returned: Sums | None, scratch: Scratch, count: Count, done: Any
+        self,
+        hidden: CountedHidden | ToldHidden,
+        parts: Any,
+        returned: Sums | None,
+        scratch: Scratch,
+        ring: Ring,
+        done: Any,
+        *,
+        dtype: Any,
     ) -> Any:
-        """Stores what the block's columns of each expert are, times its weight, and zeros beside them.
+        """Stores what the block's columns of each expert are, times its weight.
 
         Args:
             returned: Where blocks find the same, if they wait for it.
+            dtype: To which what an expert returns is rounded.
         """
-        count.wait(self.hidden_blocks)
+        hidden.bring(scratch, lambda number: jnp.minimum(self._unit(True, number)[0], self.per_token - 1))
         steps = self.units // DEPTH
-        rows = scratch.x.at[:, pl.ds(0, self.units)]
-        plgpu.copy_gmem_to_smem(hidden, rows, scratch.hidden_full)
-        plgpu.barrier_wait(scratch.hidden_full)
 
-        def multiply_unit(choice, block, done):
+        def multiply_unit(number, done):
+            choice, block = self._unit(True, number)
+            rows, row = hidden.of_unit(scratch, number, choice)
+
             def multiply(acc, stage, k):
                 x = rows.at[:, pl.ds(k * DEPTH, DEPTH)]
                 plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
             shape = WGMMA_ROWS, TILED_ROWS
-            result = summed_over_stages(multiply, scratch, done, steps, stages=STAGES, shape=shape)
-            result = result.astype(hidden.dtype).astype(jnp.float32) * scratch.weights[choice, 0]
+            result = summed_over_stages(multiply, scratch, done, steps, stages=ring.stages, shape=shape)
+            result = result.astype(dtype).astype(jnp.float32) * scratch.weights[choice, 0]
             place = choice * ROWS_LEFT * self.columns + block * WGMMA_ROWS
-            store_row(parts, place, result, choice)
+            store_row(parts, place, result, row)
             if returned is not None:
                 own = returned.begin + choice * returned.stride + block * WGMMA_ROWS
-                store_row(returned.ref, own, never_zero(result), choice)
-            for row in range(1, ROWS_LEFT):
-                store_zeros(parts, place + row * self.columns)
+                store_row(returned.ref, own, never_zero(result), row)
             return done + steps
 
-        return self._for_each(True, multiply_unit, done)
+        return lax.fori_loop(0, self._count(True), multiply_unit, done)

@@ -18,8 +18,10 @@ from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
+from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch, left_parts, store_row
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Ring, Scratch, left_parts, store_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +33,19 @@ class RouterPhases:
         depth: Of the product.
         num_experts: The router's columns.
         left_parts: Parts that what is left comes in; in the second row of each there is room for a part of a product.
+        attention: What the product's rows are made of; None where they are given.
     """
 
     norm: NormCall
     depth: int
     num_experts: int
     left_parts: int
+    attention: AttentionPhase | None = None
 
     @property
     def product(self) -> SplitProduct:
-        """Two parts are for logits, and the count of hidden units."""
-        return SplitProduct.of_a_unit_each(self.depth, self.norm.columns, self.left_parts - 2)
+        """One part is for logits."""
+        return SplitProduct.of_a_unit_each(self.depth, self.norm.columns, self.left_parts - 1)
 
     @property
     def router(self) -> SplitProduct:
@@ -51,26 +55,35 @@ class RouterPhases:
     @property
     def row(self) -> int:
         """Numbers of the longest row."""
-        return max(self.norm.columns, self.product.most_steps * DEPTH)
+        share = self.product.most_steps
+        return max(self.norm.columns, share * DEPTH if self.attention is None else merged_width(share))
 
-    def room(self, left: Any) -> tuple[Sums, Sums, Any]:
-        """In what is left: for the product, for logits, and for a count."""
+    def room(self, left: Any) -> tuple[Sums, Sums]:
+        """In what is left: for the product, and for logits."""
         _, rows, columns = left.shape
         products = Sums(left, columns, rows * columns, self.product.splits)
         logits = Sums(left, (self.product.splits * rows + 1) * columns, self.num_experts, self.router.splits)
-        return products, logits, left.at[self.left_parts - 1, 1]
+        return products, logits
 
     def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
         weights = operands.router.output.at[operands.router.output_layer[0]]
-        return self.product.produce(lax.axis_index("block"), weights, scratch, done)
+        return self.product.produce(lax.axis_index("block"), weights, lambda *stage: _copy(scratch, *stage), done)
 
     def produce_router(self, operands: Any, scratch: Scratch, done: Any) -> Any:
-        return self.router.produce(from_last(), operands.router.kernel.at[operands.layer[0]], scratch, done)
+        weights = operands.router.kernel.at[operands.layer[0]]
+        return self.router.produce(from_last(), weights, lambda *stage: _copy(scratch, *stage), done)
 
-    def consume_product(self, operands: Any, products: Sums, scratch: Scratch, done: Any) -> Any:
+    def consume_product(
+        self, operands: Any, attended: SplitRoom | None, products: Sums, scratch: Scratch, done: Any
+    ) -> Any:
         width = self.product.most_steps * DEPTH
 
         def bring(first: Any) -> None:
+            if self.attention is not None and attended is not None:
+                heads = self.product.most_steps
+                target = scratch.x.at[:, pl.ds(0, merged_width(heads))]
+                merge_into(target, self.attention, operands.router.attention, attended, first, heads)
+                return
             source = operands.router.attended.at[pl.ds(0, TILED_ROWS), pl.ds(first * DEPTH, width)]
             plgpu.copy_gmem_to_smem(source, scratch.x.at[:, pl.ds(0, width)], scratch.attended_full)
             plgpu.barrier_wait(scratch.attended_full)
@@ -99,6 +112,10 @@ class RouterPhases:
 
     def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:
         return self.router.consume(from_last(), scratch, lambda *unit: _store(logits, *unit), done)
+
+
+def _copy(scratch: Scratch, weights: Any, number: Any) -> None:
+    Ring().copy(weights, scratch, number)
 
 
 def _store(sums: Sums, split: Any, block: Any, result: jax.Array) -> None:

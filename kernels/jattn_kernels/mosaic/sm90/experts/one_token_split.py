@@ -13,7 +13,7 @@ from jax import lax
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch, copy_stage
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,12 @@ class SplitProduct:
 
         return lax.fori_loop(0, lax.div(self.units - own + tiles.num_sms() - 1, tiles.num_sms()), step, done)
 
-    def produce(self, own: Any, weights: Any, scratch: Scratch, done: Any) -> Any:
-        """Asks for the weights of the block's units; the stages asked for then, `done` being those of before."""
+    def produce(self, own: Any, weights: Any, copy: Callable[[Any, Any], Any], done: Any) -> Any:
+        """Asks for the weights of the block's units; the stages asked for then, `done` being those of before.
+
+        Args:
+            copy: (weights, number): asks for those of a stage, the n-th.
+        """
 
         def copy_unit(split, block, first, steps, done):
             del split
@@ -73,7 +77,7 @@ class SplitProduct:
 
             @pl.loop(0, steps)
             def copy_step(k):
-                copy_stage(weights.at[pl.ds((first + k) * DEPTH, DEPTH), columns], scratch, done + k)
+                copy(weights.at[pl.ds((first + k) * DEPTH, DEPTH), columns], done + k)
 
         return self._for_each(own, copy_unit, done)
 
@@ -85,10 +89,12 @@ class SplitProduct:
         done: Any,
         *,
         bring: Callable[[Any], None] | None = None,
+        stage_of: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Calls `use(split, block of columns, sums)` for each unit; the stages that have been used then.
 
         Args:
+            stage_of: As of `summed_over_stages`.
             bring: Brings the share of the row from its n-th step on, of a block that has one unit; else it is there.
         """
 
@@ -101,7 +107,8 @@ class SplitProduct:
                 plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
             shape = WGMMA_ROWS, TILED_ROWS
-            use(split, block, summed_over_stages(multiply, scratch, done, steps, stages=STAGES, shape=shape))
+            facts: Any = {"stages": STAGES, "shape": shape, "stage_of": stage_of}
+            use(split, block, summed_over_stages(multiply, scratch, done, steps, **facts))
 
         return self._for_each(own, multiply_unit, done)
 

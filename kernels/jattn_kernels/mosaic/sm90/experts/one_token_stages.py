@@ -13,9 +13,11 @@ from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.operands import NextOperands, RouterOperands
+from jattn_kernels.routing_spec import Routing
 
 DEPTH = 128  # of a stage: a copy of 16 KB
 STAGES = 11
+KEPT = 5  # stages for the first weights of the product that follows, asked for while the experts are not known
 
 
 class OneTokenOperands(NamedTuple):
@@ -29,7 +31,8 @@ class OneTokenOperands(NamedTuple):
         gate_up, down: Weights of all layers.
         layer: Which of them.
         next: Of a product that follows, or None.
-        products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done them.
+        attended, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done
+            them.
     """
 
     x: Float[Array, "1 D"] | None
@@ -38,6 +41,7 @@ class OneTokenOperands(NamedTuple):
     gate_up: Float[Array, "L E D F2"]
     down: Float[Array, "L E F D"]
     layer: Int[Array, "1"]
+    attended: Float32[Array, "S _"] | None = None
     products: Float32[Array, "S D"] | None = None
     logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
     hidden: Float[Array, "8 F"] | None = None
@@ -55,18 +59,22 @@ class Made(NamedTuple):
     """What phases store; None of those that another launch has.
 
     Attributes:
-        products, logits, hidden: For later phases.
+        attended, products, logits, hidden: For later phases.
         total: The token's sum.
         parts: What each expert returns, times its weight; then rows of 0.
         next: Splits of the product that follows, four rows each.
+        k_pages, v_pages: With the token's key and value.
     """
 
+    attended: Any = None
     products: Any = None
     logits: Any = None
     total: Any = None
     hidden: Any = None
     parts: Any = None
     next: Any = None
+    k_pages: Any = None
+    v_pages: Any = None
 
 
 class Scratch(NamedTuple):
@@ -84,6 +92,11 @@ class Scratch(NamedTuple):
     rows_full: Any
     hidden_full: Any
     total: Any  # (1, D)
+    keys: Any  # (experts,)
+    q: Any = None  # (8, 128): of attention, as the others
+    p: Any = None  # (8, 64)
+    new: Any = None  # (2, 128)
+    keys_full: Any = None
 
 
 class Count(NamedTuple):
@@ -106,9 +119,14 @@ class Count(NamedTuple):
             all_blocks.wait_for_all(self.place, most)
 
 
-def scratch(row: int, columns: int, per_token: int, dtype: Any) -> Scratch:
-    """For rows of so many numbers, and a token of so many."""
-    return Scratch(
+def scratch(row: int, columns: int, routing: Routing, dtype: Any, key_copies: int = 0) -> Scratch:
+    """For rows of so many numbers, and a token of so many.
+
+    Args:
+        key_copies: That bring a stage of keys or values; 0 where there is no attention.
+    """
+    per_token = routing.per_token
+    made = Scratch(
         kernel=tiles.tile((STAGES, DEPTH, WGMMA_ROWS), dtype),
         x=tiles.tile((TILED_ROWS, row), dtype, copied_columns=WGMMA_ROWS),
         scores=plgpu.SMEM((per_token, WARPS), jnp.float32),
@@ -121,15 +139,42 @@ def scratch(row: int, columns: int, per_token: int, dtype: Any) -> Scratch:
         rows_full=plgpu.Barrier(),
         hidden_full=plgpu.Barrier(),
         total=plgpu.SMEM((1, columns), dtype),
+        keys=plgpu.SMEM((routing.num_experts,), jnp.int32),
+    )
+    if not key_copies:
+        return made
+    return made._replace(
+        q=tiles.tile((TILED_ROWS, DEPTH), dtype),
+        p=tiles.tile((TILED_ROWS, WGMMA_ROWS), dtype),
+        new=plgpu.SMEM((2, DEPTH), dtype),
+        keys_full=plgpu.Barrier(num_arrivals=key_copies, num_barriers=STAGES),
     )
 
 
-def copy_stage(weights: Any, scratch: Scratch, done: Any) -> Any:
-    """Asks for a stage's weights, once it is free; the stages asked for so far."""
-    stage = lax.rem(done, STAGES)
-    pl.when(done >= STAGES)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
+class Ring(NamedTuple):
+    """Some stages, the first ones, that are used in turn, and others behind them that are used once.
+
+    Attributes:
+        stages: Of those in turn.
+        before: So many have been used before, whose release nobody has waited for yet.
+    """
+
+    stages: int = STAGES
+    before: Any = 0
+
+    def copy(self, weights: Any, scratch: Scratch, done: Any) -> Any:
+        """Asks for a stage's weights, once it is free; the stages asked for so far."""
+        _copy(weights, scratch, lax.rem(done, self.stages), (done >= self.stages) | (done < self.before))
+        return done + 1
+
+    def copy_behind(self, weights: Any, scratch: Scratch, number: Any) -> None:
+        """Likewise for one of the others."""
+        _copy(weights, scratch, self.stages + number, self.stages + number < self.before)
+
+
+def _copy(weights: Any, scratch: Scratch, stage: Any, is_used: Any) -> None:
+    pl.when(is_used)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
     plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], scratch.full.at[stage])
-    return done + 1
 
 
 def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:

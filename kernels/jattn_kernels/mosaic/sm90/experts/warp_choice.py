@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.experts.choice import by_chosen, factor_of
 from jattn_kernels.routing_spec import Routing
 
 LANES = 32
+_THREADS, _KEYS_AT_ONCE = 128, 16
 _TAKEN = jnp.iinfo(jnp.int32).min
 
 
@@ -123,3 +125,57 @@ def of_splits(parts: Any, number: jax.Array, layout: Any) -> jax.Array:
     row = plgpu.broadcasted_iota(jnp.int32, number.shape, 0, layout=layout)
     of_parts = [plgpu.load(parts.at[i], layout=layout, optimized=False) for i in range(parts.shape[0])]
     return jnp.where(row == 0, sum(of_parts[1:], of_parts[0]), 0.0)
+
+
+def ranks(routing: Routing, *, is_biased: bool) -> bool:
+    """Whether `choose_by_rank` makes the choice: of scores that are weights by the chosen experts' alone."""
+    softmax = routing.scoring in ("softmax", "softmax_of_chosen")
+    return softmax and by_chosen(routing) and not is_biased and routing.num_experts % _THREADS == 0
+
+
+def choose_by_rank(
+    routing: Routing,
+    logits: Callable[[jax.Array, Any], jax.Array],
+    keys: Any,
+    scores: Any,
+    weights: Any,
+    experts: Any,
+    known: Callable[[], None],
+) -> None:
+    """`choose_for_one`, by counting for each expert how many are better: in no turns that wait for each other.
+
+    Args:
+        logits: Of the numbers of experts, of this layout.
+        keys: (experts,), int32, in shared memory.
+        known: Called once the experts are in shared memory, before their weights are.
+    """
+    shape, layout = (routing.num_experts,), plgpu.Layout.WG_STRIDED((routing.num_experts,), vec_size=1)
+    number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    key = _key(logits(number, layout))
+    keys[...] = key
+    plgpu.commit_smem()
+
+    def compare(step: Any, rank: jax.Array) -> jax.Array:
+        for i in range(_KEYS_AT_ONCE):
+            other = step * _KEYS_AT_ONCE + i
+            than = keys[other]
+            is_better = (key < than) | ((key == than) & (number > other))
+            rank += is_better.astype(jnp.int32)
+        return rank
+
+    none = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
+    rank = lax.fori_loop(0, routing.num_experts // _KEYS_AT_ONCE, compare, none)
+    place = jnp.where(rank < routing.per_token, rank * tiles.WARPS, -1)
+    store_at(experts, place, number, layout)
+    store_at(scores, place, _of_key(key), layout)
+    plgpu.commit_smem()
+    known()
+    of_row = by_experts(routing).reduce(1)
+    best = [plgpu.load(scores.at[i], layout=of_row, optimized=False) for i in range(routing.per_token)]
+    found = [jnp.exp(each - best[0]) for each in best]
+    of_chosen = plgpu.layout_cast(jnp.zeros((tiles.WARPS,), jnp.float32), of_row)
+    for score in found:
+        of_chosen = of_chosen + score
+    factor = factor_of(routing, of_chosen, of_chosen)
+    for i, score in enumerate(found):
+        weights[i] = score * factor

@@ -1,0 +1,91 @@
+"""Which calls the kernel of one token's mixture serves, and the phases that it then has."""
+
+from jattn_kernels.call import AttentionCall, ExpertsCall, NextCall, RouterCall
+from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts import one_token_attention
+from jattn_kernels.mosaic.sm90.experts.choice import chooses
+from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase
+from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
+from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_OF_EXPERTS, ExpertPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
+from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES
+from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
+from jattn_kernels.routing_spec import Routing
+
+_MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
+_MOST_WITH_ATTENTION = 2304  # of those before the choice, beside what attention has in shared memory
+_MOST_EXPERTS = 512
+_LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
+
+
+def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
+    """Whether the kernel serves a call.
+
+    Args:
+        is_biased: Whether there is a bias on the choice.
+    """
+    routing = call.routing
+    if call.num_tokens != 1 or call.scales is not None or call.weighs_inputs or call.features or routing is None:
+        return False
+    if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
+        return False
+    if call.per_token > TILED_ROWS or call.device.num_sms is None:  # blocks wait for each other: all must run
+        return False
+    depths = call.hidden_size, call.units
+    if not chooses(routing, is_biased=is_biased) or max(depths) > _MOST_DEPTH or any(d % DEPTH for d in depths):
+        return False
+    if call.router is None:
+        return True
+    told = ExpertPhases.of(call).told_width
+    return call.units <= call.hidden_size and told <= _MOST_DEPTH and _begins_earlier(call.router, routing)
+
+
+def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
+    """Whether it also serves what comes before the choice."""
+    (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
+    if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_OF_EXPERTS or call.depth % DEPTH:
+        return False
+    if (
+        routing.num_experts % WGMMA_ROWS
+        or norm.columns % routing.num_experts
+        or left_parts < max(_LEAST_PARTS, routing.per_token)
+    ):
+        return False
+    if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
+        return False
+    if call.next is not None and not _goes_on(call.next):
+        return False
+    if call.attention is not None and not (
+        one_token_attention.fits(call.attention, call.depth)
+        and _attention(call.attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, norm.columns)
+    ):
+        return False
+    most = _MOST_DEPTH if call.attention is None else _MOST_WITH_ATTENTION
+    return router_phases(call, routing.num_experts).row <= most
+
+
+def router_phases(call: RouterCall, num_experts: int) -> RouterPhases:
+    """The phases before the choice."""
+    attention = None if call.attention is None else _attention(call.attention)
+    return RouterPhases(call.norm, call.depth, num_experts, call.left[0], attention)
+
+
+def _attention(call: AttentionCall) -> AttentionPhase:
+    assert call.page_size is not None
+    return AttentionPhase(call.spec, call.page_size)
+
+
+def _goes_on(call: NextCall) -> bool:
+    """Whether it also serves what follows, which `skinny_matmul` takes before the first layer."""
+    norm, columns = call.norm, call.columns
+    return norm.scale_dtype == norm.dtype and columns % WGMMA_ROWS == 0 and norm.columns * columns <= MOST_WEIGHTS
+
+
+def next_phase(call: NextCall) -> NextPhase:
+    """What follows the experts."""
+    depth = call.norm.columns
+    return NextPhase(call.norm, SplitProduct(depth, call.columns, num_splits(depth, call.columns)))
