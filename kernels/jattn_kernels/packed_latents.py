@@ -4,8 +4,8 @@ A row, all of it side by side:
 
     C numbers of e4m3 | a float32 scale for each 128 of them | R rotated numbers of bfloat16
 
-which is 512 + 16 + 128 = 656 bytes in DeepSeek's models. One array of bytes, whose dtype alone says what it holds: it is
-copied, donated and shared as other pages are, a token's row is one piece of memory, and what other engines store is
+which is 512 + 16 + 128 = 656 bytes in DeepSeek's models. One array of bytes, whose dtype alone says what it holds: it
+is copied, donated and shared as other pages are, a token's row is one piece of memory, and what other engines store is
 read as it is.
 """
 
