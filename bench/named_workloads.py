@@ -85,7 +85,8 @@ LATENT: tuple[LatentWorkload | ExpandedWorkload, ...] = (
         for batch, ctx in ((1, 8192), (8, 8192), (32, 8192), (128, 2048))
     ),
     *(
-        LatentWorkload(batch=batch, ctx=ctx, hq=hq, kv="fp8_e4m3")
+        LatentWorkload(batch=batch, ctx=ctx, hq=hq, kv=kv)
+        for kv in ("fp8_e4m3", "fp8_ds_mla")
         for hq in (16, 128)
         for batch, ctx in ((1, 8192), (32, 8192), (128, 2048))
     ),

@@ -21,6 +21,7 @@ PICTURES = {  # by case: file, text, and what draws it
 _DENSE = {"jax-attention_mgpu": "`attention_mgpu`", "jax-cudnn": "cuDNN"}  # columns, by implementation
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
+_ABSORBED = {None: "absorbed", "fp8_e4m3": "absorbed, fp8", "fp8_ds_mla": "absorbed, fp8 with scales of tiles"}
 _LATENT_RATES = ("GB/s", "TFLOP/s")
 
 Cells = tuple[str, ...]
@@ -169,7 +170,7 @@ def _feature_cells(row: Row) -> Cells:
 
 def _latent_cells(row: Row, peer: Row | None) -> Cells:
     return (
-        "expanded" if row["case"] == "expanded" else "absorbed, fp8" if "kv_dtype" in row else "absorbed",
+        "expanded" if row["case"] == "expanded" else _ABSORBED[row.get("kv_dtype")],
         str(row["batch"]),
         f"{row.get('q', 1):,}",
         f"{row['ctx']:,}",
