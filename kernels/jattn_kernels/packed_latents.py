@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 DTYPE = "uint8"  # of arrays of such rows, and of no others
 TILE = 128  # numbers that share a scale
 _NARROW, _ROTATED, _SCALE = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
-_MOST = float(jnp.finfo(_NARROW).max)
+_MOST, _MOST_SCALE = float(jnp.finfo(_NARROW).max), 2.0**119  # whose product float32 has
 
 
 def is_packed(dtype: Any) -> bool:
@@ -29,6 +29,11 @@ def is_packed(dtype: Any) -> bool:
 def packed_width(compressed: int, rotated: int) -> int:
     """Bytes of a row of so many numbers."""
     return rotated_begin(compressed) + rotated * jnp.dtype(_ROTATED).itemsize
+
+
+def unpacked_width(width: int, compressed: int) -> int:
+    """Numbers of a row of so many bytes, of which so many are compressed."""
+    return compressed + (width - rotated_begin(compressed)) // jnp.dtype(_ROTATED).itemsize
 
 
 def rotated_begin(compressed: int) -> int:
@@ -62,7 +67,7 @@ def unpack_latents(rows: UInt8[Array, "*T bytes"], compressed: int) -> Float32[A
 def scales_of(largest: Float32[Array, "*tiles"]) -> Float32[Array, "*tiles"]:
     """The scale of tiles with these largest sizes: a power of two, rounded up in the exponent's bits."""
     least, exponent = 0x00800000, 0x7F800000
-    bits = jax.lax.bitcast_convert_type(jnp.minimum(largest, jnp.finfo(_SCALE).max) / _MOST, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.minimum(largest, _MOST * _MOST_SCALE) / _MOST, jnp.int32)
     rounded = jnp.maximum((bits + (least - 1)) & exponent, least)
     return jax.lax.bitcast_convert_type(rounded, _SCALE)
 

@@ -139,4 +139,4 @@ class FlashAttentionConfig:
     @property
     def stored_dtype(self) -> Any:
         """The dtype of the pool."""
-        return stored_dtype(self.kv_cache_dtype, self.dtype)
+        return stored_dtype(self.kv_cache_dtype, self.dtype, latents=self.use_mla)
