@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32, UInt8
 DTYPE = "uint8"  # of arrays of such rows, and of no others
 TILE = 128  # numbers that share a scale
 _NARROW, _ROTATED, _SCALE = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
+SCALE_BYTES = jnp.dtype(_SCALE).itemsize
 _MOST, _MOST_SCALE = float(jnp.finfo(_NARROW).max), 2.0**119  # whose product float32 has
 
 
@@ -38,7 +39,7 @@ def unpacked_width(width: int, compressed: int) -> int:
 
 def rotated_begin(compressed: int) -> int:
     """The byte at which a row's rotated part begins; that at which its scales do is `compressed`."""
-    return compressed + -(-compressed // TILE) * jnp.dtype(_SCALE).itemsize
+    return compressed + -(-compressed // TILE) * SCALE_BYTES
 
 
 def pack_latents(c_kv: Float[Array, "T C"], k_pe: Float[Array, "T R"]) -> UInt8[Array, "T bytes"]:

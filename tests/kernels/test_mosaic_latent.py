@@ -58,6 +58,7 @@ INTERPRETED = [
 PACKED = {"kv_dtype": "uint8", "spec": {"head_dim": 576, "v_head_dim": 512}}
 INTERPRETED.append(case("packed", heads=8, kv_lens=(70, 0), **PACKED, num_layers=2, layer_index=1))
 SLOW = [
+    case("packed_few_rows_split", kv_lens=(600, 3, 0), page_size=64, **PACKED, padding_rows=1),
     case("packed_split", heads=20, kv_lens=(600, 3), page_size=64, **PACKED, padding_rows=1),
     case("packed_mask", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1), **PACKED),
     case("fp8", kv_lens=(270, 1, 0, 70), kv_dtype="float8_e4m3fn", kv_scale="scalar", padding_rows=1),

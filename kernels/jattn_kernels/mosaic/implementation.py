@@ -209,8 +209,6 @@ def _refuses_packed(call: AttentionCall) -> str | None:
         return f"`mosaic` takes queries of bfloat16 over packed latents, not {call.q_dtype}."
     if call.spec.value_dim != _PACKED_LATENT:
         return f"`mosaic` takes packed latents of {_PACKED_LATENT} numbers, not {call.spec.value_dim}."
-    if "alibi_slopes" in call.features:
-        return "`mosaic` does not do `alibi_slopes` over packed latents."
     return None
 
 

@@ -1,8 +1,7 @@
 """Absorbed MLA of a few queries a sequence (DeepSeek-V2, arXiv:2405.04434): a latent row is key and value of all heads.
 
 Up to 16 rows of queries a sequence, decode's kernel reads a row once and takes its first columns as the value: queries
-are the few columns of its products. More rows, and packed latents, are served by a kernel of their own, whose products
-have queries as rows.
+are the few columns of its products. More rows are rows of the products of a kernel of their own.
 """
 
 import dataclasses
@@ -20,7 +19,6 @@ from jattn_kernels.mosaic.sm90.decode import split_kv
 from jattn_kernels.mosaic.sm90.mla.config import BLOCK_KV, BLOCK_ROWS, PAIR
 from jattn_kernels.mosaic.sm90.mla.rows import attend_rows
 from jattn_kernels.operands import AttentionOperands
-from jattn_kernels.packed_latents import is_packed
 
 _FEW_ROWS = 16  # as many as decode's kernel has memory for
 _LEAST_PAIRS = 2  # of a worker, while half of them are at work: a pair alone takes as long, and merging it longer
@@ -54,7 +52,7 @@ def mla_decode(
 def _has_few_rows(call: AttentionCall, num_tokens: int) -> bool:
     # A token's results must not depend on how many are asked at a time: one kernel for all numbers of them.
     rows = call.spec.num_q_heads * (1 if call.spec.batch_invariant else num_tokens)
-    return not is_packed(call.kv_dtype) and (rows <= _FEW_ROWS or "alibi_slopes" in call.features)
+    return rows <= _FEW_ROWS or "alibi_slopes" in call.features
 
 
 def _many_rows(

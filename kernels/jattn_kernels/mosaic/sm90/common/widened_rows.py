@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.packed_latents import SCALE_BYTES
 
 WARP_ROWS = WGMMA_ROWS // WARPS  # which lie in one page
 PIECE_COLUMNS = 64  # that two loads of all threads bring: a row of a swizzled tile
@@ -30,7 +31,6 @@ _ROW_THREADS = PIECE_COLUMNS // _LOAD_BYTES  # that load of one row
 _THREADS, _WARP = 128, 32
 _OF_THREADS = plgpu.Layout.WG_STRIDED((_THREADS,), vec_size=1)
 _WORDS = 4  # of a load
-_SCALE_BYTES = 4
 _OF_LOADED_ROWS = plgpu.Layout.WG_STRIDED((_LOADS * _THREADS,), vec_size=1)
 _NUMBER = plgpu.Layout.WG_SPLAT
 # Two words of 16-bit numbers for one of e4m3, which has no direct way to bfloat16.
@@ -144,7 +144,7 @@ def load_scales(pages: Any, layer: Any, rows: jax.Array, column: int) -> jax.Arr
     """
     _, num_pages, page_size, _, columns = pages.shape
     if tiles.interpret_params() is not None:
-        return lax.bitcast_convert_type(load(pages, layer, rows, column, _SCALE_BYTES), jnp.float32)
+        return lax.bitcast_convert_type(load(pages, layer, rows, column, SCALE_BYTES), jnp.float32)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _NUMBER, _OF_THREADS),
@@ -213,15 +213,17 @@ def store(loaded: jax.Array, target: Any, column: int, width: int, scales: jax.A
     run(target, loaded, *(() if scales is None else (scales,)))
 
 
-def store_as_they_are(loaded: jax.Array, target: Any) -> None:
-    """Puts rows of 128 bytes that `load` has loaded into a tile; `stored` then makes it known.
+def store_as_they_are(loaded: jax.Array, target: Any, column: int = 0) -> None:
+    """Puts rows of 128 bytes that `load` has loaded into columns of a tile; `stored` then makes it known.
 
     Args:
-        target: [64, 64], tiled, of bfloat16, which the bytes are.
+        target: [64, C], tiled, of bfloat16, which the bytes are.
     """
     if tiles.interpret_params() is not None:
-        target[...] = lax.bitcast_convert_type(loaded.reshape(*target.shape, -1), target.dtype)
+        numbers = lax.bitcast_convert_type(loaded.reshape(WGMMA_ROWS, PIECE_COLUMNS, -1), target.dtype)
+        target[:, pl.ds(column, PIECE_COLUMNS)] = numbers
         return
+    row_tiles = target.shape[1] // PIECE_COLUMNS
 
     @plgpu.inline_mgpu(arg_types=(_tiled(), _loaded(2 * _LOADS)))
     def store_registers(ctx: Any, target: Any, loaded: Any) -> None:
@@ -229,12 +231,15 @@ def store_as_they_are(loaded: jax.Array, target: Any) -> None:
         i8 = ir.IntegerType.get_signless(8)
         warp, lane_row, piece = _place_of_thread()
         tile_bytes = TILED_ROWS * _SWIZZLE_BYTES
-        place = arith.addi(arith.muli(warp, _const(_LOADS * tile_bytes)), arith.muli(lane_row, _const(_SWIZZLE_BYTES)))
+        place = arith.addi(
+            arith.muli(warp, _const(_LOADS * row_tiles * tile_bytes)), arith.muli(lane_row, _const(_SWIZZLE_BYTES))
+        )
         pointer = utils.memref_ptr(target)
         for number, register in enumerate(loaded.registers.flat):
             group, part = divmod(number, _LOADS)
+            begin = (part * row_tiles + column // PIECE_COLUMNS) * tile_bytes
             chunk = arith.xori(arith.addi(piece, _const(group * _ROW_THREADS)), lane_row)
-            at = arith.addi(arith.addi(place, _const(part * tile_bytes)), arith.muli(chunk, _const(_LOAD_BYTES)))
+            at = arith.addi(arith.addi(place, _const(begin)), arith.muli(chunk, _const(_LOAD_BYTES)))
             llvm.store(register, utils.getelementptr(pointer, [at], i8), alignment=_LOAD_BYTES)
 
     run: Any = store_registers

@@ -16,7 +16,7 @@ from jattn_kernels.mosaic.sm90.common import widened_rows
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.mla.config import CONSUMERS, LatentConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.mla.producer import copy_queries, wait_for_last
-from jattn_kernels.packed_latents import TILE, rotated_begin
+from jattn_kernels.packed_latents import SCALE_BYTES, TILE, rotated_begin
 
 _AHEAD = 2  # pieces in registers
 _PIECE = 2 * widened_rows.PIECE_COLUMNS  # columns: four registers of a thread's four loads each
@@ -114,7 +114,7 @@ def _pieces(config: LatentConfig, scratch: SharedMemory) -> list[_Piece]:
         ):
             for place in range(0, width, _PIECE):
                 is_first, is_last = place == 0, place + _PIECE >= width
-                scale = CONSUMERS * half + (begin + place) // TILE * 4
+                scale = CONSUMERS * half + (begin + place) // TILE * SCALE_BYTES
                 piece = _Piece(
                     tile_of,
                     begin + place,
