@@ -19,7 +19,8 @@ DTYPE = "uint8"  # of arrays of such rows, and of no others
 TILE = 128  # numbers that share a scale
 _NARROW, _ROTATED, _SCALE = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32
 SCALE_BYTES = jnp.dtype(_SCALE).itemsize
-_MOST, _MOST_SCALE = float(jnp.finfo(_NARROW).max), 2.0**119  # whose product float32 has
+_MOST = float(jnp.finfo(_NARROW).max)
+_EXPONENTS = 1, 246  # of scales: float32 has the largest number times the largest scale, 2^119, still
 
 
 def is_packed(dtype: Any) -> bool:
@@ -66,10 +67,13 @@ def unpack_latents(rows: UInt8[Array, "*T bytes"], compressed: int) -> Float32[A
 
 
 def scales_of(largest: Float32[Array, "*tiles"]) -> Float32[Array, "*tiles"]:
-    """The scale of tiles with these largest sizes: a power of two, rounded up in the exponent's bits."""
-    least, exponent = 0x00800000, 0x7F800000
-    bits = jax.lax.bitcast_convert_type(jnp.minimum(largest, _MOST * _MOST_SCALE) / _MOST, jnp.int32)
-    rounded = jnp.maximum((bits + (least - 1)) & exponent, least)
+    """The scale of tiles with these largest sizes: a power of two, rounded up in the exponent's bits.
+
+    With 1.75 x 2^8 for the largest number of e4m3, a fraction of more than 0.75 asks for the next exponent.
+    """
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = ((bits + 0x1FFFFF) >> 23) - 8
+    rounded = jnp.clip(exponent, *_EXPONENTS) << 23
     return jax.lax.bitcast_convert_type(rounded, _SCALE)
 
 
