@@ -168,7 +168,8 @@ def write_packed_rows(
 @no_type_check
 def _sum(at, mask, made, C: tl.constexpr):
     """What splits add up to, rounded as rows are, in float32."""
+    SPLITS: tl.constexpr = C.splits
     total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, C.splits):
+    for part in tl.static_range(1, SPLITS):
         total += tl.load(at + part * C.split, mask=mask, other=0.0).to(tl.float32)
     return total.to(made.dtype.element_ty).to(tl.float32)
