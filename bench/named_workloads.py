@@ -112,6 +112,12 @@ MIXTURE_STEPS: tuple[StepWorkload, ...] = tuple(
     StepWorkload(batch=batch, ctx=1024, model="Qwen3-30B-A3B shapes, random bf16") for batch in (1, 8, 64, 256)
 )
 
+# Of each model that keeps latents.
+LATENT_STEPS: tuple[tuple[StepWorkload, ...], ...] = tuple(
+    tuple(StepWorkload(batch=batch, ctx=4096, page=64, model=f"{model}, random bf16") for batch in (1, 8, 64))
+    for model in ("DeepSeek-V2-Lite shapes", "DeepSeek-V3 shapes cut to 4 layers (1 dense, 3 sparse)")
+)
+
 # Also over keys and values in fp8, where these are much of what is read.
 _OVER_FP8 = tuple(dataclasses.replace(step, kv="float8_e4m3fn") for step in STEPS if step.batch >= 64)
 QUANTIZED_STEPS: tuple[tuple[str, tuple[StepWorkload, ...]], ...] = tuple(

@@ -90,6 +90,15 @@ def section(record: Path = RECORD) -> str:
             map(_mixture_step_cells, read_rows(record / "decode_step_moe.jsonl")),
         ),
         _table(
+            "The same of models that keep latents: DeepSeek-V2-Lite, and one dense and three sparse layers of "
+            "DeepSeek-V3, 256 experts of which a token goes to 8.",
+            ("model", "batch", "context", "jattn", "of the roofline", "compile"),
+            (
+                (row["model"].partition(" shapes")[0], *_mixture_step_cells(row))
+                for row in read_rows(record / "decode_step_latent.jsonl")
+            ),
+        ),
+        _table(
             "The step of Llama-3-8B shapes with its projections in fewer bits: fp8 with a scale for each output, rows "
             "rounded by token, and int4 in groups of 128; keys and values in bf16, or e4m3 without scales.",
             ("weights", "keys", "batch", "context", "jattn", "of the roofline", "compile"),
