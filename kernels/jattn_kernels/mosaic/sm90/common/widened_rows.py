@@ -113,8 +113,9 @@ def load(pages: Any, layer: Any, rows: jax.Array, column: int, width: int) -> ja
     def load_registers(ctx: Any, pages: Any, layer: Any, rows: Any) -> Any:
         del ctx
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        offset = _offset_of_row(rows, layer, num_pages * page_size, columns)
+        row = _row_of_thread(rows, layer, num_pages * page_size)
         _, _, piece = _place_of_thread()
+        offset = arith.muli(arith.extui(i64, row), arith.constant(i64, columns))
         offset = arith.addi(offset, arith.extui(i64, arith.muli(piece, _const(_LOAD_BYTES))))
         address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(pages)), offset)
         loaded = []
@@ -153,7 +154,8 @@ def load_scales(pages: Any, layer: Any, rows: jax.Array, column: int) -> jax.Arr
     def load_registers(ctx: Any, pages: Any, layer: Any, rows: Any) -> Any:
         del ctx
         i64 = ir.IntegerType.get_signless(64)
-        offset = _offset_of_row(rows, layer, num_pages * page_size, columns)
+        row = _row_of_thread(rows, layer, num_pages * page_size)
+        offset = arith.muli(arith.extui(i64, row), arith.constant(i64, columns))
         address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(pages)), offset)
         loaded = [
             utils.inline_ptx(
@@ -266,12 +268,11 @@ def _tiled() -> Any:
     return plgpu.RefType((tiling((TILED_ROWS, PIECE_COLUMNS)), swizzling(_SWIZZLE_BYTES)))
 
 
-def _offset_of_row(rows: Any, layer: Any, rows_of_layer: int, row_bytes: int) -> Any:
-    """Where a thread's row begins, in bytes."""
-    i64 = ir.IntegerType.get_signless(64)
+def _row_of_thread(rows: Any, layer: Any, rows_of_layer: int) -> Any:
+    """A thread's row among those of all layers."""
     (row,) = rows.registers.flat
-    row = arith.addi(arith.muli(_scalar(layer), _const(rows_of_layer)), _element(row))
-    return arith.muli(arith.extui(i64, row), arith.constant(i64, row_bytes))
+    row = _element(row)
+    return arith.addi(arith.muli(_scalar(layer), _const(rows_of_layer)), row)
 
 
 def _element(register: Any) -> Any:
