@@ -1,7 +1,7 @@
 """The serving loop's decode step of models beside Llama, at full size, random weights: a row a batch, as JSON lines.
 
 python -m bench.family_step [--shapes deepseek-v2-lite|deepseek-v3-4-layers|gpt-oss-20b|qwen3-30b-a3b]
-    [--weights bf16|fp8|int4|mxfp4] [--kv bfloat16|float8_e4m3fn] [--batch N,N,...] [--ctx N] [--page N]
+    [--weights bf16|fp8|int4|mxfp4] [--kv bfloat16|float8_e4m3fn|fp8_ds_mla] [--batch N,N,...] [--ctx N] [--page N]
     [--layers N] [--implementation NAME] [--steps N]
 """
 

@@ -65,6 +65,21 @@ def test_command_prints_a_row_a_batch(monkeypatch, capsys):
     assert row.items() >= {"model": "toy, random bf16", "batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()
 
 
+def test_latents_may_be_packed(monkeypatch, capsys):
+    shapes = {
+        "deepseek-v2-lite": family_step.Shapes(
+            "toy", TOY | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, DeepseekV2ForCausalLM
+        )
+    }
+    monkeypatch.setattr(family_step, "SHAPES", shapes)
+    rows = {}
+    for kv in ("bfloat16", "fp8_ds_mla"):
+        family_step.main(["--kv", kv, "--batch", "2", "--ctx", "20", "--page", "8", "--steps", "4"])
+        (rows[kv],) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert rows["fp8_ds_mla"]["kv"] == "fp8_ds_mla"
+    assert rows["fp8_ds_mla"]["roofline_ms"] <= rows["bfloat16"]["roofline_ms"]
+
+
 def test_command_cuts_layers(monkeypatch, capsys):
     shapes = {"deepseek-v2-lite": family_step.Shapes("toy", TOY, DeepseekV2ForCausalLM)}
     monkeypatch.setattr(family_step, "SHAPES", shapes)
