@@ -7,32 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import RawLatents, mla_write, rms_norm, rotate, write_latent_pages
+from jattn_kernels import mla_write, rms_norm, rotate, write_latent_pages
 from jattn_kernels.call import Device, default_device
-from jattn_kernels.packed_latents import packed_width
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.latent_rows import LAYER, PACKED, arguments, assert_packs, packed_arguments
 from tests.kernels.harness.splits import splits_of
-from tests.kernels.harness.triton_interpreter import interpreted as triton_interpreted
-
-LAYER = 1
-
-
-def arguments(compressed=256, tokens=5, dtype="bfloat16"):
-    """Rows, pages of three layers, and slots, two of them out of range."""
-    random = np.random.default_rng(0)
-    angles = random.uniform(0, 6, (tokens, 32)).astype(np.float32)
-    latents = RawLatents(
-        rows=jnp.asarray(random.standard_normal((tokens, compressed + 64)), dtype),
-        scale=jnp.asarray(random.uniform(0.5, 1.5, (3, compressed)), dtype),
-        layer_index=2,
-        cos=jnp.asarray(np.cos(angles)),
-        sin=jnp.asarray(np.sin(angles)),
-        eps=1e-6,
-    )
-    num_pages = 4 + tokens // 16
-    pages = jnp.asarray(random.standard_normal((3, num_pages, 16, compressed + 64)), dtype)
-    slots = jnp.asarray([17, -1, 3, num_pages * 16, *range(40, 36 + tokens)], jnp.int32)
-    return latents, pages, slots
 
 
 def expected(latents, pages, slots):
@@ -89,40 +68,6 @@ def test_gpu_makes_and_writes_rows(compressed, dtype, tokens):
     assert_writes(given, "mosaic", rows=splits_of(given[0].rows, 4))
 
 
-def packed_arguments(compressed=512, tokens=5, dtype="bfloat16"):
-    """The same with pages of bytes, all bits of which are set before."""
-    latents, pages, slots = arguments(compressed, tokens, dtype)
-    return latents, jnp.full((*pages.shape[:3], packed_width(compressed, 64)), 0xFF, jnp.uint8), slots
-
-
-def assert_packs(given, implementation, rows=None):
-    """Rows come near those of XLA's, and the pages have these very rows, packed."""
-    latents, pages, slots = given
-    raw = latents if rows is None else dataclasses.replace(latents, rows=rows)
-    made, written = jax.jit(
-        lambda raw, pages, layer: mla_write(raw, pages, slots, layer_index=layer, implementation=implementation)
-    )(raw, pages, jnp.int32(LAYER))
-    bit = float(jnp.finfo(made.dtype).eps)
-    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (made, latents.made())), rtol=bit, atol=1e-6)
-    parts = jnp.split(made, (latents.compressed,), axis=-1)
-    np.testing.assert_array_equal(written, write_latent_pages(pages, *parts, slots, layer_index=LAYER))
-
-
-PACKED = [(512, "bfloat16"), (384, "float16"), (132, "float32")]
-
-
-@pytest.mark.parametrize(("compressed", "dtype"), PACKED)
-def test_triton_packs_rows(compressed, dtype):
-    with triton_interpreted():
-        assert_packs(packed_arguments(compressed, dtype=dtype), "triton")
-
-
-def test_triton_packs_what_splits_add_up_to():
-    given = packed_arguments()
-    with triton_interpreted():
-        assert_packs(given, "triton", rows=splits_of(given[0].rows, 4))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [5, 300])
 @pytest.mark.parametrize(("compressed", "dtype"), PACKED)
@@ -130,18 +75,6 @@ def test_gpu_packs_rows(compressed, dtype, tokens):
     given = packed_arguments(compressed, tokens, dtype)
     assert_packs(given, "triton")
     assert_packs(given, "triton", rows=splits_of(given[0].rows, 4))
-
-
-def test_triton_refuses_other_latents_than_packed_ones():
-    latents, pages, slots = arguments()
-    with (
-        triton_interpreted(),
-        pytest.raises(NotImplementedError, match="`triton` writes packed latents alone, not those"),
-    ):
-        mla_write(latents, pages, slots, layer_index=LAYER, implementation="triton")
-    latents, pages, slots = packed_arguments(130)
-    with triton_interpreted(), pytest.raises(NotImplementedError, match="some rows of a multiple of 4 numbers up to"):
-        mla_write(latents, pages, slots, layer_index=LAYER, implementation="triton")
 
 
 def test_pages_without_layers_take_a_scale_without_layers():
