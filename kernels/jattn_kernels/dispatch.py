@@ -137,8 +137,13 @@ def is_served(
     Raises:
         ValueError: As `choose`.
     """
-    names = {"q_dtype": jnp.dtype(dtype).name, "kv_dtype": jnp.dtype(dtype if kv_dtype is None else kv_dtype).name}
-    call = AttentionCall(operation=operation, spec=spec, page_size=page_size, **names)
+    call = AttentionCall(
+        operation=operation,
+        spec=spec,
+        q_dtype=jnp.dtype(dtype).name,
+        kv_dtype=jnp.dtype(dtype if kv_dtype is None else kv_dtype).name,
+        page_size=page_size,
+    )
     with contextlib.suppress(NotImplementedError):
         return bool(choose(call, implementation))
     return False
