@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from bench.attention import Measured
+from bench.latent_workload import random_rows
 from bench.step_workload import LLAMA_3_8B, StepWorkload
 from bench.timing import profiled
 from bench.workloads import random_normal, random_page_table
@@ -34,6 +35,7 @@ from jattn.serving.steps.plain import Steps
 from jattn.step_compilation import compile_steps
 from jattn_kernels.call import AttentionCall
 from jattn_kernels.dispatch import choose
+from jattn_kernels.packed_latents import is_packed
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.few_bits import hold_mixtures, hold_projections
@@ -167,13 +169,16 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     longest, parallel = workload.ctx + steps, model.parallel
     page_table, num_pages = random_page_table((longest,) * workload.batch, workload.page)
     shapes = jax.eval_shape(
-        lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=workload.kv)
+        lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=workload.stored)
     )
     leaves, tree = jax.tree.flatten(shapes)
-    pages = [
-        made(functools.partial(random_normal, jax.random.key(i), leaf.shape, leaf.dtype.name), parallel, shares=True)
-        for i, leaf in enumerate(leaves)
-    ]
+
+    def random_pages(number: int, leaf: Any) -> jax.Array:
+        if is_packed(leaf.dtype):
+            return random_rows(jax.random.key(number), leaf.shape[:-1], leaf.dtype.name)
+        return random_normal(jax.random.key(number), leaf.shape, leaf.dtype.name)
+
+    pages = [made(functools.partial(random_pages, i, leaf), parallel, shares=True) for i, leaf in enumerate(leaves)]
     pool = jax.tree.unflatten(tree, pages)
 
     def rows() -> LoopState:
@@ -267,7 +272,7 @@ def measured(
     """Times a step workload on the default device, or on those that share the model."""
     setup = set_up(model, workload, steps=steps, implementation=implementation)
     loop = Loop(model, workload, setup)
-    page_bytes = sum(group.page_bytes(workload.page, jnp.dtype(workload.kv)) for group in model.kv_groups)
+    page_bytes = sum(group.page_bytes(workload.page, workload.stored) for group in model.kv_groups)
     memory = setup.steps[workload.name].memory_analysis()
     assert memory is not None
     compile_s = setup.compile_s
@@ -334,7 +339,7 @@ def serving_implementation(model: Model, workload: StepWorkload, implementation:
         operation="mla_decode" if kind.latent else "paged_decode",
         spec=kind.spec,
         q_dtype="bfloat16",
-        kv_dtype=workload.kv,
+        kv_dtype=workload.stored.name,
         page_size=workload.page,
         features=frozenset({"layer_index"}),
     )

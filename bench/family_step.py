@@ -1,8 +1,8 @@
 """The serving loop's decode step of models beside Llama, at full size, random weights: a row a batch, as JSON lines.
 
 python -m bench.family_step [--shapes deepseek-v2-lite|deepseek-v3-4-layers|gpt-oss-20b|qwen3-30b-a3b]
-    [--weights bf16|fp8|int4|mxfp4] [--kv bfloat16|float8_e4m3fn] [--batch N,N,...] [--ctx N] [--page N]
-    [--implementation NAME] [--steps N]
+    [--weights bf16|fp8|int4|mxfp4] [--kv bfloat16|float8_e4m3fn|fp8_ds_mla] [--batch N,N,...] [--ctx N] [--page N]
+    [--layers N] [--implementation NAME] [--steps N]
 """
 
 import argparse
@@ -51,14 +51,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", default="1,8,64", help="sequences, one row each")
     parser.add_argument("--ctx", type=int, help="tokens of each; as is usual for the shapes by default")
     parser.add_argument("--page", type=int, help="tokens in a page; the same")
+    parser.add_argument("--layers", type=int, help="how many of the shapes' layers; all by default")
     parser.add_argument("--implementation", help="of attention; dispatch chooses by default")
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args(arguments)
     shapes = SHAPES[options.shapes]
     ctx, page = options.ctx or shapes.ctx, options.page or shapes.page
     weights = options.weights or shapes.weights
-    model = random_model(shapes.fields, shapes.family, quantization=None if weights == "bf16" else weights)
-    name = f"{shapes.model}, random {model.held_in}"
+    cut = {} if options.layers is None else {"num_hidden_layers": options.layers}
+    model = random_model(shapes.fields | cut, shapes.family, quantization=None if weights == "bf16" else weights)
+    of_layers = f" cut to {options.layers} layers" if cut else ""
+    name = f"{shapes.model}{of_layers}, random {model.held_in}"
     for batch in map(int, options.batch.split(",")):
         workload = StepWorkload(batch=batch, ctx=ctx, page=page, model=name, kv=options.kv)
         found = measured(model, model.held_in, workload, steps=options.steps, implementation=options.implementation)

@@ -32,6 +32,7 @@ PARTS = (
     "latent",
     "decode_step",
     "decode_step_moe",
+    "decode_step_latent",
     "decode_step_quantized",
     "moe_layer",
     "moe_layer_torch",
@@ -209,37 +210,6 @@ def compiled_side_by_side(
         ]
 
 
-def record_steps(recorder: Recorder, part: str, *, quick: bool) -> None:
-    """The decode steps of a model without experts or, as `decode_step_moe`, with them, by what dispatch chooses."""
-    from bench import decode_step, named_workloads
-    from bench.step_workload import QWEN3_30B_A3B
-    from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
-
-    options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
-    if part == "decode_step":
-        table, model = named_workloads.STEPS, decode_step.random_model()
-    else:
-        table = named_workloads.MIXTURE_STEPS
-        model = decode_step.random_model(QWEN3_30B_A3B, Qwen3MoeForCausalLM)
-    recorder.measure(part, ((w.name, lambda w=w: decode_step.measured(model, w, **options)) for w in table))
-
-
-def record_quantized_steps(recorder: Recorder, *, quick: bool) -> None:
-    """The decode steps of a model whose projections are held in fewer bits."""
-    from bench import decode_step, named_workloads, quantized_step
-
-    options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
-
-    def jobs() -> Iterator[Job]:
-        for weights, table in named_workloads.QUANTIZED_STEPS:
-            model = decode_step.random_model(quantization=weights)
-            for workload in table:
-                measure = functools.partial(quantized_step.measured, model, weights, workload, **options)
-                yield f"{workload.name} {weights}", measure
-
-    recorder.measure("decode_step_quantized", jobs())
-
-
 def record_mixtures(recorder: Recorder, implementation: str, *, quick: bool) -> None:
     """Layers of experts."""
     from bench import mixture_workload, moe_layer, named_workloads
@@ -325,10 +295,10 @@ def main(arguments: list[str] | None = None) -> int:
         recorder = of_all.with_fields(kernels_sha=key.sha_of(part))
         if part == "tests":
             record_tests(recorder)
-        elif part in ("decode_step", "decode_step_moe"):
-            record_steps(recorder, part, quick=options.quick)
-        elif part == "decode_step_quantized":
-            record_quantized_steps(recorder, quick=options.quick)
+        elif part.startswith("decode_step"):
+            from bench import step_record
+
+            step_record.record_steps(recorder, part, quick=options.quick)
         elif part == "moe_layer":
             record_mixtures(recorder, implementations[0], quick=options.quick)
         elif part == "triton":

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from bench.workloads import DTYPES, MATMUL_TFLOPS, READ_GBPS, random_normal, random_page_table
 from jattn_kernels import make_schedule, ragged_extend
 from jattn_kernels.mla import mla_decode, mla_extend
+from jattn_kernels.packed_latents import TILE, is_packed, packed_width
 from jattn_kernels.spec import AttentionSpec
 
 VALUE_DIM, ROTARY_DIM = 512, 64
@@ -35,7 +36,7 @@ class LatentWorkload:
 
     Attributes:
         q_tokens: Query tokens a sequence of an extend, the last of its `ctx`; None is decode.
-        kv: Name of the rows' dtype; queries are of bf16.
+        kv: Name of the rows' dtype, or fp8_ds_mla of packed ones; queries are of bf16.
     """
 
     batch: int
@@ -69,7 +70,9 @@ class LatentWorkload:
     @property
     def kv_bytes(self) -> int:
         """Of the rows, which are read once for keys and values."""
-        return self.batch * self.ctx * (VALUE_DIM + ROTARY_DIM) * jnp.dtype(DTYPES[self.kv]).itemsize
+        packs = is_packed(DTYPES[self.kv])
+        width = packed_width(VALUE_DIM, ROTARY_DIM) if packs else VALUE_DIM + ROTARY_DIM
+        return self.batch * self.ctx * width * jnp.dtype(DTYPES[self.kv]).itemsize
 
     @property
     def flops(self) -> int:
@@ -97,7 +100,7 @@ class LatentWorkload:
         page_table, num_pages = random_page_table((self.ctx,) * self.batch, self.page)
         seq_lens = jnp.full((self.batch,), self.ctx, jnp.int32)
         q_keys, pe_key, row_key = jax.random.split(jax.random.key(0), 3)
-        width, ends = VALUE_DIM + ROTARY_DIM, None
+        ends = None
         tokens: tuple[int, ...] = (self.batch, 1)
         if self.q_tokens is not None:
             tokens = (self.batch * self.q_tokens,)
@@ -105,7 +108,7 @@ class LatentWorkload:
         return LatentArrays(
             q=random_normal(q_keys, (*tokens, self.hq, VALUE_DIM), _DTYPE),
             q_pe=random_normal(pe_key, (*tokens, self.hq, ROTARY_DIM), _DTYPE),
-            latent_pages=random_normal(row_key, (pools, num_pages, self.page, width), DTYPES[self.kv]),
+            latent_pages=random_rows(row_key, (pools, num_pages, self.page), DTYPES[self.kv]),
             page_table=jnp.asarray(page_table),
             seq_lens=seq_lens,
             schedule=self._schedule(seq_lens, ends, implementation),
@@ -135,6 +138,20 @@ class LatentWorkload:
             out = mla_extend(*arrays[:5], arrays.cu_q_lens, spec=self.spec, layer_index=pool, **facts)
         assert isinstance(out, jax.Array)
         return out
+
+
+def random_rows(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Rows of normal numbers, one for each place of a shape; packed ones have scales of 1."""
+    if not is_packed(dtype):
+        return random_normal(key, (*shape, VALUE_DIM + ROTARY_DIM), dtype)
+    keys = jax.random.split(key)
+    parts = (
+        random_normal(keys[0], (*shape, VALUE_DIM), "float8_e4m3fn"),
+        jnp.ones((*shape, VALUE_DIM // TILE), jnp.float32),
+        random_normal(keys[1], (*shape, ROTARY_DIM), "bfloat16"),
+    )
+    in_bytes = (jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(*shape, -1) for part in parts)
+    return jnp.concatenate([*in_bytes], axis=-1)
 
 
 class HeadArrays(NamedTuple):

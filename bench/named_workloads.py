@@ -85,7 +85,8 @@ LATENT: tuple[LatentWorkload | ExpandedWorkload, ...] = (
         for batch, ctx in ((1, 8192), (8, 8192), (32, 8192), (128, 2048))
     ),
     *(
-        LatentWorkload(batch=batch, ctx=ctx, hq=hq, kv="fp8_e4m3")
+        LatentWorkload(batch=batch, ctx=ctx, hq=hq, kv=kv)
+        for kv in ("fp8_e4m3", "fp8_ds_mla")
         for hq in (16, 128)
         for batch, ctx in ((1, 8192), (32, 8192), (128, 2048))
     ),
@@ -109,6 +110,12 @@ STEPS: tuple[StepWorkload, ...] = tuple(
 
 MIXTURE_STEPS: tuple[StepWorkload, ...] = tuple(
     StepWorkload(batch=batch, ctx=1024, model="Qwen3-30B-A3B shapes, random bf16") for batch in (1, 8, 64, 256)
+)
+
+# Of each model that keeps latents.
+LATENT_STEPS: tuple[tuple[StepWorkload, ...], ...] = tuple(
+    tuple(StepWorkload(batch=batch, ctx=4096, page=64, model=f"{model}, random bf16") for batch in (1, 8, 64))
+    for model in ("DeepSeek-V2-Lite shapes", "DeepSeek-V3 shapes cut to 4 layers (1 dense, 3 sparse)")
 )
 
 # Also over keys and values in fp8, where these are much of what is read.

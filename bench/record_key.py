@@ -34,6 +34,7 @@ _IN_PARTS = {
     "moe_layer": {"experts"},
     "decode_step": {"norms"},
     "decode_step_moe": {"experts", "products", "norms"},
+    "decode_step_latent": {"experts", "products", "norms", "latents"},
     "decode_step_quantized": {"products in few bits", "products", "norms"},
     "latent": {"latents"},
 }

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from bench.workloads import READ_GBPS
+from jattn.kv_cache_dtype import stored_dtype
 
 LLAMA_3_8B: dict[str, Any] = {
     "vocab_size": 128256,
@@ -80,7 +81,7 @@ class StepWorkload:
     """A whole decode step: every row gets one more token, over `ctx` tokens on the average of the steps timed.
 
     Attributes:
-        kv: What keys and values, or latents, are held in.
+        kv: What keys and values, or latents, are held in: a name that engines take for it.
     """
 
     batch: int
@@ -92,6 +93,11 @@ class StepWorkload:
     @property
     def name(self) -> str:
         return f"decode_step_b{self.batch}_ctx{self.ctx}" + ("" if self.kv == "bfloat16" else f"_kv_{self.kv}")
+
+    @property
+    def stored(self) -> Any:
+        """The dtype of its pool."""
+        return stored_dtype(self.kv, "bfloat16", latents=True)
 
     def fields(self) -> dict[str, Any]:
         """What names this workload in a row of a record."""

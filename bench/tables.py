@@ -21,6 +21,7 @@ PICTURES = {  # by case: file, text, and what draws it
 _DENSE = {"jax-attention_mgpu": "`attention_mgpu`", "jax-cudnn": "cuDNN"}  # columns, by implementation
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
+_ABSORBED = {None: "absorbed", "fp8_e4m3": "absorbed, fp8", "fp8_ds_mla": "absorbed, fp8 with scales of tiles"}
 _LATENT_RATES = ("GB/s", "TFLOP/s")
 
 Cells = tuple[str, ...]
@@ -87,6 +88,15 @@ def section(record: Path = RECORD) -> str:
             "that a uniform draw meets.",
             ("batch", "context", "jattn", "of the roofline", "compile"),
             map(_mixture_step_cells, read_rows(record / "decode_step_moe.jsonl")),
+        ),
+        _table(
+            "The same of models that keep latents: DeepSeek-V2-Lite, and one dense and three sparse layers of "
+            "DeepSeek-V3, 256 experts of which a token goes to 8.",
+            ("model", "batch", "context", "jattn", "of the roofline", "compile"),
+            (
+                (row["model"].partition(" shapes")[0], *_mixture_step_cells(row))
+                for row in read_rows(record / "decode_step_latent.jsonl")
+            ),
         ),
         _table(
             "The step of Llama-3-8B shapes with its projections in fewer bits: fp8 with a scale for each output, rows "
@@ -169,7 +179,7 @@ def _feature_cells(row: Row) -> Cells:
 
 def _latent_cells(row: Row, peer: Row | None) -> Cells:
     return (
-        "expanded" if row["case"] == "expanded" else "absorbed, fp8" if "kv_dtype" in row else "absorbed",
+        "expanded" if row["case"] == "expanded" else _ABSORBED[row.get("kv_dtype")],
         str(row["batch"]),
         f"{row.get('q', 1):,}",
         f"{row['ctx']:,}",

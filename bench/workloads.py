@@ -18,7 +18,7 @@ from jattn_kernels.spec import AttentionSpec, PageLayout
 READ_GBPS = 4386.0
 MATMUL_TFLOPS = 740.0
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_ds_mla": "uint8"}
 Batch = int | Literal["ragged64", "mixed"]
 
 

@@ -5,15 +5,18 @@ import typing
 from typing import Protocol
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jattn.arguments import array, check_whole, in_words, instance, integers, scale_arrays, whole, whole_number
 from jattn.dtype_names import named_dtype
+from jattn.kv_cache_dtype import PACKED_LATENTS
 from jattn.matmul import Splits
 from jattn.norm import HeadNorms
 from jattn.pytree import pytree, static
 from jattn.rotary import Angles
 from jattn_kernels import RawLatents, mla_write, rotate_and_write, write_latent_pages, write_pages
+from jattn_kernels.packed_latents import DTYPE as PACKED
+from jattn_kernels.packed_latents import is_packed, packed_width, unpacked_width
 from jattn_kernels.shapes.arrays import check_layer_index
 from jattn_kernels.spec import PageLayout
 
@@ -59,6 +62,23 @@ class KVGroupSpec:
                 f"v_head_dim={self.v_head_dim}, head_dim={self.head_dim}."
             )
 
+    def check_dtype(self, dtype) -> None:
+        """Checks that rows can be stored so.
+
+        Raises:
+            ValueError: It is that of packed latents, and the rows are keys and values of heads.
+        """
+        if is_packed(dtype) and not self.latent:
+            raise ValueError(
+                f"`kv_cache_dtype` may be {PACKED_LATENTS} only where all layers read latent rows, as those of "
+                f"DeepSeek's models do. Got keys and values of heads in the group {self.name!r}."
+            )
+
+    def latent_width(self, dtype) -> int:
+        """Numbers of a latent row, or bytes of one that is packed."""
+        value_dim = self.v_head_dim or 0
+        return packed_width(value_dim, self.head_dim - value_dim) if is_packed(dtype) else self.head_dim
+
     def page_shape(self, page_size: int, head_dim: int) -> tuple[int, ...]:
         if self.latent:
             return page_size, head_dim
@@ -68,7 +88,7 @@ class KVGroupSpec:
 
     def page_bytes(self, page_size: int, dtype) -> int:
         """Bytes that one page takes over all layers, keys and values."""
-        width = self.head_dim + (0 if self.latent else self.v_head_dim or self.head_dim)
+        width = self.latent_width(dtype) if self.latent else self.head_dim + (self.v_head_dim or self.head_dim)
         return self.num_layers * page_size * self.num_kv_heads * width * jnp.dtype(dtype).itemsize
 
 
@@ -78,11 +98,11 @@ class KVGroup:
 
     Attributes:
         k, v: Pages, in the axes of `page_layout`. Rows that no request owns may hold anything, NaN included. Latent
-            rows are `k`, without an axis of heads, and `v` is None.
+            rows are `k`, without an axis of heads, and `v` is None; packed ones are bytes.
         name, page_layout: Static; see KVGroupSpec.
     """
 
-    k: Float[Array, "L P page K H"] | Float[Array, "L P page W"]
+    k: Float[Array, "L P page K H"] | Shaped[Array, "L P page W"]
     v: Float[Array, "L P page K Hv"] | None
     name: str = static()
     page_layout: PageLayout = static()
@@ -176,8 +196,8 @@ class KVPool:
 
     def get_key_buffer(
         self, layer_id: Int[Array, ""] | int, group: int = 0
-    ) -> Float[Array, "slots K H"] | Float[Array, "slots 1 W"]:
-        """A layer's keys by slot; latent rows as of one head. Outside jit this copies them."""
+    ) -> Float[Array, "slots K H"] | Shaped[Array, "slots 1 W"]:
+        """A layer's keys by slot; latent rows as of one head, packed ones as bytes. Outside jit this copies them."""
         return self._by_slot(self.group(group).k, layer_id, group)
 
     def get_kv_buffer(
@@ -212,6 +232,8 @@ class KVPool:
         if old.v is not None:
             return self.write(layer.group, layer.layer_id, loc, cache_k, cache_v, k_scale, v_scale)
         cache_k, width = array("cache_k", cache_k, "tokens", "1", "width"), old.k.shape[-1]
+        if is_packed(old.k.dtype):
+            width = unpacked_width(width, layer.v_head_dim)
         if cache_k.shape[1:] != (1, width):
             raise ValueError(
                 f"`cache_k` must be [tokens, 1, {width}], the latent rows. Got cache_k.shape={cache_k.shape}."
@@ -290,20 +312,24 @@ def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int,
     """A zeroed pool of `num_pages` pages of `page_size` tokens in each group, the allocator's reserved page 0 included.
 
     Raises:
-        ValueError: No page would be left to allocate, `page_size` is below 1, or `dtype` none that is taken.
+        ValueError: No page would be left to allocate, `page_size` is below 1, or `dtype` none that is taken; or it is
+            that of packed latents, and a group has keys and values of heads.
     """
     if not isinstance(specs, tuple | list) or not all(isinstance(spec, KVGroupSpec) for spec in specs):
         raise ValueError(f"`specs` must be a tuple of KVGroupSpec. Got {specs!r}.")
     whole_number(num_pages, "`num_pages` must be a whole number of at least 2, as page 0 is reserved.", 2)
     whole("page_size", page_size)
-    dtype = named_dtype("dtype", dtype)
+    is_of_bytes = not isinstance(dtype, str) and is_packed(dtype)
+    dtype = jnp.dtype(PACKED) if is_of_bytes else named_dtype("dtype", dtype)
+    for spec in specs:
+        spec.check_dtype(dtype)
 
     def group(spec: KVGroupSpec) -> KVGroup:
         def pages(head_dim):
             return jnp.zeros((spec.num_layers, num_pages, *spec.page_shape(page_size, head_dim)), dtype)
 
         return KVGroup(
-            k=pages(spec.head_dim),
+            k=pages(spec.latent_width(dtype) if spec.latent else spec.head_dim),
             v=None if spec.latent else pages(spec.v_head_dim or spec.head_dim),
             name=spec.name,
             page_layout=spec.page_layout,

@@ -225,7 +225,7 @@ class BackendOptions:
         page_size: Tokens a page.
         max_num_seqs: Most sequences of a batch.
         dtype: Name of the dtype of queries, keys and values.
-        kv_cache_dtype: What the pool stores; auto, or a name of DTYPE_NAMES.
+        kv_cache_dtype: What the pool stores; auto, a name of DTYPE_NAMES, or PACKED_LATENTS.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative_num_draft_tokens: Tokens of a row that a step verifies; 1 is plain decode.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.latent_plan import AbsorbedPart, LatentPlan, owners
@@ -25,17 +25,20 @@ class LatentPages:
 
     Attributes:
         pages: Of all layers.
+        value_dim: How many numbers of a row are compressed.
         scale: Factor of rows in fp8.
     """
 
-    pages: Float[Array, "L P page W"]
+    pages: Shaped[Array, "L P page W"]
     page_table: Int[Array, "B max_pages"]
     layer_index: Int[Array, ""] | int
+    value_dim: int
     scale: Float[Array, "..."] | None
 
     def rows(self, slots: Int[Array, " S"], dtype: Any) -> Float[Array, "S W"]:
         """Those at some slots; 0 where a slot is out of range."""
-        rows = read_latent_pages(self.pages, slots, layer_index=self.layer_index, kv_scale=self.scale)
+        facts: dict[str, Any] = {"layer_index": self.layer_index, "value_dim": self.value_dim}
+        rows = read_latent_pages(self.pages, slots, kv_scale=self.scale, **facts)
         return rows.astype(dtype)
 
     def slots(self, sequence: Int[Array, " S"], position: Int[Array, " S"]) -> Int[Array, " S"]:

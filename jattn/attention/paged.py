@@ -18,13 +18,14 @@ from jattn.attention.metadata import AttentionMetadata, QueriesOverPages
 from jattn.attention.paged_call import PagedCall, attend_pages
 from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
-from jattn.kv_cache_dtype import stored_dtype
+from jattn.kv_cache_dtype import is_fp8, stored_dtype
 from jattn.kv_pool import KVPool
 from jattn.matmul import Splits, Unattended, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents
 from jattn_kernels.dispatch import is_served, works_per_sequence
+from jattn_kernels.packed_latents import is_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +52,12 @@ class PagedAttentionBackend:
 
     @functools.cached_property
     def _stored_dtype(self) -> Any:
-        return stored_dtype(self.options.kv_cache_dtype, self.options.dtype)
+        latents = all(kind.latent for kind in self.kinds)
+        return stored_dtype(self.options.kv_cache_dtype, self.options.dtype, latents=latents)
 
     @property
     def _is_fp8(self) -> bool:
-        return self._stored_dtype.itemsize == 1
+        return is_fp8(self.options.kv_cache_dtype)
 
     def mixes(self) -> bool:
         """Whether each sequence's extend costs what its own length asks for and no more, in every kind of layer."""
@@ -149,7 +151,8 @@ class PagedAttentionBackend:
         if save_kv_cache:
             pool = pool.written(layer, slots, rows, None, scale)
         pages, page_table = pool.groups[layer.group].k, metadata.page_tables[layer.group]
-        latents = LatentPages(pages=pages, page_table=page_table, layer_index=layer.layer_id, scale=scale)
+        facts: dict[str, Any] = {"layer_index": layer.layer_id, "value_dim": layer.v_head_dim, "scale": scale}
+        latents = LatentPages(pages=pages, page_table=page_table, **facts)
         own = rows[:, 0]
         if pages.dtype != own.dtype:  # a token is to be seen alike by those of its launch and by later ones
             own = latents.rows(slots, own.dtype)
@@ -224,8 +227,11 @@ class PagedAttentionBackend:
     ) -> tuple[Float[Array, "T 1 W"], KVPool] | None:
         """The rows that are made, and the pool with them; None where nothing does both. The pool may be donated."""
         options, slots = {"implementation": self.options.implementation}, metadata.slots[layer.group]
-        facts: dict[str, Any] = {"dtype": latents.dtype, "page_size": self.page_size, **options}
-        if latents.dtype != self._stored_dtype or not is_served("mla_write", spec=kind_of(layer).spec, **facts):
+        stored = self._stored_dtype
+        facts: dict[str, Any] = {"dtype": latents.dtype, "kv_dtype": stored, "page_size": self.page_size, **options}
+        if stored != latents.dtype and not is_packed(stored):
+            return None
+        if not is_served("mla_write", spec=kind_of(layer).spec, **facts):
             return None
         rows, pool = pool.latents_written(layer.group, layer.layer_id, slots, latents, **options)
         return rows[:, None], pool

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jattn.attention.metadata import QueriesOverPages
 from jattn_kernels import make_schedule, mla_decode, mla_extend, paged_decode, paged_extend
@@ -67,7 +67,7 @@ class PagedCall:
 
 def attend_pages(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "..."],
+    k_pages: Shaped[Array, "..."],
     v_pages: Float[Array, "..."] | None,
     read: QueriesOverPages,
     *,

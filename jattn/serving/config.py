@@ -56,7 +56,8 @@ class EngineConfig:
         str,
         Knob(
             "What the KV pool stores: auto, which is `dtype`, fp8_e4m3 or fp8_e5m2. An fp8 pool holds two to four "
-            "times the tokens, each key and value rounded to a few bits.",
+            "times the tokens, each key and value rounded to a few bits. For models of latent rows, as DeepSeek's, "
+            "also fp8_ds_mla: 512 numbers in fp8, a scale for each 128 of them, and what turns in bfloat16.",
             flag=True,
         ),
     ] = "auto"

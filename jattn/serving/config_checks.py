@@ -36,9 +36,9 @@ def checked(config: Any) -> dict[str, Any]:
         raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}. Got {config.dtype!r}.")
     check_quantization(config.quantization)
     if config.dtype == "auto":
-        cache_dtype(config.kv_cache_dtype)
+        cache_dtype(config.kv_cache_dtype, latents=True)
     else:
-        stored_dtype(config.kv_cache_dtype, jnp.dtype(config.dtype))
+        stored_dtype(config.kv_cache_dtype, jnp.dtype(config.dtype), latents=True)
     backend_class(config.backend)
     check_drafter(config.speculative)
     if config.speculative and "max_context_len" in sizes:

@@ -35,7 +35,7 @@ class ResolvedConfig(EngineConfig):
     @property
     def pool_dtype(self) -> Any:
         """What the pool stores."""
-        return stored_dtype(self.kv_cache_dtype, jnp.dtype(self.dtype))
+        return stored_dtype(self.kv_cache_dtype, jnp.dtype(self.dtype), latents=True)
 
     @property
     def parallel(self) -> Parallel:
@@ -132,8 +132,10 @@ def resolved(
         "compile_in_background": False if spans_processes(parallel) else config.compile_in_background,
     }
     found = ResolvedConfig(**values)
+    groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
+    for group in groups:
+        group.check_dtype(found.pool_dtype)
     if config.num_pages is None:
-        groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
         most = found.max_num_seqs * found.max_pages
         jax.block_until_ready(jax.tree.leaves(model))  # else what loading them still holds would count
         pages = default_pages(groups, found.page_size, found.pool_dtype, most, parallel=parallel)

@@ -125,18 +125,25 @@ def is_served(
     spec: AttentionSpec,
     dtype: Any,
     page_size: int | None,
+    kv_dtype: Any = None,
     implementation: str | None = None,
 ) -> bool:
     """Whether such calls are served, by what is asked for if that is one.
 
     Args:
-        dtype: Of queries, keys and values.
+        dtype: Of queries.
+        kv_dtype: Of keys and values; that of the queries if None.
 
     Raises:
         ValueError: As `choose`.
     """
-    name = jnp.dtype(dtype).name
-    call = AttentionCall(operation=operation, spec=spec, q_dtype=name, kv_dtype=name, page_size=page_size)
+    call = AttentionCall(
+        operation=operation,
+        spec=spec,
+        q_dtype=jnp.dtype(dtype).name,
+        kv_dtype=jnp.dtype(dtype if kv_dtype is None else kv_dtype).name,
+        page_size=page_size,
+    )
     with contextlib.suppress(NotImplementedError):
         return bool(choose(call, implementation))
     return False

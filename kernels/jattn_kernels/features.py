@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jattn_kernels.call import AttentionCall, Device, Operation
 from jattn_kernels.dispatch import implementations
+from jattn_kernels.packed_latents import DTYPE as PACKED
 from jattn_kernels.spec import AttentionSpec
 
 DEVICES: Mapping[str, Device] = {
@@ -64,6 +65,7 @@ FEATURES: Mapping[str, tuple[AttentionCall, ...]] = {
     "fp8 pages and queries, decode": _calls("paged_decode", **_ALL_FP8),
     "fp8 pages and queries, extend": _calls("paged_extend", **_ALL_FP8),
     "fp8 latent pages": _calls("mla_decode", "mla_extend", kv_dtype=_FP8, options=("k_scale", "v_scale")),
+    "latent pages with a scale for each tile": _calls("mla_decode", "mla_extend", kv_dtype=PACKED),
     "pages of one token": _calls(page_size=1),
     "heads before tokens in a page (HND)": _calls(page_layout="HND"),
     "K and V in one pool": _calls(combined_pool="pages_first"),

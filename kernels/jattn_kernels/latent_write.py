@@ -1,28 +1,29 @@
 """The face of what ends a latent row: norm of its compressed part, turn of the rest, write into its page."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jattn_kernels.call import AttentionCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.operands import LatentRowOperands
 from jattn_kernels.raw_latents import RawLatents, check_raw_latents
 from jattn_kernels.shapes.arrays import check_int32
-from jattn_kernels.shapes.latent import latent_geometry
+from jattn_kernels.shapes.latent import latent_geometry, row_width
 from jattn_kernels.spec import AttentionSpec
 
 
 def mla_write(
     latents: RawLatents,
-    latent_pages: Float[Array, "*L P page_size W"],
+    latent_pages: Shaped[Array, "*L P page_size bytes"],
     slots: Int[Array, " T"],
     *,
     layer_index: Int[Array, ""] | int | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T W"], Float[Array, "*L P page_size W"]]:
+) -> tuple[Float[Array, "T W"], Shaped[Array, "*L P page_size bytes"]]:
     """The rows that are made, and latent pages with them at their slots; in place where the pages are donated.
 
     Args:
+        latent_pages: As `write_latent_pages` takes them; of packed rows what is returned beside is not rounded.
         slots, layer_index: As `write_latent_pages` takes them.
         implementation: Which one to use; None lets dispatch choose.
 
@@ -33,9 +34,10 @@ def mla_write(
     check_raw_latents(latents)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
     num_tokens, width = latents.rows.shape
-    if facts.head_dim != width:
+    wanted = row_width(latent_pages, latents.compressed, width - latents.compressed)
+    if facts.head_dim != wanted:
         raise ValueError(
-            f"`latent_pages` must be as wide as the rows, {width}. Got latent_pages.shape={latent_pages.shape}."
+            f"`latent_pages` must be as wide as the rows, {wanted}. Got latent_pages.shape={latent_pages.shape}."
         )
     check_int32("slots", slots, (num_tokens,))
     operands = LatentRowOperands(

@@ -2,7 +2,7 @@
 
 from typing import Any, Unpack
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jattn_kernels.operands import AttentionOperands, AttentionOptions, LatentKwargs, names_options
 from jattn_kernels.serve import attend
@@ -14,7 +14,7 @@ from jattn_kernels.spec import AttentionSpec
 def mla_decode(
     q_nope: Float[Array, "B Q N C"],
     q_pe: Float[Array, "B Q N R"],
-    latent_pages: Float[Array, "*L P page_size W"],
+    latent_pages: Shaped[Array, "*L P page_size W"],
     page_table: Int[Array, "B max_pages"],
     seq_lens: Int[Array, " B"],
     *,
@@ -30,9 +30,10 @@ def mla_decode(
         q_nope: Queries that have taken up the key's up-projection, as wide as the compressed rows (512 in DeepSeek).
         q_pe: The rotated part of the queries (64 in DeepSeek).
         latent_pages: Rows of [compressed KV, rotated key], with a leading layer axis exactly if `layer_index` is given.
-            A row is the key; its first C numbers are the value.
+            A row is the key; its first C numbers are the value. Rows of bytes are packed (`packed_latents.py`).
         spec: num_kv_heads 1, head_dim C + R, v_head_dim C, and the model's own `sm_scale`.
-        kv_scale: Factor of fp8 rows, which are keys and values in one: a scalar, [1], or [L, 1] with `layer_index`.
+        kv_scale: Factor of fp8 rows, which are keys and values in one: a scalar, [1], or [L, 1] with `layer_index`;
+            None over packed ones.
         schedule: As in `paged_decode`, made for `operation` "mla_decode".
         Others: As in `paged_decode`.
 
@@ -62,7 +63,7 @@ def mla_decode(
 def mla_extend(
     q_nope: Float[Array, "T N C"],
     q_pe: Float[Array, "T N R"],
-    latent_pages: Float[Array, "*L P page_size W"],
+    latent_pages: Shaped[Array, "*L P page_size W"],
     page_table: Int[Array, "B max_pages"],
     seq_lens: Int[Array, " B"],
     cu_q_lens: Int[Array, " B_plus_1"],

@@ -163,7 +163,7 @@ class LatentRowOperands:
     """All arrays of the write of latent rows into pages."""
 
     latents: RawLatents
-    pages: Float[Array, "*L P page_size W"]
+    pages: Shaped[Array, "*L P page_size bytes"]
     slots: Int[Array, " T"]
     layer_index: Int[Array, ""] | int | None = None
 

@@ -1,9 +1,10 @@
 """Writing rows into pages, reading latent ones, and copying whole pages."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jattn_kernels.lowering.scales import head_scales
+from jattn_kernels.packed_latents import is_packed, pack_latents, unpack_latents
 from jattn_kernels.shapes.arrays import check_are_arrays, check_int32
 from jattn_kernels.shapes.latent import check_latent_places, check_latent_rows
 from jattn_kernels.shapes.pages import PageGeometry, check_page_rows
@@ -65,21 +66,23 @@ def write_pages(
 
 
 def write_latent_pages(
-    latent_pages: Float[Array, "*L P page_size W"],
+    latent_pages: Shaped[Array, "*L P page_size W"],
     c_kv: Float[Array, "T C"],
     k_pe: Float[Array, "T R"],
     slots: Int[Array, " T"],
     *,
     layer_index: Int[Array, ""] | int | None = None,
     kv_scale: Float[Array, "..."] | None = None,
-) -> Float[Array, "*L P page_size W"]:
+) -> Shaped[Array, "*L P page_size W"]:
     """Latent pages with row [c_kv, k_pe] of token t at its slot; in place where the pages are donated.
 
     Args:
+        latent_pages: Of numbers, or of packed rows (`packed_latents.py`), which are bytes.
         c_kv: Compressed keys and values.
         k_pe: Rotated keys.
         slots, layer_index: As in `write_pages`.
-        kv_scale: What is stored is row / scale: a scalar, [1], or [L, 1] with `layer_index`; None is 1.
+        kv_scale: What is stored is row / scale: a scalar, [1], or [L, 1] with `layer_index`; None is 1. Of packed rows
+            each tile has one of its own.
 
     Returns:
         The pages, rounded as in `write_pages`.
@@ -90,33 +93,40 @@ def write_latent_pages(
     facts = check_latent_rows(latent_pages, c_kv, k_pe, slots, layer_index=layer_index, kv_scale=kv_scale)
     latent_pages, c_kv, k_pe, slots = (jnp.asarray(array) for array in (latent_pages, c_kv, k_pe, slots))
     index = _row_index(facts, slots, "NHD", None, layer_index, 0)
+    if is_packed(latent_pages.dtype):
+        return latent_pages.at[index].set(pack_latents(c_kv, k_pe), mode="drop")
     scale = None if kv_scale is None else head_scales(kv_scale, 1, layer_index)
     rows = _stored(jnp.concatenate([c_kv, k_pe], axis=-1)[:, None], scale, latent_pages.dtype)[:, 0]
     return latent_pages.at[index].set(rows, mode="drop")
 
 
 def read_latent_pages(
-    latent_pages: Float[Array, "*L P page_size W"],
+    latent_pages: Shaped[Array, "*L P page_size W"],
     slots: Int[Array, " T"],
     *,
     layer_index: Int[Array, ""] | int | None = None,
     kv_scale: Float[Array, "..."] | None = None,
-) -> Float[Array, "T W"]:
+    value_dim: int | None = None,
+) -> Float[Array, "T _"]:
     """The rows at some slots, as `write_latent_pages` put them there; 0 where a slot is out of range.
 
     Args:
         layer_index, kv_scale: As in `write_latent_pages`.
+        value_dim: How many numbers of a row are compressed; asked for where rows are packed.
 
     Returns:
-        Rows in the pages' dtype; with a scale times that, in float32.
+        Rows in the pages' dtype; with a scale times that, or what packed rows stand for, in float32.
 
     Raises:
         ValueError: A shape or dtype is wrong.
     """
-    facts = check_latent_places(latent_pages, slots, layer_index=layer_index, kv_scale=kv_scale)
+    facts = check_latent_places(latent_pages, slots, layer_index=layer_index, kv_scale=kv_scale, value_dim=value_dim)
     latent_pages, slots = jnp.asarray(latent_pages), jnp.asarray(slots)
     index = _row_index(facts, slots, "NHD", None, layer_index, 0)
     rows = latent_pages.at[index].get(mode="fill", fill_value=0)
+    if is_packed(rows.dtype):
+        assert value_dim is not None
+        return unpack_latents(rows, value_dim)
     return rows if kv_scale is None else rows.astype(jnp.float32) * head_scales(kv_scale, 1, layer_index)[None]
 
 

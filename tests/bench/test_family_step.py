@@ -65,6 +65,34 @@ def test_command_prints_a_row_a_batch(monkeypatch, capsys):
     assert row.items() >= {"model": "toy, random bf16", "batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()
 
 
+def test_latents_may_be_packed(monkeypatch, capsys):
+    shapes = {
+        "deepseek-v2-lite": family_step.Shapes(
+            "toy", TOY | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, DeepseekV2ForCausalLM
+        )
+    }
+    monkeypatch.setattr(family_step, "SHAPES", shapes)
+    rows = {}
+    for kv in ("bfloat16", "fp8_ds_mla"):
+        family_step.main(["--kv", kv, "--batch", "2", "--ctx", "20", "--page", "8", "--steps", "4"])
+        (rows[kv],) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert rows["fp8_ds_mla"]["kv"] == "fp8_ds_mla"
+    assert rows["fp8_ds_mla"]["roofline_ms"] <= rows["bfloat16"]["roofline_ms"]
+
+
+def test_command_cuts_layers(monkeypatch, capsys):
+    shapes = {"deepseek-v2-lite": family_step.Shapes("toy", TOY, DeepseekV2ForCausalLM)}
+    monkeypatch.setattr(family_step, "SHAPES", shapes)
+    made = []
+    monkeypatch.setattr(
+        family_step, "random_model", lambda *args, **options: made.append(random_model(*args, **options)) or made[0]
+    )
+    family_step.main(["--layers", "2", "--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"])
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["model"] == "toy cut to 2 layers, random bf16"
+    assert made[0].config.num_layers == 2
+
+
 def test_arrays_too_large_for_one_draw_are_made_in_parts(monkeypatch):
     plain = random_normal(jax.random.key(0), (2, 3, 8, 8), "bfloat16", 0.5)
     monkeypatch.setattr("bench.workloads._MOST_AT_ONCE", 100)

@@ -1,5 +1,6 @@
 """The record knows the device code that it is of, keeps what it measured, and is refused off an H200."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import gpu_record
+from bench import gpu_record, step_record
 from bench.attention import Measured
 from bench.gpu_record import OF_OTHERS, PARTS, Recorder, check, main
 from bench.record_files import ROOT, read_rows
@@ -155,20 +156,26 @@ def test_attention_record_runs_every_workload_once_for_the_first_implementation(
 
 
 @pytest.mark.parametrize(
-    ("part", "family", "batches"),
-    [("decode_step", "LlamaForCausalLM", [1, 8, 64, 256]), ("decode_step_moe", "Qwen3MoeForCausalLM", [1, 8, 64, 256])],
+    ("part", "families", "batches"),
+    [
+        ("decode_step", ["LlamaForCausalLM"], [1, 8, 64, 256]),
+        ("decode_step_moe", ["Qwen3MoeForCausalLM"], [1, 8, 64, 256]),
+        ("decode_step_latent", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"], [1, 8, 64]),
+    ],
 )
-def test_steps_are_of_the_part_s_model(part, family, batches, tmp_path, monkeypatch):
+def test_steps_are_of_the_part_s_models(part, families, batches, tmp_path, monkeypatch):
     from bench import decode_step
     from bench.step_workload import LLAMA_3_8B
     from jattn_models.llama import LlamaForCausalLM
 
     monkeypatch.setattr(decode_step, "random_model", lambda shapes=LLAMA_3_8B, family=LlamaForCausalLM: family.__name__)
     monkeypatch.setattr(decode_step, "measured", lambda model, w: measured(model=w.model, family=model, batch=w.batch))
-    gpu_record.record_steps(Recorder(tmp_path, {}), part, quick=False)
+    step_record.record_steps(Recorder(tmp_path, {}), part, quick=False)
     rows = read_rows(tmp_path / f"{part}.jsonl")
-    assert [(row["family"], row["batch"]) for row in rows] == [(family, batch) for batch in batches]
-    assert all(row["model"].startswith(family.split("Moe")[0].split("For")[0]) for row in rows)
+    assert [(row["family"], row["batch"]) for row in rows] == list(itertools.product(families, batches))
+    for row in rows:
+        begin = row["family"].split("Moe")[0].split("For")[0].lower()
+        assert row["model"].lower().replace("-", "").startswith(begin)
 
 
 def test_mixtures_and_torch_s_are_of_the_same_table(tmp_path, monkeypatch):

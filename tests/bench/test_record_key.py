@@ -76,19 +76,19 @@ def test_new_cases_join_a_record_whose_own_ones_lower_alike(root, tmp_path):
     assert current_key(tmp_path, root, lambda _: {"decode": "2", "mixture": "1"}).kernels_sha != "abc"
 
 
-PARTS = {"decode", "moe_layer", "decode_step_moe", "decode_step_quantized", "latent"}
+PARTS = {"decode", "moe_layer", "decode_step_moe", "decode_step_latent", "decode_step_quantized", "latent"}
 
 
 @pytest.mark.parametrize(
     ("case", "voided"),
     [
-        ("routed_experts/few", {"moe_layer", "decode_step_moe"}),
+        ("routed_experts/few", {"moe_layer", "decode_step_moe", "decode_step_latent"}),
         ("mixture_of_experts/mxfp4_1", set()),
-        ("matmul/few", {"decode_step_moe", "decode_step_quantized"}),
-        ("matmul_splits/few", {"decode_step_moe", "decode_step_quantized"}),
+        ("matmul/few", {"decode_step_moe", "decode_step_latent", "decode_step_quantized"}),
+        ("matmul_splits/few", {"decode_step_moe", "decode_step_latent", "decode_step_quantized"}),
         ("matmul/int4_1", {"decode_step_quantized"}),
-        ("mosaic/mla_decode_heads_16", {"latent"}),
-        ("mla_write/bfloat16", {"latent"}),
+        ("mosaic/mla_decode_heads_16", {"latent", "decode_step_latent"}),
+        ("mla_write/bfloat16", {"latent", "decode_step_latent"}),
         ("decode", PARTS),
     ],
 )

@@ -95,6 +95,16 @@ ROWS = {
         },
     ],
     "decode_step_moe": [{"batch": 8, "ctx": 1024, "time_ms": 6.5, "roofline_share": 0.6, "compile_s": 9.87}],
+    "decode_step_latent": [
+        {
+            "model": "DeepSeek-V3 shapes cut to 4 layers (1 dense, 3 sparse), random bf16",
+            "batch": 1,
+            "ctx": 4096,
+            "time_ms": 1.5,
+            "roofline_share": 0.8,
+            "compile_s": 30.1,
+        }
+    ],
     "decode_step_quantized": [
         {
             "weights": "int4",

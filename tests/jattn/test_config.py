@@ -115,7 +115,7 @@ def test_unknown_knob_is_pythons_own_error():
         ({"prefill_tokens": 0}, "`prefill_tokens` must be a whole number"),
         ({"max_logprobs": -1}, "`max_logprobs` must be a whole number"),
         ({"dtype": "int8"}, "auto, float32, bfloat16, float16. Got 'int8'"),
-        ({"kv_cache_dtype": "int8"}, "auto, a dtype or one of float32, .* Got 'int8'"),
+        ({"kv_cache_dtype": "int8"}, "auto, fp8_ds_mla, a dtype or one of float32, .* Got 'int8'"),
         ({"kv_cache_dtype": "float16", "dtype": "float32"}, "`kv_cache_dtype` must be auto"),
         ({"backend": "int8"}, "flash_attention, flashinfer, paged. Got 'int8'"),
         ({"implementation": "int8"}, "`implementation` must be None or one of"),

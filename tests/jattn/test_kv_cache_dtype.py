@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.dtype_names import DTYPE_NAMES
-from jattn.kv_cache_dtype import stored_dtype
+from jattn.kv_cache_dtype import cache_dtype, is_fp8, stored_dtype
 from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from tests.jattn.harness.tiny import CONFIG, VOCAB, one_variant, run, tiny_engine, tiny_model
@@ -25,13 +25,21 @@ def test_name_says_what_is_stored_beside_bfloat16(name, stored):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("int8", rf"`kv_cache_dtype` must be auto, a dtype or one of {', '.join(DTYPE_NAMES)}. Got 'int8'"),
+        ("int8", rf"`kv_cache_dtype` must be auto, fp8_ds_mla, a dtype or one of {', '.join(DTYPE_NAMES)}. Got 'int8'"),
+        ("fp8_ds_mla", r"`kv_cache_dtype` may be fp8_ds_mla only where all layers read latent rows, as those of Deep"),
         ("bfloat16", r"`kv_cache_dtype` must be auto, one of fp8, or .* computes in, float32. Got 'bfloat16'"),
     ],
 )
 def test_engine_with_a_cache_of_what_cannot_be_read_is_refused(name, message):
     with pytest.raises(ValueError, match=message):
         Engine(tiny_model(), dataclasses.replace(CONFIG, kv_cache_dtype=name))
+
+
+def test_surfaces_without_latent_rows_do_not_know_their_format():
+    with pytest.raises(ValueError, match=r"`kv_cache_dtype` must be auto, a dtype or one of .* Got 'fp8_ds_mla'"):
+        cache_dtype("fp8_ds_mla")
+    assert stored_dtype("fp8_ds_mla", jnp.bfloat16, latents=True) == jnp.uint8
+    assert not is_fp8("fp8_ds_mla")
 
 
 def served(engine):

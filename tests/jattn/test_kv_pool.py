@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.kv_pool import KVGroupSpec, make_pool
+from jattn_kernels.packed_latents import unpack_latents
 
 FULL = KVGroupSpec(name="full", num_layers=3, num_kv_heads=2, head_dim=8, v_head_dim=4)
 WINDOWED = KVGroupSpec(name="windowed", num_layers=2, num_kv_heads=3, head_dim=8, page_layout="HND")
@@ -127,6 +128,23 @@ def test_latent_rows_are_whole_keys_without_values():
     assert np.count_nonzero(buffer.any(axis=(1, 2))) == 1
     with pytest.raises(ValueError, match=r"`get_kv_buffer` needs values. Got the latent group 'latent'"):
         new.get_kv_buffer(1)
+
+
+def test_packed_rows_are_bytes_of_latents_alone():
+    pool = make_pool((LATENT,), num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.uint8)
+    (group,) = pool.groups
+    chex.assert_shape(group.k, (2, 5, 4, 6 + 4 + 2 * 2))
+    chex.assert_type(group.k, jnp.uint8)
+    assert LATENT.page_bytes(PAGE_SIZE, jnp.uint8) * NUM_PAGES == group.k.nbytes
+    rows = jnp.arange(16.0).reshape(2, 1, 8)
+    new = pool.set_kv_buffer(Layer(1, 0, 6), jnp.array([7, 20], jnp.int32), rows, rows[..., :6])
+    buffer = new.get_key_buffer(1)
+    np.testing.assert_array_equal(unpack_latents(buffer[7, 0], 6), np.arange(8))
+    assert np.count_nonzero(np.asarray(buffer).any(axis=(1, 2))) == 1
+    with pytest.raises(ValueError, match=r"`cache_k` must be \[tokens, 1, 8\], the latent rows"):
+        pool.set_kv_buffer(Layer(1, 0, 6), jnp.array([7, 20], jnp.int32), rows[..., 1:], rows[..., :6])
+    with pytest.raises(ValueError, match=r"`kv_cache_dtype` may be fp8_ds_mla only where all layers read latent rows"):
+        make_pool((LATENT, FULL), num_pages=NUM_PAGES, page_size=PAGE_SIZE, dtype=jnp.uint8)
 
 
 @pytest.mark.parametrize(

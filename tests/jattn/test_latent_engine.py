@@ -5,6 +5,7 @@ import functools
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 from flax import nnx
 
 from jattn.backend import AttentionLayer, forward
@@ -14,6 +15,8 @@ from jattn.serving.engine import Engine
 from jattn.serving.request import SamplingParams
 from jattn.serving.steps.drafting import NgramDrafting
 from jattn_kernels import reference
+from jattn_kernels.packed_latents import pack_latents
+from jattn_kernels.reference.packed_rows import unpacked
 from jattn_kernels.spec import AttentionSpec
 from tests.jattn.harness.tiny import one_variant, run
 
@@ -72,12 +75,15 @@ class LatentModel(nnx.Module):
         return hidden @ self.head[...]
 
 
-def next_token(model, tokens):
+def next_token(model, tokens, *, packed=False):
     x = np.asarray(model.embedding[...], np.float64)[tokens]
     bounds = np.array([0, len(x)])
     for number in range(LAYERS):
         q = (x @ np.asarray(model.q[number])).reshape(-1, N, WIDTH)
         row = (x @ np.asarray(model.kv[number]))[:, None]
+        if packed:
+            in_bytes = pack_latents(*jnp.split(jnp.asarray(row[:, 0], jnp.float32), (VALUES,), axis=-1))
+            row = unpacked(np.asarray(in_bytes), VALUES)[:, None]
         if model.k_scale is not None:  # stored in fp8
             scale = np.asarray(model.k_scale)
             row = (row.astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
@@ -98,12 +104,12 @@ def prompts():
 
 
 @functools.cache
-def expected(k_scale=None):
+def expected(k_scale=None, *, packed=False):
     """The oracle's tokens after each prompt."""
     model, continued = LatentModel(k_scale), prompts()
     for tokens in continued:
         for _ in range(NUM_TOKENS):
-            tokens.append(next_token(model, tokens))
+            tokens.append(next_token(model, tokens, packed=packed))
     return [tokens[-NUM_TOKENS:] for tokens in continued]
 
 
@@ -117,7 +123,7 @@ def served(k_scale=None, **fields):
         engine.executor.submit = lambda plan: plans.append(plan) or submit(plan)
         for _ in range(2):
             requests = [engine.make_request(prompt, GREEDY) for prompt in prompts()]
-            assert run(engine, requests) == expected(k_scale)
+            assert run(engine, requests) == expected(k_scale, packed=config.kv_cache_dtype == "fp8_ds_mla")
     return requests, plans
 
 
@@ -138,6 +144,20 @@ def test_latent_rows_are_served_with_drafted_tokens():
     requests, _ = served(speculative=NgramDrafting(num_draft_tokens=3), page_size=16, num_pages=8)
     drafts = [request.drafts for request in requests]
     assert 0 < sum(each.accepted for each in drafts) < sum(each.drafted for each in drafts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mixed_steps": True, "prefill_seqs": 2},
+        pytest.param({"backend": "flash_attention", "page_size": 1, "num_pages": 69}, marks=pytest.mark.slow),
+        pytest.param({"speculative": NgramDrafting(num_draft_tokens=3)}, marks=pytest.mark.slow),
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_latent_rows_are_served_in_fp8_with_scales_of_tiles(fields):
+    served(kv_cache_dtype="fp8_ds_mla", **fields)
+    assert expected(packed=True) != expected()
 
 
 def test_latent_rows_are_served_in_fp8_with_one_scale():

@@ -15,6 +15,7 @@ from jattn.attention.latent_plan import LatentPlan
 from jattn.attention.paged import PagedAttentionBackend
 from jattn.backend import AttentionLayer, BackendOptions, HeadWidths, LatentHeads, backend_class, forward_latent
 from jattn.forward_batch import ForwardBatch, ForwardMode
+from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec, make_pool
 from jattn_kernels import AttentionSpec, serve
 from jattn_kernels.call import Device
@@ -88,7 +89,8 @@ def batch_of(lens):
 def pool_of(lens, batch, dtype, scale):
     """The rows that were there before; what nobody owns is NaN."""
     pool = make_pool((SPEC,), num_pages=1 + len(lens.new) * MAX_PAGES, page_size=PAGE, dtype=dtype)
-    pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), pool)
+    nan = 0xFF if dtype == jnp.uint8 else jnp.nan  # all bits are NaN in each part of a packed row
+    pool = jax.tree.map(lambda pages: jnp.full_like(pages, nan), pool)
     table = np.asarray(batch.page_tables[0])
     owner = np.repeat(np.arange(len(lens.new)), lens.before)
     position = np.concatenate([np.arange(length) for length in lens.before])
@@ -104,7 +106,7 @@ def attended(lens, fewest, *, layer=LAYER, kv_cache_dtype="auto", surface="paged
         backend = dataclasses.replace(PagedAttentionBackend.for_model((layer,), options), fewest_expanded=fewest)
     else:
         backend = backend_class(surface).for_model((layer,), options)
-    pool = pool_of(lens, batch, jnp.float8_e4m3fn if kv_cache_dtype == "fp8" else jnp.float32, layer.k_scale)
+    pool = pool_of(lens, batch, stored_dtype(kv_cache_dtype, jnp.float32, latents=True), layer.k_scale)
     tokens = len(batch.input_ids)
     queries = random(1, tokens, HEADS, WIDTHS.nope), random(2, tokens, HEADS, ROPE)
     heads = LatentHeads(random(3, HEADS, WIDTHS.nope, LATENT), random(4, HEADS, WIDTHS.value, LATENT))
@@ -172,6 +174,10 @@ def test_tokens_are_seen_as_the_pool_stores_them():
     """In fp8 with a scale: by those of their own launch too, as they will be by later ones."""
     layer = dataclasses.replace(LAYER, k_scale=jnp.float32(0.25))
     assert_alike(CASES["unequal_and_empty"], layer=layer, kv_cache_dtype="fp8")
+
+
+def test_tokens_are_seen_as_packed_rows_have_them():
+    assert_alike(CASES["unequal_and_empty"], kv_cache_dtype="fp8_ds_mla")
 
 
 @pytest.mark.slow

@@ -7,30 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import RawLatents, mla_write, rms_norm, rotate, write_latent_pages
+from jattn_kernels import mla_write, rms_norm, rotate, write_latent_pages
 from jattn_kernels.call import Device, default_device
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.latent_rows import LAYER, PACKED, arguments, assert_packs, packed_arguments
 from tests.kernels.harness.splits import splits_of
-
-LAYER = 1
-
-
-def arguments(compressed=256, tokens=5, dtype="bfloat16"):
-    """Rows, pages of three layers, and slots, two of them out of range."""
-    random = np.random.default_rng(0)
-    angles = random.uniform(0, 6, (tokens, 32)).astype(np.float32)
-    latents = RawLatents(
-        rows=jnp.asarray(random.standard_normal((tokens, compressed + 64)), dtype),
-        scale=jnp.asarray(random.uniform(0.5, 1.5, (3, compressed)), dtype),
-        layer_index=2,
-        cos=jnp.asarray(np.cos(angles)),
-        sin=jnp.asarray(np.sin(angles)),
-        eps=1e-6,
-    )
-    num_pages = 4 + tokens // 16
-    pages = jnp.asarray(random.standard_normal((3, num_pages, 16, compressed + 64)), dtype)
-    slots = jnp.asarray([17, -1, 3, num_pages * 16, *range(40, 36 + tokens)], jnp.int32)
-    return latents, pages, slots
 
 
 def expected(latents, pages, slots):
@@ -85,6 +66,15 @@ def test_gpu_makes_and_writes_rows(compressed, dtype, tokens):
     given = arguments(compressed, tokens, dtype)
     assert_writes(given, "mosaic")
     assert_writes(given, "mosaic", rows=splits_of(given[0].rows, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 300])
+@pytest.mark.parametrize(("compressed", "dtype"), PACKED)
+def test_gpu_packs_rows(compressed, dtype, tokens):
+    given = packed_arguments(compressed, tokens, dtype)
+    assert_packs(given, "triton")
+    assert_packs(given, "triton", rows=splits_of(given[0].rows, 4))
 
 
 def test_pages_without_layers_take_a_scale_without_layers():

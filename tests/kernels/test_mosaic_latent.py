@@ -55,7 +55,12 @@ INTERPRETED = [
     case("fp8_verify_window", heads=32, q_len=2, kv_lens=(270, 65), spec={"window_left": 40}, **FP8_LAYERS),
     case("blocks_of_rows_split", heads=128, kv_lens=(300, 0), dtype="float16", padding_rows=1),
 ]
+PACKED = {"kv_dtype": "uint8", "spec": {"head_dim": 576, "v_head_dim": 512}}
+INTERPRETED.append(case("packed", heads=8, kv_lens=(70, 0), **PACKED, num_layers=2, layer_index=1))
 SLOW = [
+    case("packed_few_rows_split", kv_lens=(600, 3, 0), page_size=64, **PACKED, padding_rows=1),
+    case("packed_split", heads=20, kv_lens=(600, 3), page_size=64, **PACKED, padding_rows=1),
+    case("packed_mask", q_len=6, kv_lens=(70, 6), tree=(-1, 0, 0, 1, 1, -1), **PACKED),
     case("fp8", kv_lens=(270, 1, 0, 70), kv_dtype="float8_e4m3fn", kv_scale="scalar", padding_rows=1),
     case("fp8_window_layers", heads=8, q_len=2, kv_lens=(130, 9), spec={"window_left": 40}, **FP8_LAYERS),
     case("fp8_whole_widths", kv_lens=(200,), **FP8, spec={"head_dim": 576, "v_head_dim": 512}),
@@ -87,6 +92,7 @@ SLOW_EXTENDED = [
     extend_case("extend_layers", q_lens=(3, 9), kv_lens=(150, 9), page_size=64, num_layers=2, layer_index=1),
     extend_case("extend_blocks_of_rows", q_lens=(2, 1), kv_lens=(140, 70), heads=128, dtype="float16"),
     extend_case("extend_scales", q_lens=(5, 3), kv_lens=(70, 9), heads=20, sinks=True, q_scale="rows", page_size=32),
+    extend_case("extend_packed", q_lens=(5, 1), kv_lens=(140, 70), heads=20, page_size=32, **PACKED),
     extend_case("extend_positions", q_lens=(5, 3), kv_lens=(270, 9), q_positions=True),
     extend_case("extend_invariant", q_lens=(5, 0, 3), kv_lens=(600, 9, 70), spec={"batch_invariant": True}),
     extend_case("extend_more_queries_than_keys", q_lens=(6, 3), kv_lens=(2, 0)),

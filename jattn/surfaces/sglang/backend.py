@@ -23,6 +23,7 @@ from jattn.surfaces.sglang.building import Builder
 from jattn.surfaces.sglang.config import FlashAttentionConfig
 from jattn.surfaces.sglang.metadata import FlashAttentionMetadata
 from jattn_kernels import RawLatents
+from jattn_kernels.packed_latents import is_packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +279,8 @@ class FlashAttentionBackend:
                 f"`pool` must have the configuration's pages of {config.page_size} tokens. "
                 f"Got pages of {group.page_size} tokens in group {group.name!r}."
             )
-        if (group.k.dtype.itemsize == 1) != config.is_fp8:
+        held, meant = ((dtype.itemsize == 1, is_packed(dtype)) for dtype in (group.k.dtype, config.stored_dtype))
+        if held != meant:
             raise ValueError(
                 "`kv_cache_dtype` must say whether `pool` is stored in fp8, as scales are used only then. "
                 f"Got kv_cache_dtype={config.kv_cache_dtype!r} and a pool of {group.k.dtype}."

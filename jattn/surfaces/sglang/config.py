@@ -35,8 +35,8 @@ class FlashAttentionConfig:
             layer of another kind makes its own.
         dtype: Name of the dtype of queries, keys and values; the work lists depend on it.
         implementation: Which kernels to use; None lets dispatch choose.
-        kv_cache_dtype: What the pool stores; auto, or a name of DTYPE_NAMES. Where it is not fp8, the layers' scales
-            are not used.
+        kv_cache_dtype: What the pool stores; auto, a name of DTYPE_NAMES, or PACKED_LATENTS where layers read latent
+            rows. Where it is not one of DTYPE_NAMES in fp8, the layers' scales are not used.
         quantize_queries: Cast queries to an fp8 pool's dtype too, in layers that have a `k_scale`, as SGLang does.
         attention_chunk_size: Tokens a chunk, for layers with `use_irope`; None is off.
         sliding_window_size: The model's window, own key not counted, told in the metadata; each layer has its own.
@@ -139,4 +139,4 @@ class FlashAttentionConfig:
     @property
     def stored_dtype(self) -> Any:
         """The dtype of the pool."""
-        return stored_dtype(self.kv_cache_dtype, self.dtype)
+        return stored_dtype(self.kv_cache_dtype, self.dtype, latents=self.use_mla)

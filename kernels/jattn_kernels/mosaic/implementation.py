@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, NormCall, Operation
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
+from jattn_kernels.packed_latents import is_packed
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.traced_once import run_once
 
@@ -34,6 +35,7 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
 }
 _MOST_LATENT, _ROTATED_DIM = 512, 64
 _MOST_FP8_ROWS = 16
+_PACKED_LATENT = 512  # numbers: rows of fewer are no multiples of the 16 bytes that a thread loads
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
     "paged_decode": (),
@@ -184,6 +186,9 @@ def _refuses_latent(call: AttentionCall) -> str | None:
                 f"`mosaic` does `alibi_slopes` of at most {_MOST_FP8_ROWS} rows of queries a sequence over fp8 "
                 f"latents, not {rows}."
             )
+    elif is_packed(call.kv_dtype):
+        if sentence := _refuses_packed(call):
+            return sentence
     elif call.q_dtype != call.kv_dtype or call.kv_dtype not in _DTYPES:
         return f"`mosaic` does not take {call.q_dtype} queries and {call.kv_dtype} latents in {operation}."
     if sentence := _refuses_latent_widths(spec):
@@ -198,6 +203,14 @@ def _refuses_latent(call: AttentionCall) -> str | None:
             f"`mosaic` takes masks of at most {MOST_TOKENS} query tokens a sequence in {operation}, "
             f"not {call.num_tokens}."
         )
+    return None
+
+
+def _refuses_packed(call: AttentionCall) -> str | None:
+    if call.q_dtype != "bfloat16":
+        return f"`mosaic` takes queries of bfloat16 over packed latents, not {call.q_dtype}."
+    if call.spec.value_dim != _PACKED_LATENT:
+        return f"`mosaic` takes packed latents of {_PACKED_LATENT} numbers, not {call.spec.value_dim}."
     return None
 
 

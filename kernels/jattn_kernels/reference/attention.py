@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from jattn_kernels.reference.requests import REQUESTS, Request
 from jattn_kernels.reference.scores import attend_one
@@ -70,7 +70,7 @@ def ragged_extend(
 def mla_decode(
     q_nope: Float[Any, "B Q N C"],
     q_pe: Float[Any, "B Q N R"],
-    latent_pages: Float[Any, "*L P page_size W"],
+    latent_pages: Shaped[Any, "*L P page_size W"],
     page_table: Int[Any, "B max_pages"],
     seq_lens: Int[Any, " B"],
     *,
@@ -86,7 +86,7 @@ def mla_decode(
 def mla_extend(
     q_nope: Float[Any, "T N C"],
     q_pe: Float[Any, "T N R"],
-    latent_pages: Float[Any, "*L P page_size W"],
+    latent_pages: Shaped[Any, "*L P page_size W"],
     page_table: Int[Any, "B max_pages"],
     seq_lens: Int[Any, " B"],
     cu_q_lens: Int[Any, " B_plus_1"],

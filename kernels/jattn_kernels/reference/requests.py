@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jattn_kernels.reference.masks import visible_keys
+from jattn_kernels.reference.packed_rows import unpacked
 from jattn_kernels.spec import AttentionSpec
 
 KeysAndValues = Iterator[tuple[np.ndarray, np.ndarray]]
@@ -95,7 +96,10 @@ def _mla_extend(
 ):
     given = Options(k_scale=kv_scale, v_scale=kv_scale, **options)
     q = np.concatenate([np.asarray(q_nope), np.asarray(q_pe)], axis=-1)
-    k_pages = one_layer(latent_pages, given.layer_index)[:, :, None]
+    k_pages = one_layer(latent_pages, given.layer_index)
+    if k_pages.dtype == np.uint8:
+        k_pages = unpacked(k_pages, spec.value_dim)
+    k_pages = k_pages[:, :, None]
     lengths = np.asarray(seq_lens)
     v_pages = k_pages[..., : spec.value_dim]
     keys_and_values = gather_requests(k_pages, v_pages, np.asarray(page_table), lengths)

@@ -1,7 +1,9 @@
 """Checks of whole calls of attention over latent pages, and of rows that are written into those."""
 
 from jattn_kernels.operands import AttentionOptions
+from jattn_kernels.packed_latents import is_packed, packed_width
 from jattn_kernels.shapes.arrays import (
+    FLOATS,
     check_are_arrays,
     check_dtypes,
     check_float,
@@ -56,9 +58,10 @@ def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale)
     """
     check_are_arrays(latent_pages=latent_pages, c_kv=c_kv, k_pe=k_pe)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
-    if c_kv.ndim != 2 or k_pe.ndim != 2 or c_kv.shape[1] + k_pe.shape[1] != facts.head_dim:
+    if c_kv.ndim != 2 or k_pe.ndim != 2 or row_width(latent_pages, c_kv.shape[1], k_pe.shape[1]) != facts.head_dim:
+        sizes = "bytes of rows of C and R numbers" if is_packed(latent_pages.dtype) else "C + R"
         raise ValueError(
-            f"`c_kv` and `k_pe` must be [T, C] and [T, R] with C + R = {facts.head_dim} as the pages are wide. "
+            f"`c_kv` and `k_pe` must be [T, C] and [T, R] with {sizes} = {facts.head_dim} as the pages are wide. "
             f"Got c_kv.shape={c_kv.shape}, k_pe.shape={k_pe.shape}."
         )
     if c_kv.shape[0] != k_pe.shape[0]:
@@ -68,21 +71,31 @@ def check_latent_rows(latent_pages, c_kv, k_pe, slots, *, layer_index, kv_scale)
     same_dtype("c_kv", c_kv, "k_pe", k_pe)
     check_float("c_kv", c_kv)
     check_int32("slots", slots, c_kv.shape[:1])
-    check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
+    _check_scale(kv_scale, latent_pages, facts)
     return facts
 
 
-def check_latent_places(latent_pages, slots, *, layer_index, kv_scale) -> PageGeometry:
+def check_latent_places(latent_pages, slots, *, layer_index, kv_scale, value_dim: int | None = None) -> PageGeometry:
     """Checks which rows of latent pages are to be read, and their scale; returns what the pages' shape says.
 
     Raises:
-        ValueError: A shape or dtype is wrong.
+        ValueError: A shape or dtype is wrong, or packed rows come without the width of their compressed part.
     """
     check_are_arrays(latent_pages=latent_pages, slots=slots)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
     check_int32("slots", slots, (slots.size,))
-    check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
+    _check_scale(kv_scale, latent_pages, facts)
+    if is_packed(latent_pages.dtype) and (value_dim is None or packed_width(value_dim, 1) > facts.head_dim):
+        raise ValueError(
+            "`value_dim` must be how many numbers of packed rows are compressed. "
+            f"Got value_dim={value_dim}, latent_pages.shape={latent_pages.shape}."
+        )
     return facts
+
+
+def row_width(latent_pages, compressed: int, rotated: int) -> int:
+    """How wide pages of this dtype are for rows of so many numbers."""
+    return packed_width(compressed, rotated) if is_packed(latent_pages.dtype) else compressed + rotated
 
 
 def latent_geometry(latent_pages, *, layer_index) -> PageGeometry:
@@ -97,7 +110,8 @@ def latent_geometry(latent_pages, *, layer_index) -> PageGeometry:
             "`latent_pages` must be [P, page_size, W] and not empty, with a leading L exactly if `layer_index` is "
             f"given. Got latent_pages.shape={latent_pages.shape}."
         )
-    check_float("latent_pages", latent_pages)
+    if not is_packed(latent_pages.dtype):
+        check_float("latent_pages", latent_pages)
     *layers, num_pages, page_size, width = latent_pages.shape
     if stacked:
         check_layer_index(layer_index, layers[0])
@@ -121,12 +135,24 @@ def _check_queries_and_pages(
         )
     same_dtype("q_nope", q_nope, "q_pe", q_pe)
     facts = latent_geometry(latent_pages, layer_index=options.layer_index)
-    if facts.head_dim != spec.head_dim:
+    width = row_width(latent_pages, spec.value_dim, spec.head_dim - spec.value_dim)
+    if facts.head_dim != width:
+        rows = f"{width} bytes" if is_packed(latent_pages.dtype) else f"head_dim={spec.head_dim}"
+        raise ValueError(f"`latent_pages` must have rows of {rows}. Got latent_pages.shape={latent_pages.shape}.")
+    if not is_packed(latent_pages.dtype):
+        check_dtypes("q_nope", q_nope, "latent_pages", latent_pages)
+    elif q_nope.dtype.name not in FLOATS:
         raise ValueError(
-            f"`latent_pages` must have rows of head_dim={spec.head_dim}. Got latent_pages.shape={latent_pages.shape}."
+            f"`q_nope` must be one of {', '.join(FLOATS)} over packed rows. Got q_nope.dtype={q_nope.dtype}."
         )
-    check_dtypes("q_nope", q_nope, "latent_pages", latent_pages)
+    _check_scale(options.k_scale, latent_pages, facts)
     return facts
+
+
+def _check_scale(kv_scale, latent_pages, facts: PageGeometry) -> None:
+    check_scale("kv_scale", kv_scale, 1, rows=facts.num_layers, row="layer")
+    if kv_scale is not None and is_packed(latent_pages.dtype):
+        raise ValueError("`kv_scale` must be None over packed rows, whose tiles have scales of their own.")
 
 
 def _check_spec(spec: AttentionSpec) -> None:
@@ -150,5 +176,4 @@ def _check_spec(spec: AttentionSpec) -> None:
 def _check_options(
     options: AttentionOptions, seq_lens, q_shape: tuple[int, ...], facts: PageGeometry, spec: AttentionSpec
 ) -> None:
-    check_scale("kv_scale", options.k_scale, 1, rows=facts.num_layers, row="layer")
     check_options(options, num_seqs=seq_lens.shape[0], q_shape=q_shape, num_layers=facts.num_layers, spec=spec)

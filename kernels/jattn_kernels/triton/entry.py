@@ -7,7 +7,7 @@ from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call
 from jattn_kernels.operands import Operands
-from jattn_kernels.triton import rms_norm, rotate_and_write
+from jattn_kernels.triton import mla_write, rms_norm, rotate_and_write
 from jattn_kernels.triton.attention import entry as attention
 from jattn_kernels.triton.experts import entry as experts
 from jattn_kernels.triton.filters import entry as filters
@@ -16,6 +16,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"), attention.run_attention
     ),
+    "mla_write": mla_write.mla_write,
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,

@@ -12,6 +12,7 @@ from typing import Any
 
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, NormCall, default_device
 from jattn_kernels.implementation import Implementation, refuses_mode
+from jattn_kernels.packed_latents import is_packed
 from jattn_kernels.traced_once import run_once
 from jattn_kernels.triton.gpus import SHARED_MEMORY
 from jattn_kernels.triton.launch import is_interpreting
@@ -22,6 +23,7 @@ _OLDEST = {"triton": (3, 6), "jax-triton": (0, 4, 1)}
 _FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 _MOST_HEAD_DIM = 256
 _MOST_LATENT = 512
+_MOST_PACKED = 2048  # numbers of a latent row that is written: a program holds them in registers
 _MOST_ROTATED = 1024  # numbers of a head that is rotated and written
 _MOST_COLUMNS = 32768  # of a norm: a program holds a row in registers
 _ATTENTION = ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend")
@@ -44,6 +46,8 @@ def refuses(call: Call) -> str | None:
             return None if call.num_rows else "`triton` takes some rows of logits, not none."
     if call.operation == "rotate_and_write":
         return _refuses_rotation(call)
+    if call.operation == "mla_write":
+        return _refuses_latent_write(call)
     return _refuses_attention(call)
 
 
@@ -110,6 +114,18 @@ def _refuses_norm(call: NormCall) -> str | None:
         return f"`triton` does not take rows of {call.dtype} with a scale in {call.scale_dtype}."
     if call.num_rows == 0 or not 1 <= call.columns <= _MOST_COLUMNS:
         return f"`triton` takes some rows of 1 to {_MOST_COLUMNS:,} numbers, not {call.num_rows} of {call.columns}."
+    return None
+
+
+def _refuses_latent_write(call: AttentionCall) -> str | None:
+    if not is_packed(call.kv_dtype):
+        return f"`triton` writes packed latents alone, not those of {call.kv_dtype}."
+    compressed, rotated = call.spec.value_dim, call.spec.head_dim - call.spec.value_dim
+    if call.q_dtype not in _DTYPES or call.num_tokens == 0 or compressed > _MOST_PACKED or compressed % 4:
+        return (
+            f"`triton` writes some rows of a multiple of 4 numbers up to {_MOST_PACKED:,} and of rotated ones, not "
+            f"{call.num_tokens} of {compressed} and {rotated} in {call.q_dtype}."
+        )
     return None
 
 

@@ -9,8 +9,9 @@ import dataclasses
 import typing
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from jattn_kernels.packed_latents import is_packed, unpack_latents
 from jattn_kernels.spec import AttentionSpec
 
 KEYS_PER_TILE = 64
@@ -79,13 +80,16 @@ class PageFetcher(_PagedFetcher):
 @typing.no_type_check
 @dataclasses.dataclass(frozen=True)
 class LatentFetcher(_PagedFetcher):
-    """Reads latent pages once: a row is the key of the one head, and its beginning is the value."""
+    """Reads latent pages once: a row is the key of the one head, and its beginning is the value. Packed ones become
+    float32 here."""
 
-    latent_pages: Float[Array, "*L P page_size W"]
+    latent_pages: Shaped[Array, "*L P page_size W"]
 
     def __call__(self, request, first_key, end):
         page = self.pages_of(request, first_key, end)
         rows = self.latent_pages.at[(*self.layer, page)].get(mode="clip")
+        if is_packed(rows.dtype):
+            rows = unpack_latents(rows, self.spec.value_dim)
         rows = rows.reshape(page.shape[0], self.tile_keys, 1, rows.shape[-1])
         return rows, rows[..., : self.spec.value_dim]
 

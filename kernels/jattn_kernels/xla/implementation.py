@@ -9,6 +9,7 @@ from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, Nor
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands, Operands
+from jattn_kernels.packed_latents import is_packed
 from jattn_kernels.xla import attention, experts
 from jattn_kernels.xla.filters import kept_tokens
 from jattn_kernels.xla.matmul import matmul
@@ -34,7 +35,8 @@ def refuses(call: Call) -> str | None:
         return "`xla` takes a router's logits before the mixture, by itself."
     if not isinstance(call, AttentionCall):
         return None
-    for dtype in (call.q_dtype, call.kv_dtype):
+    packs = call.operation.startswith("mla") and is_packed(call.kv_dtype)
+    for dtype in (call.q_dtype, *(() if packs else (call.kv_dtype,))):
         if dtype not in _DTYPES:
             return f"`xla` does not do {dtype}: it takes {', '.join(_DTYPES)}."
     if call.spec.batch_invariant:

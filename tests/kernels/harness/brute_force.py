@@ -1,11 +1,27 @@
 """A second derivation of every feature: one number after the other, in plain Python; no array is sliced or reshaped."""
 
 import math
+import struct
 
 import numpy as np
 
 from jattn_kernels.spec import AttentionSpec
 from tests.kernels.harness.case import Case, Inputs
+
+
+def numbers_of_bytes(row: bytes, compressed: int) -> list[float]:
+    """The numbers of a latent row in bytes, each bit of e4m3 and bfloat16 by its worth."""
+    scales_end = compressed + 4 * math.ceil(compressed / 128)
+    scales = [x for (x,) in struct.iter_unpack("<f", row[compressed:scales_end])]
+    rotated = [struct.unpack("<f", b"\0\0" + row[i : i + 2])[0] for i in range(scales_end, len(row), 2)]
+    return [_of_e4m3(byte) * scales[i // 128] for i, byte in enumerate(row[:compressed])] + rotated
+
+
+def _of_e4m3(byte: int) -> float:
+    sign, exponent, fraction = -1 if byte >> 7 else 1, byte >> 3 & 15, byte & 7
+    if exponent == 15 and fraction == 7:
+        return math.nan
+    return sign * (fraction / 8 * 2**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7))
 
 
 def sees(spec: AttentionSpec, query: int, key: int, mask_bit: bool | None) -> bool:
@@ -103,6 +119,9 @@ class BruteForce:
         pool = self.v if self.case.is_mla or (which == 1 and not self.spec.combined_pool) else self.k
         if self.case.layer_index is not None:
             pool = pool[self.case.layer_index]
+        if self.case.is_packed:
+            numbers = numbers_of_bytes(bytes(map(int, pool[page][row])), self.spec.value_dim)
+            return numbers[: self.spec.head_dim if which == 0 else self.spec.value_dim]
         if self.case.is_mla:
             return [pool[page][row][d] for d in range(self.spec.head_dim if which == 0 else self.spec.value_dim)]
         if self.spec.combined_pool == "pages_first":

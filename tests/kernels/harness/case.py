@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn_kernels.call import Operation
+from jattn_kernels.packed_latents import DTYPE as PACKED
 from jattn_kernels.spec import AttentionSpec
+from tests.kernels.harness.packed_rows import packed
 
 # Static buckets are larger than what a batch needs: pages nobody owns, a page-table column, K/V rows, mask entries.
 UNUSED_PAGES = 3
@@ -69,6 +71,11 @@ class Case:
     def is_mla(self) -> bool:
         """Whether keys and values are latent rows."""
         return self.operation.startswith("mla")
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether latent rows are of bytes, with a scale for each tile."""
+        return self.kv_dtype == PACKED
 
     @property
     def out_dtype(self) -> Any:
@@ -217,7 +224,10 @@ def _paged(
         pools = [np.stack(pools, axis=1 if spec.combined_pool == "pages_first" else 0)]
     if case.num_layers is not None:
         pools = [_among_layers(pool, case) for pool in pools]
-    pages = [pool.astype(jnp.dtype(case.kv_dtype or case.dtype)) for pool in pools]
+    if case.is_packed:
+        pages = [packed(pool, spec.value_dim) for pool in pools]
+    else:
+        pages = [pool.astype(jnp.dtype(case.kv_dtype or case.dtype)) for pool in pools]
     return (*pages, *[None] * (spec.combined_pool is not None)), _ints(page_table)
 
 

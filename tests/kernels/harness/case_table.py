@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from jattn_kernels.call import Operation
+from jattn_kernels.packed_latents import DTYPE as PACKED
 from jattn_kernels.spec import AttentionSpec
 from tests.kernels.harness.case import Case, Inputs, build
 from tests.kernels.harness.tolerance import assert_close, oracle, tolerances
@@ -79,6 +80,8 @@ _extend = functools.partial(_case, operation="paged_extend")
 _ragged_extend = functools.partial(_case, operation="ragged_extend")
 _mla_decode = functools.partial(_case, operation="mla_decode", spec=_mla_spec())
 _mla_extend = functools.partial(_case, operation="mla_extend", spec=_mla_spec())
+# A tile of packed rows, and a part of one.
+_PACKED = {"spec": _mla_spec(head_dim=152, v_head_dim=144), "kv_dtype": PACKED}
 
 CASES: tuple[Case, ...] = (
     *(_case(name, operation, **fields) for operation in _KV_OPERATIONS for name, fields in _FEATURES.items()),
@@ -134,6 +137,9 @@ CASES: tuple[Case, ...] = (
     _mla_decode("verify_window", **_VERIFY, spec=_mla_spec(window_left=5), sinks=True),
     _mla_decode("tree", **_TREE, dtype="bfloat16"),
     _mla_decode("fp8_layers", **_FP8_LAYERS, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+    _mla_decode("packed_layers", **_PACKED, dtype="bfloat16", num_layers=3, layer_index=1, padding_rows=1),
+    _mla_decode("packed_verify", **_VERIFY, **_PACKED, q_scale="rows", sinks=True),
+    _mla_extend("packed", **_PACKED, dtype="bfloat16", page_size=1, padding_rows=1, padding_tokens=3),
     _mla_extend("plain", padding_rows=1, padding_tokens=3),
     _mla_extend("more_queries_than_keys", q_lens=(6, 3, 9, 2), kv_lens=(2, 0, 8, 17), dtype="bfloat16"),
     _mla_extend("soft_cap_kv_start", kv_start=(5, 0, 3, 64), spec=_mla_spec(logits_soft_cap=2.0), custom_mask=True),
@@ -190,8 +196,9 @@ def random_cases(draw: st.DrawFn) -> Case:
         q_lens = draw(per_request(st.integers(0, 12)))
     starts = st.none() | per_request(st.integers(0, 40)).map(tuple)
     num_layers = draw(st.none() | st.integers(1, 3)) if paged else None
-    kv_dtype = draw(st.sampled_from((None, None, *_FP8)))
+    kv_dtype = draw(st.sampled_from((None, None, *_FP8, *((PACKED,) if operation.startswith("mla") else ()))))
     scales = ("scalar", "heads", None)
+    kv_scales = (None,) if kv_dtype == PACKED else scales if num_layers is None else (*scales, "rows")
     return Case(
         name=f"random_{operation}",
         operation=operation,
@@ -199,10 +206,10 @@ def random_cases(draw: st.DrawFn) -> Case:
         q_lens=tuple(q_lens),
         kv_lens=tuple(draw(per_request(st.integers(0, 40)))),
         page_size=draw(st.sampled_from((1, 8, 16))),
-        dtype=draw(st.sampled_from(("float32", "bfloat16", "float16", *(_FP8 if kv_dtype else ())))),
+        dtype=draw(st.sampled_from(("float32", "bfloat16", "float16", *(_FP8 if kv_dtype in _FP8 else ())))),
         kv_dtype=kv_dtype,
         q_scale=draw(st.sampled_from((*scales, "rows"))),
-        kv_scale=draw(st.sampled_from(scales if num_layers is None else (*scales, "rows"))),
+        kv_scale=draw(st.sampled_from(kv_scales)),
         num_layers=num_layers,
         layer_index=None if num_layers is None else draw(st.integers(0, num_layers - 1)),
         kv_start=draw(starts),

@@ -10,6 +10,7 @@ from tests.kernels.harness.case_table import Case
 _LENS = (130, 1, 64, 0, 257, 1500)
 _VERIFY = {"q_lens": (3,) * 6, "kv_lens": (130, 3, 64, 0, 257, 1500)}
 _FP8 = {"kv_dtype": "float8_e4m3fn", "kv_scale": "rows", "num_layers": 2, "layer_index": 1, "page_size": 64}
+_PACKED = {"kv_dtype": "uint8", "num_layers": 2, "layer_index": 1, "page_size": 64}
 _EVERYTHING = {"sinks": True, "q_scale": "rows", "kv_scale": "rows", "num_layers": 2, "layer_index": 1}
 
 
@@ -69,6 +70,11 @@ LATENT_CASES = [
     latent_case("fp8_mask_of_64", 64, **_FP8 | {"page_size": 16}, **_VERIFY, custom_mask=True, q_positions=True),
     latent_case("fp8_verify_of_64", 64, **_FP8 | {"page_size": 128}, **_VERIFY),
     _extend_case("fp8_of_128", 128, **_FP8),
+    *(latent_case(f"packed_of_{heads}", heads, **_PACKED) for heads in (8, 16, 64, 128)),
+    latent_case("packed_mask_of_64", 64, **_PACKED | {"page_size": 16}, **_VERIFY, custom_mask=True, q_positions=True),
+    latent_case("packed_window", 16, **_PACKED, **_VERIFY, sinks=True, q_scale="rows", spec={"window_left": 200}),
+    latent_case("packed_invariant", 16, kv_dtype="uint8", spec={"batch_invariant": True}),
+    *(_extend_case(f"packed_of_{heads}", heads, **_PACKED | {"page_size": 32}) for heads in (16, 128)),
     *(_extend_case(f"heads_{heads}", heads) for heads in (5, 16, 32, 64, 128)),
     *itertools.chain.from_iterable(map(_extend_cases_of, (16, 128))),
 ]

@@ -38,7 +38,8 @@ def tolerances(case: Case, inputs: Inputs, *, narrow_products: bool = False) -> 
     lse_size = np.maximum(1.0, np.abs(exact_lse).max(axis=-1, keepdims=True))
     float32_floor = math.sqrt(case.spec.head_dim + max(case.kv_lens)) * float(np.finfo(np.float32).eps)
     of_logits = _rounding_of_rotated_rows(case, inputs)
-    if narrow_products and case.spec.rope_theta is None and jnp.dtype(case.kv_dtype or case.dtype).itemsize == 1:
+    narrow_products &= case.spec.rope_theta is None and not case.is_packed
+    if narrow_products and jnp.dtype(case.kv_dtype or case.dtype).itemsize == 1:
         cuts = max(_LEAST_CUTS, case.spec.head_dim // _NUMBERS_A_CUT)
         of_logits += cuts * _CUT * math.prod(_sizes_of_rows(case, inputs)) * abs(case.spec.scale)
     # A logit's rounding moves the output by that much relative to it, so the output's floor has the logits' size too.
@@ -101,6 +102,8 @@ def _in_input_dtype(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]
 def _attend_rounded(request: reference.Request, case: Case) -> tuple[np.ndarray, np.ndarray]:
     spec, dtype = case.spec, case.out_dtype
     q, k, v = (x.astype(np.float32) for x in (request.q, request.k, request.v))
+    if case.is_packed:  # numbers times scales are none of the input dtype's yet
+        k, v = (x.astype(dtype).astype(np.float32) for x in (k, v))
     if spec.rope_theta is not None:
         q, k = (
             rotate(x, position, spec.rope_theta, spec.rope_scale).astype(dtype).astype(np.float32)

@@ -1,12 +1,12 @@
 """Operands that all kernels over a pool have: its layers, and which of them is meant."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int, Shaped
 
 
 def stacked(
-    k_pages: Float[Array, "..."], v_pages: Float[Array, "..."] | None, layer_index: Int[Array, ""] | int | None
-) -> tuple[Int[Array, "1"], Float[Array, "..."], Float[Array, "..."]]:
+    k_pages: Shaped[Array, "..."], v_pages: Shaped[Array, "..."] | None, layer_index: Int[Array, ""] | int | None
+) -> tuple[Int[Array, "1"], Shaped[Array, "..."], Shaped[Array, "..."]]:
     """The layer as the kernels read it, and pages with a leading layer axis; the same ones twice if they hold both."""
     v_pages = k_pages if v_pages is None else v_pages
     if layer_index is None:

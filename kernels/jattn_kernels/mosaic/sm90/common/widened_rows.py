@@ -21,6 +21,7 @@ from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.packed_latents import SCALE_BYTES
 
 WARP_ROWS = WGMMA_ROWS // WARPS  # which lie in one page
 PIECE_COLUMNS = 64  # that two loads of all threads bring: a row of a swizzled tile
@@ -30,6 +31,7 @@ _ROW_THREADS = PIECE_COLUMNS // _LOAD_BYTES  # that load of one row
 _THREADS, _WARP = 128, 32
 _OF_THREADS = plgpu.Layout.WG_STRIDED((_THREADS,), vec_size=1)
 _WORDS = 4  # of a load
+_OF_LOADED_ROWS = plgpu.Layout.WG_STRIDED((_LOADS * _THREADS,), vec_size=1)
 _NUMBER = plgpu.Layout.WG_SPLAT
 # Two words of 16-bit numbers for one of e4m3, which has no direct way to bfloat16.
 _WIDEN = {
@@ -39,6 +41,12 @@ _WIDEN = {
         "cvt.rn.bf16x2.f32 $0, y, x; "
         "cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {a, b}, pair; cvt.f32.f16 x, a; cvt.f32.f16 y, b; "
         "cvt.rn.bf16x2.f32 $1, y, x;"
+    ),
+    "bfloat16, scaled": (
+        "cvt.rn.f16x2.e4m3x2 pair, low; mov.b32 {a, b}, pair; cvt.f32.f16 x, a; cvt.f32.f16 y, b; "
+        "mul.f32 x, x, $3; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 $0, y, x; "
+        "cvt.rn.f16x2.e4m3x2 pair, high; mov.b32 {a, b}, pair; cvt.f32.f16 x, a; cvt.f32.f16 y, b; "
+        "mul.f32 x, x, $3; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 $1, y, x;"
     ),
 }
 
@@ -85,7 +93,7 @@ def load(pages: Any, layer: Any, rows: jax.Array, column: int, width: int) -> ja
     """Some columns of a tile's rows, in registers.
 
     Args:
-        pages: [L, P, page_size, 1, C] of e4m3.
+        pages: [L, P, page_size, 1, C] of e4m3, or of bytes, of which the columns that are meant hold that.
         rows: As `find_rows` gives them.
         width: A multiple of 64.
     """
@@ -105,9 +113,7 @@ def load(pages: Any, layer: Any, rows: jax.Array, column: int, width: int) -> ja
     def load_registers(ctx: Any, pages: Any, layer: Any, rows: Any) -> Any:
         del ctx
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-        (row,) = rows.registers.flat
-        row = llvm.extractelement(row, _const(0)) if isinstance(row.type, ir.VectorType) else row
-        row = arith.addi(arith.muli(_scalar(layer), _const(num_pages * page_size)), row)
+        row = _row_of_thread(rows, layer, num_pages * page_size)
         _, _, piece = _place_of_thread()
         offset = arith.muli(arith.extui(i64, row), arith.constant(i64, columns))
         offset = arith.addi(offset, arith.extui(i64, arith.muli(piece, _const(_LOAD_BYTES))))
@@ -129,24 +135,63 @@ def load(pages: Any, layer: Any, rows: jax.Array, column: int, width: int) -> ja
     return run(pages, layer, rows)
 
 
-def store(loaded: jax.Array, target: Any, column: int, width: int) -> None:
+def load_scales(pages: Any, layer: Any, rows: jax.Array, column: int) -> jax.Array:
+    """A float32 of each of a tile's rows, in the registers of the threads that load this row.
+
+    Args:
+        pages: [L, P, page_size, 1, bytes].
+        rows: As `find_rows` gives them.
+        column: The first byte of it.
+    """
+    _, num_pages, page_size, _, columns = pages.shape
+    if tiles.interpret_params() is not None:
+        return lax.bitcast_convert_type(load(pages, layer, rows, column, SCALE_BYTES), jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _NUMBER, _OF_THREADS),
+        return_type=plgpu.ShapeDtypeStruct((_LOADS * _THREADS,), jnp.float32, layout=_OF_LOADED_ROWS),
+    )
+    def load_registers(ctx: Any, pages: Any, layer: Any, rows: Any) -> Any:
+        del ctx
+        i64 = ir.IntegerType.get_signless(64)
+        row = _row_of_thread(rows, layer, num_pages * page_size)
+        offset = arith.muli(arith.extui(i64, row), arith.constant(i64, columns))
+        address = arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(pages)), offset)
+        loaded = [
+            utils.inline_ptx(
+                "ld.global.nc.f32 $0, [$1];",
+                arith.addi(address, arith.constant(i64, part * TILED_ROWS * columns + column)),
+                result_types=ir.F32Type.get(),
+                has_side_effects=True,
+            )
+            for part in range(_LOADS)
+        ]
+        return _registers(loaded, 1, signed=None)
+
+    run: Any = load_registers
+    return run(pages, layer, rows)
+
+
+def store(loaded: jax.Array, target: Any, column: int, width: int, scales: jax.Array | None = None) -> None:
     """Puts what `load` has loaded into columns of a tile; `stored` then makes it known.
 
     Args:
-        target: [64, C], tiled, of float16 or bfloat16.
+        target: [64, C], tiled, of float16 or bfloat16; of bfloat16 with scales.
+        scales: Of the rows, as `load_scales` gives them; None is 1.
     """
     name = jnp.dtype(target.dtype).name
     if tiles.interpret_params() is not None:
+        if scales is not None:
+            loaded = lax.bitcast_convert_type(loaded, jnp.float8_e4m3fn).astype(jnp.float32) * scales[:, None]
         target[:, pl.ds(column, width)] = loaded.astype(name)
         return
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, PIECE_COLUMNS)), swizzling(_SWIZZLE_BYTES)))
     loads, row_tiles = width // PIECE_COLUMNS * _LOADS, target.shape[1] // PIECE_COLUMNS
+    of_scales = () if scales is None else (_OF_LOADED_ROWS,)
 
-    @plgpu.inline_mgpu(arg_types=(tiled, _loaded(loads)))
-    def store_registers(ctx: Any, target: Any, loaded: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(_tiled(), _loaded(loads), *of_scales))
+    def store_registers(ctx: Any, target: Any, loaded: Any, *scales: Any) -> None:
         del ctx
+        factors = [_element(register) for of_rows in scales for register in of_rows.registers.flat]
         i8 = ir.IntegerType.get_signless(8)
         warp, lane_row, piece = _place_of_thread()
         tile_bytes = TILED_ROWS * _SWIZZLE_BYTES
@@ -158,12 +203,46 @@ def store(loaded: jax.Array, target: Any, column: int, width: int) -> None:
         for number, register in enumerate(loaded.registers.flat):
             group, part = divmod(number, _LOADS)
             begin = (part * row_tiles + column // PIECE_COLUMNS + group) * tile_bytes
-            words = [_widened(llvm.extractelement(register, _const(word)), name) for word in range(_WORDS)]
+            factor = factors[part] if factors else None
+            words = [_widened(llvm.extractelement(register, _const(word)), name, factor) for word in range(_WORDS)]
             for half in range(2):
                 of_half = [*words[2 * half], *words[2 * half + 1]]
                 in_row = arith.muli(arith.xori(chunk, _const(half)), _const(_LOAD_BYTES))
                 at = arith.addi(arith.addi(place, _const(begin)), in_row)
                 llvm.store(_vector(of_half), utils.getelementptr(pointer, [at], i8), alignment=_LOAD_BYTES)
+
+    run: Any = store_registers
+    run(target, loaded, *(() if scales is None else (scales,)))
+
+
+def store_as_they_are(loaded: jax.Array, target: Any, column: int = 0) -> None:
+    """Puts rows of 128 bytes that `load` has loaded into columns of a tile; `stored` then makes it known.
+
+    Args:
+        target: [64, C], tiled, of bfloat16, which the bytes are.
+    """
+    if tiles.interpret_params() is not None:
+        numbers = lax.bitcast_convert_type(loaded.reshape(WGMMA_ROWS, PIECE_COLUMNS, -1), target.dtype)
+        target[:, pl.ds(column, PIECE_COLUMNS)] = numbers
+        return
+    row_tiles = target.shape[1] // PIECE_COLUMNS
+
+    @plgpu.inline_mgpu(arg_types=(_tiled(), _loaded(2 * _LOADS)))
+    def store_registers(ctx: Any, target: Any, loaded: Any) -> None:
+        del ctx
+        i8 = ir.IntegerType.get_signless(8)
+        warp, lane_row, piece = _place_of_thread()
+        tile_bytes = TILED_ROWS * _SWIZZLE_BYTES
+        place = arith.addi(
+            arith.muli(warp, _const(_LOADS * row_tiles * tile_bytes)), arith.muli(lane_row, _const(_SWIZZLE_BYTES))
+        )
+        pointer = utils.memref_ptr(target)
+        for number, register in enumerate(loaded.registers.flat):
+            group, part = divmod(number, _LOADS)
+            begin = (part * row_tiles + column // PIECE_COLUMNS) * tile_bytes
+            chunk = arith.xori(arith.addi(piece, _const(group * _ROW_THREADS)), lane_row)
+            at = arith.addi(arith.addi(place, _const(begin)), arith.muli(chunk, _const(_LOAD_BYTES)))
+            llvm.store(register, utils.getelementptr(pointer, [at], i8), alignment=_LOAD_BYTES)
 
     run: Any = store_registers
     run(target, loaded)
@@ -183,32 +262,50 @@ def stored() -> None:
     run()
 
 
+def _tiled() -> Any:
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return plgpu.RefType((tiling((TILED_ROWS, PIECE_COLUMNS)), swizzling(_SWIZZLE_BYTES)))
+
+
+def _row_of_thread(rows: Any, layer: Any, rows_of_layer: int) -> Any:
+    """A thread's row among those of all layers."""
+    (row,) = rows.registers.flat
+    row = _element(row)
+    return arith.addi(arith.muli(_scalar(layer), _const(rows_of_layer)), row)
+
+
+def _element(register: Any) -> Any:
+    """The number in a register of one."""
+    return llvm.extractelement(register, _const(0)) if isinstance(register.type, ir.VectorType) else register
+
+
 def _loaded(loads: int) -> Any:
     return plgpu.Layout.WG_STRIDED((loads * _WORDS * _THREADS,), vec_size=_WORDS)
 
 
-def _registers(of_thread: list[Any], size: int) -> Any:
+def _registers(of_thread: list[Any], size: int, *, signed: bool | None = True) -> Any:
     """An array of what each thread has: numbers, or words of loads."""
     vectors = np.empty(len(of_thread), dtype=object)
     for i, words in enumerate(of_thread):
         vectors[i] = _vector([words] if size == 1 else words)
     layout = mgpu.WGStridedFragLayout((len(of_thread) * size * _THREADS,), size)
-    return mgpu.FragmentedArray(_registers=vectors, _layout=layout, _is_signed=True)
+    return mgpu.FragmentedArray(_registers=vectors, _layout=layout, _is_signed=signed)
 
 
 def _vector(words: Any) -> Any:
-    i32 = ir.IntegerType.get_signless(32)
-    vector = llvm.mlir_undef(ir.VectorType.get((len(words),), i32))
+    vector = llvm.mlir_undef(ir.VectorType.get((len(words),), words[0].type))
     for i, word in enumerate(words):
         vector = llvm.insertelement(vector, word, _const(i))
     return vector
 
 
-def _widened(word: Any, name: str) -> Any:
+def _widened(word: Any, name: str, factor: Any = None) -> Any:
     i32 = ir.IntegerType.get_signless(32)
     registers = ".reg .b16 low, high, a, b; .reg .b32 pair; .reg .f32 x, y;"
-    ptx = f"{{ {registers} mov.b32 {{low, high}}, $2; {_WIDEN[name]} }}"
-    return utils.inline_ptx(ptx, word, result_types=[i32, i32])
+    widen = _WIDEN[name if factor is None else f"{name}, scaled"]
+    ptx = f"{{ {registers} mov.b32 {{low, high}}, $2; {widen} }}"
+    return utils.inline_ptx(ptx, word, *(() if factor is None else (factor,)), result_types=[i32, i32])
 
 
 def _place_of_thread() -> tuple[Any, Any, Any]:

@@ -20,9 +20,10 @@ class DecodeConfig:
         row_blocks: Blocks of rows of a head.
         heads_per_block: Heads that share one block of 8 rows; each computes all of it.
         dtype: Of queries, keys and values unless they are fp8, and of the probabilities.
-        kv_dtype: Of keys and values.
+        kv_dtype: Of keys and values in shared memory.
         out_dtype: Of the output.
         q_parts: How many numbers of fp8 stand for one of a query, where its products with keys are of fp8.
+        packed: Whether latents are packed, and converted on their way into shared memory.
     """
 
     spec: AttentionSpec
@@ -35,6 +36,7 @@ class DecodeConfig:
     kv_dtype: Any
     out_dtype: Any
     q_parts: int = 1
+    packed: bool = False
 
     @property
     def rows(self) -> int:

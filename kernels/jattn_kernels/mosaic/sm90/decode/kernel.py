@@ -25,6 +25,7 @@ from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults
 from jattn_kernels.mosaic.sm90.common.work_tiles import read_work_tiles
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.decode.consumer import Consumer
+from jattn_kernels.mosaic.sm90.decode.converter import convert_all
 from jattn_kernels.mosaic.sm90.decode.producer import copy_all
 
 _PRODUCER_REGISTERS = 40  # of a thread
@@ -85,7 +86,8 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Shar
     def producer():
         if warpgroups > 1:
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
-        copy_all(config, operands, scratch, work_tiles)
+        bring = convert_all if config.packed else copy_all
+        bring(config, operands, scratch, work_tiles)
 
 
 def _scratch(config: DecodeConfig) -> SharedMemory:
@@ -95,7 +97,9 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
     pages = (tiles.tile((stages, *keys), config.kv_dtype),)
     if not sizes.latent:
         pages += (tiles.tile((stages, *values), config.kv_dtype, copied_columns=spec.value_dim),)
-    filled = (plgpu.Barrier(num_arrivals=config.copies.copies, num_barriers=stages),) * len(pages)
+    filled = (plgpu.Barrier(num_arrivals=1 if config.packed else config.copies.copies, num_barriers=stages),) * len(
+        pages
+    )
     emptied = (plgpu.Barrier(num_barriers=stages),) * len(pages)
     partials, partials_barrier = None, None
     if warpgroups > 1:

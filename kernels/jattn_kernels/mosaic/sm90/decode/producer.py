@@ -29,9 +29,9 @@ def _copy_share(
     config: DecodeConfig, operands: Operands, scratch: SharedMemory, work_tiles: WorkTiles, own: list[Any], is_first
 ) -> None:
     """What a warp does: its own copies of each tile, and the first one copies queries."""
-    begin, end, first_work_tile = work_tiles
+    begin, _, first_work_tile = work_tiles
     layer = operands.layer[0]  # before what depends on a load: so it has arrived by then too
-    block_rows, stages = config.sizes.block_rows, config.sizes.stages
+    block_rows = config.sizes.block_rows
     block = lax.div(lax.axis_index("head"), config.heads_per_block) * config.row_blocks + lax.axis_index("rows")
     rows = block if config.rotates else pl.ds(block * block_rows, block_rows)
 
@@ -41,7 +41,7 @@ def _copy_share(
             slot = lax.rem(number - begin, 2)
             pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_empty.at[slot]))
             if operands.q_pe is not None:
-                _copy_latent_queries(config, operands, scratch, now.sequence, block * block_rows, slot)
+                copy_latent_queries(config, operands, scratch, now.sequence, block * block_rows, slot)
                 return
             if config.q_copies > 1:
                 for part in range(config.q_parts):
@@ -56,6 +56,19 @@ def _copy_share(
     first_pages = _pages(config, operands, first_work_tile, first_work_tile.first, own)
     done, _ = walk(operands, work_tiles, copy_work_tile, (jnp.int32(0), first_pages))
 
+    wait_for_last(config, scratch, work_tiles, done, is_first)
+
+
+def wait_for_last(config: DecodeConfig, scratch: SharedMemory, work_tiles: WorkTiles, done, is_first) -> None:
+    """Waits until the consumers are done with all.
+
+    Args:
+        done: Tiles.
+        is_first: Whether queries are this warp's.
+    """
+    begin, end, _ = work_tiles
+    stages = config.sizes.stages
+
     @pl.when(is_first)
     def wait_for_the_last_queries():
         @pl.loop(jnp.maximum(begin, end - 2), end)
@@ -68,7 +81,7 @@ def _copy_share(
             plgpu.barrier_wait(emptied.at[lax.rem(step, stages)])
 
 
-def _copy_latent_queries(
+def copy_latent_queries(
     config: DecodeConfig, operands: Operands, scratch: SharedMemory, sequence, first_row, slot
 ) -> None:
     """Both parts of the rows, side by side: what is copied at a time lies together in tiled memory."""

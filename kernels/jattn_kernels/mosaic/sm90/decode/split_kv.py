@@ -25,14 +25,17 @@ from jattn_kernels.mosaic.sm90.decode.kernel import decode
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_decode_tiles, value_columns
 from jattn_kernels.operands import AttentionOperands
+from jattn_kernels.packed_latents import is_packed
 from jattn_kernels.spec import AttentionSpec
+
+_WIDENED_BYTES = 2  # of a number of packed latents in shared memory
 
 
 def make_schedule(call: AttentionCall, seq_lens: Int[Array, " B"], max_seq_len: int | None) -> DecodeSchedule | None:
     """The work list of queries at the ends of their sequences; None if it needs a `max_seq_len` that is not given."""
     spec, num_tokens = call.spec, call.num_tokens
     assert num_tokens is not None
-    itemsize = jnp.dtype(call.kv_dtype).itemsize
+    itemsize = _WIDENED_BYTES if is_packed(call.kv_dtype) else jnp.dtype(call.kv_dtype).itemsize
     sizes = choose_decode_tiles(spec, itemsize, num_tokens, latent=call.operation == "mla_decode")
     if sizes.tiles_per_split is not None and max_seq_len is None:
         return None
@@ -45,10 +48,11 @@ def paged_decode(
 ) -> tuple[Float[Array, "B Q N Hv"], Float[Array, "B Q N"]]:
     """Output and lse of a few queries a sequence."""
     spec, options, q, page_table = call.spec, operands.options, operands.q, operands.page_table
-    q_pe = operands.q_pe
-    if q_pe is not None and operands.k.dtype.itemsize == 1:  # both are divided by the same number
+    q_pe, packed = operands.q_pe, is_packed(operands.k.dtype)
+    kv_dtype = q.dtype if packed else operands.k.dtype
+    if q_pe is not None and kv_dtype.itemsize == 1:  # both are divided by the same number
         q, q_pe = jnp.concatenate([q, q_pe], axis=-1), None
-    kv_dtype, seq_lens = operands.k.dtype, operands.seq_lens
+    seq_lens = operands.seq_lens
     assert call.page_size is not None
     num_tokens, out_dtype = q.shape[1], jnp.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     dtype = jnp.float16 if kv_dtype.itemsize == 1 else q.dtype
@@ -71,6 +75,7 @@ def paged_decode(
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
         q_parts=q_rows.shape[1] if spec.rope_theta is None else 1,
+        packed=packed,
     )
     schedule = options.schedule
     if schedule is None or depends_on_places(spec, options):

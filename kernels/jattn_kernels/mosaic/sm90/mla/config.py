@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS, PageCopies
+from jattn_kernels.packed_latents import is_packed
 from jattn_kernels.spec import AttentionSpec
 
 BLOCK_ROWS = WGMMA_ROWS
@@ -53,6 +54,11 @@ class LatentConfig:
         return self.kv_dtype != self.dtype
 
     @property
+    def packed(self) -> bool:
+        """Whether rows are of bytes, with a scale for each tile of a row."""
+        return is_packed(self.kv_dtype)
+
+    @property
     def copies(self) -> PageCopies:
         return PageCopies.of(self.spec, BLOCK_KV, self.page_size, BLOCK_KV // tiles.WARPS)
 
@@ -75,7 +81,7 @@ class Operands(NamedTuple):
 
     q_nope: Any  # [B, rows, C]
     q_pe: Any  # [B, rows, R]
-    pages: Any  # [L, P, page_size, 1, C + R]
+    pages: Any  # [L, P, page_size, 1, C + R], or bytes
     page_table: Any  # [B, max_pages]
     layer: Any  # [1]
     work_tiles: Any  # [W, 5]

@@ -1,4 +1,7 @@
-"""The latent kernel's producer warpgroup where rows are of fp8: they pass through its registers, two pieces ahead."""
+"""The latent kernel's producer warpgroup where rows are of fp8: they pass through its registers, two pieces ahead.
+
+Of packed rows a piece has one tile's numbers, which are multiplied with its scale on their way, or the rotated ones.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ from jattn_kernels.mosaic.sm90.common import widened_rows
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.mla.config import CONSUMERS, LatentConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.mla.producer import copy_queries, wait_for_last
+from jattn_kernels.packed_latents import SCALE_BYTES, TILE, rotated_begin
 
 _AHEAD = 2  # pieces in registers
 _PIECE = 2 * widened_rows.PIECE_COLUMNS  # columns: four registers of a thread's four loads each
@@ -22,9 +26,10 @@ class _Piece(NamedTuple):
     """Some columns of one of a pair's tiles.
 
     Attributes:
-        column, width: In a row.
+        column, width: In a row; of packed ones in bytes.
         target, place: In shared memory, and there.
         emptied, filled: Barriers: what is waited for before, and who is told after; None if another piece's is enough.
+        scale: The byte of a packed row where its scale is, or None: there is none, or numbers are stored as they are.
     """
 
     tile_of: int
@@ -34,6 +39,7 @@ class _Piece(NamedTuple):
     place: int
     emptied: Any
     filled: Any
+    scale: int | None = None
 
 
 def convert_all(config: LatentConfig, operands: Operands, scratch: SharedMemory, work_tiles: WorkTiles) -> None:
@@ -42,7 +48,19 @@ def convert_all(config: LatentConfig, operands: Operands, scratch: SharedMemory,
     layer, row_block = operands.layer[0], lax.axis_index("rows")
 
     def load(rows, piece: _Piece):
-        return widened_rows.load(operands.pages, layer, rows[piece.tile_of], piece.column, piece.width)
+        rows = rows[piece.tile_of]
+        numbers = widened_rows.load(operands.pages, layer, rows, piece.column, piece.width)
+        if piece.scale is None:
+            return numbers, None
+        return numbers, widened_rows.load_scales(operands.pages, layer, rows, piece.scale)
+
+    def store(loaded, piece: _Piece):
+        numbers, scales = loaded
+        target = piece.target.at[piece.tile_of]
+        if config.packed and scales is None:
+            widened_rows.store_as_they_are(numbers, target)
+        else:
+            widened_rows.store(numbers, target, piece.place, piece.width, scales)
 
     def begin_pair(work_tile: WorkTile, pair):
         rows = _rows(config, operands, work_tile, pair)
@@ -62,7 +80,7 @@ def convert_all(config: LatentConfig, operands: Operands, scratch: SharedMemory,
                 if piece.emptied is not None:
                     pl.when(has_used)(functools.partial(plgpu.barrier_wait, piece.emptied))
                 loaded, *ahead = ahead
-                widened_rows.store(loaded, piece.target.at[piece.tile_of], piece.place, piece.width)
+                store(loaded, piece)
                 if piece.filled is not None:
                     widened_rows.stored()
                     plgpu.barrier_arrive(piece.filled)
@@ -84,15 +102,19 @@ def convert_all(config: LatentConfig, operands: Operands, scratch: SharedMemory,
 def _pieces(config: LatentConfig, scratch: SharedMemory) -> list[_Piece]:
     """Of a pair, in the order in which they are wanted."""
     half, pieces = config.half, []
+    rotated = (CONSUMERS * half, config.rotated)
+    if config.packed:
+        rotated = (rotated_begin(CONSUMERS * half), config.rotated * 2)
     for tile_of in range(CONSUMERS):
         own, other = scratch.own_full.at[tile_of], scratch.other_full.at[tile_of]
         for target, begin, width, emptied, filled in (
             (scratch.own, tile_of * half, half, scratch.own_empty.at[tile_of], own),
             (scratch.other, (1 - tile_of) * half, half, scratch.other_empty.at[tile_of], None),
-            (scratch.pe, CONSUMERS * half, config.rotated, None, other),
+            (scratch.pe, *rotated, None, other),
         ):
             for place in range(0, width, _PIECE):
                 is_first, is_last = place == 0, place + _PIECE >= width
+                scale = CONSUMERS * half + (begin + place) // TILE * SCALE_BYTES
                 piece = _Piece(
                     tile_of,
                     begin + place,
@@ -101,6 +123,7 @@ def _pieces(config: LatentConfig, scratch: SharedMemory) -> list[_Piece]:
                     place,
                     emptied if is_first else None,
                     filled if is_last else None,
+                    scale if config.packed and target is not scratch.pe else None,
                 )
                 pieces.append(piece)
     return pieces

@@ -1,0 +1,73 @@
+"""The record's decode steps: a part's models one after the other, each with its rows."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from bench import decode_step, named_workloads, quantized_step
+from bench.step_workload import (
+    DEEPSEEK_V2_LITE,
+    DEEPSEEK_V3_4_LAYERS,
+    QWEN3_30B_A3B,
+    StepWorkload,
+)
+from jattn_models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
+from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
+
+Job = tuple[str, Callable[[], Any]]  # as in gpu_record
+
+
+class Measures(Protocol):
+    """What writes a part's rows; a Recorder does."""
+
+    def measure(self, part: str, jobs: Iterator[Job]) -> None: ...
+
+
+def record_steps(recorder: Measures, part: str, *, quick: bool) -> None:
+    """The decode steps of a part, by what dispatch chooses.
+
+    Args:
+        part: `decode_step` of a model without experts, `decode_step_moe` with them, `decode_step_latent` of models
+            whose layers read latents, `decode_step_quantized` of one whose projections are held in fewer bits.
+    """
+    options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
+    recorder.measure(part, _JOBS[part](options))
+
+
+def _plain(options: dict[str, Any]) -> Iterator[Job]:
+    return _of_model(decode_step.random_model, named_workloads.STEPS, options)
+
+
+def _mixture(options: dict[str, Any]) -> Iterator[Job]:
+    make = functools.partial(decode_step.random_model, QWEN3_30B_A3B, Qwen3MoeForCausalLM)
+    return _of_model(make, named_workloads.MIXTURE_STEPS, options)
+
+
+def _latent(options: dict[str, Any]) -> Iterator[Job]:
+    models = (DEEPSEEK_V2_LITE, DeepseekV2ForCausalLM), (DEEPSEEK_V3_4_LAYERS, DeepseekV3ForCausalLM)
+    for model, table in zip(models, named_workloads.LATENT_STEPS, strict=True):
+        yield from _of_model(functools.partial(decode_step.random_model, *model), table, options)
+
+
+def _quantized(options: dict[str, Any]) -> Iterator[Job]:
+    for weights, table in named_workloads.QUANTIZED_STEPS:
+        model = decode_step.random_model(quantization=weights)
+        for workload in table:
+            measure = functools.partial(quantized_step.measured, model, weights, workload, **options)
+            yield f"{workload.name} {weights}", measure
+
+
+def _of_model(make: Callable[[], Any], table: tuple[StepWorkload, ...], options: dict[str, Any]) -> Iterator[Job]:
+    """A model's jobs, whoever still has one of which when the next model is made: the memory has no room for two."""
+    held = [make()]
+    for workload in table:
+        yield f"{workload.name} {workload.model}", lambda w=workload: decode_step.measured(held[0], w, **options)
+    held.clear()
+
+
+_JOBS: dict[str, Callable[[dict[str, Any]], Iterator[Job]]] = {
+    "decode_step": _plain,
+    "decode_step_moe": _mixture,
+    "decode_step_latent": _latent,
+    "decode_step_quantized": _quantized,
+}
