@@ -179,7 +179,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     def rows() -> LoopState:
         return dataclasses.replace(
             empty_rows(workload.batch, max_pages=page_table.shape[1], max_stop_ids=_STOP_IDS),
-            page_table=jnp.asarray(page_table),
+            page_tables=(jnp.asarray(page_table),),
             last_tokens=jax.random.randint(
                 jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
             ),

@@ -19,7 +19,7 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.decoder_layer import DecoderLayer, Stream, norm_of
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
-from jattn_models.layer_pattern import LayerKind, Segment
+from jattn_models.layer_pattern import LayerKind, places_among
 from jattn_models.layers import OfLayer, ReadInPlace, Vocabulary
 from jattn_models.sharding import Rank
 from jattn_models.stored_tensors import StoredTensors
@@ -125,8 +125,12 @@ class Decoder(nnx.Module):
 
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
-        """One group: the keys of all layers have one shape."""
-        return (self.layers[0].attention.kv_group(self.config.num_layers),)
+        """One group for each span of attention: the keys of all layers have one shape."""
+        stacks, groups = list(zip(self.layers, self.config.stacks, strict=True)), []
+        for span in self.config.spans:
+            of_span = [(stack.attention, len(layers)) for stack, (layers, kind) in stacks if kind.span == span]
+            groups.append(of_span[0][0].kv_group(sum(count for _, count in of_span)))
+        return tuple(groups)
 
     def __call__[Pool: KVPool | None](
         self, forward_batch: ForwardBatch, metadata: Any, backend: AttentionBackend, pool: Pool
@@ -148,9 +152,9 @@ class Decoder(nnx.Module):
         if self.config.embedding_scale != 1.0:
             hidden *= jnp.asarray(self.config.embedding_scale, hidden.dtype)
         stacks = list(self.layers)
-        for segment in self.config.segments:
-            period, stacks = stacks[: len(segment.period)], stacks[len(segment.period) :]
-            hidden, pool = _scanned(period, segment, hidden, this_pass, pool)
+        for places in places_among(self.config.segments):
+            period, stacks = stacks[: len(places)], stacks[len(places) :]
+            hidden, pool = _scanned(period, places, hidden, this_pass, pool)
         return self.norm(hidden), pool
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
@@ -172,8 +176,11 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass: Pass, pool):
+def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], hidden, this_pass: Pass, pool):
     """A segment's layers: a loop over its periods, the layers of one period in turn.
+
+    Args:
+        places: Of each stack of the period, its layers' numbers in their group of the pool.
 
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would
     what is `ReadInPlace`, the scales of norms and the weights of experts.
@@ -186,7 +193,7 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
         others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
         return nnx.merge(graph, in_place, others)
 
-    turns, in_turn = len(segment.layers) // len(period), _in_turn(period, this_pass)
+    turns, in_turn = len(places[0]), _in_turn(period, this_pass)
     are_mixtures = len(period) == 1 and isinstance(period[0].mlp, MixtureOfExperts)
 
     def body(number, carry):
@@ -194,7 +201,7 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, hidden, this_pass
         # The last layer may take its own first product once more: less time than one layer of another shape costs.
         following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if in_turn and are_mixtures else None
         for offset, stack in enumerate(stacks):
-            layer = number * len(period) + (segment.layers.start + offset)
+            layer = number * places[offset].step + places[offset].start
             stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following)
         return stream, pool
 

@@ -13,7 +13,7 @@ from jattn.checkpoint import Checkpoint
 from jattn.kv_pool import KVGroupSpec
 from jattn.serving.config import EngineConfig, knobs
 from jattn.serving.frontend import llm as llm_module
-from jattn.serving.resolved_config import default_pages, resolved
+from jattn.serving.resolved_config import ResolvedConfig, default_pages, resolved
 from jattn_models.bundled import checkpoint_path
 from jattn_models.llama import LlamaForCausalLM
 
@@ -161,7 +161,7 @@ def test_open_sizes_follow_from_the_model(unchecked):
 
 
 @pytest.mark.parametrize(
-    ("stats", "most_pages", "pages"),
+    ("stats", "max_num_seqs", "pages"),
     [
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 3, 4),
@@ -171,12 +171,17 @@ def test_open_sizes_follow_from_the_model(unchecked):
     ],
     ids=["share_of_the_free_memory", "what_requests_can_use", "many", "nearly_as_many", "no_stats"],
 )
-def test_default_pages_fit_the_device(monkeypatch, stats, most_pages, pages):
+def test_default_pages_fit_the_device(monkeypatch, stats, max_num_seqs, pages):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert default_pages(GROUPS, 16, np.dtype(np.float32), most_pages) == pages
+    assert default_pages(sizes(max_num_seqs=max_num_seqs), GROUPS) == pages
+
+
+def sizes(**changes):
+    given = {"num_pages": 2, "max_context_len": 16, "prefill_seqs": 1, "max_stop_ids": 1, "dtype": "float32"}
+    return ResolvedConfig(**given | changes)
 
 
 def test_page_size_of_which_no_two_fit_is_refused():
     with pytest.raises(ValueError, match=r"`page_size` must be so small that 2 pages fit .* Got 100000000"):
-        default_pages(GROUPS, 10**8, np.dtype(np.float32), 1024)
+        default_pages(sizes(page_size=10**8), GROUPS)

@@ -15,17 +15,18 @@ from jattn.serving.steps.plain import PrefillBatch, Variant
 def decode_batch(requests: Sequence[Request], bucket: int, config: ResolvedConfig) -> np.ndarray:
     """What a decode launch takes (`LoopState.with_pages`): rows and their last pages, padded to `bucket`.
 
-    The last pages include those that this launch's tokens open. Where they go in the row's table only the host knows.
+    The last pages include those that this launch's tokens open. Where they go in the row's tables only the host knows.
     """
-    width = config.pages_a_step
-    plan = np.zeros((bucket, 2 + width), np.int32)
+    width, num_lists = config.pages_a_step, 1 + len(config.windows)
+    plan = np.zeros((bucket, 2 + num_lists * width), np.int32)
     plan[:, 0] = config.max_num_seqs
     for i, request in enumerate(requests):
         assert request.row is not None
         column = max(0, len(request.pages) - width)
-        last_pages = request.pages[column:]
         plan[i, :2] = request.row, column
-        plan[i, 2 : 2 + len(last_pages)] = last_pages
+        for begin, pages in zip(range(2, plan.shape[1], width), request.page_lists, strict=True):
+            last_pages = pages[column:]
+            plan[i, begin : begin + len(last_pages)] = last_pages
     return plan
 
 
@@ -45,6 +46,7 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
             max_stop_ids=config.max_stop_ids,
             max_logit_bias=config.max_logit_bias if is_full else None,
             with_limits=config.speculative is not None,
+            num_lists=1 + len(config.windows),
             numpy=np,
         ),
     )
@@ -68,7 +70,8 @@ def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
 
 
 def _fill_row(rows: LoopState, i: int, request: Request) -> None:
-    rows.page_table[i, : len(request.pages)] = request.pages
+    for table, pages in zip(rows.page_tables, request.page_lists, strict=True):
+        table[i, : len(pages)] = pages
     stop_ids = sorted(request.stop_ids)
     rows.stop_ids[i, : len(stop_ids)] = stop_ids
     if rows.tokens:

@@ -168,7 +168,7 @@ class Steps:
         tokens = batch.input_ids.at[places].set(values.last_tokens[num_prompts:], mode="drop")
         seq_lens = jnp.where(jnp.diff(cu_q_lens) > 0, values.seq_lens, 0)
         mode = ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND
-        forward_batch = ragged_pass(pool, values.page_table, tokens, seq_lens, cu_q_lens, mode=mode)
+        forward_batch = ragged_pass(pool, values.page_tables, tokens, seq_lens, cu_q_lens, mode=mode)
         hidden, pool = self._forward(weights, pool, forward_batch)
         owner, is_real = owners(batch.cu_q_lens, num_tokens)
         state = self._recorded(state, batch, owner, is_real, forward_batch.positions, variant=variant)
@@ -215,7 +215,7 @@ class Steps:
         values = state.take(rows)
         live = (rows < state.finished.shape[0]) & ~values.finished
         unrolled = call.default_device().platform == "gpu"
-        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        batch = decode_pass(pool, values.page_tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
         hidden, pool = self._forward(weights, pool, batch)
         state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
         return Unsampled(hidden=hidden, rows=rows, live=live), state, pool
