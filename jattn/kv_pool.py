@@ -329,7 +329,7 @@ def make_pool(
 
 
 def list_of(spec: KVGroupSpec, num_pages: int, windows: Sequence[WindowList]) -> tuple[int, WindowList]:
-    """The number of a group's page list, and what the list keeps: all pages, unless there is one of the group's span."""
+    """The number of a group's page list, and the list: the one that keeps all, unless there is one of its span."""
     lists = (WindowList(ALL_KEYS, num_pages), *windows)
     number = next((number for number, window in enumerate(lists) if window.span == spec.span), 0)
     return number, lists[number]

@@ -88,8 +88,10 @@ class KVCacheManager:
         )
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request without pages room for `num_tokens` in the first list, pages with its first tokens' keys among
-        it, if enough pages are free; in the others these pages alone."""
+        """Gives a request without pages room for `num_tokens` in the first list, if enough pages are free.
+
+        Pages with its first tokens' keys are among it; of the other lists it is given these alone.
+        """
         request.chain = [request.cache_salt]
         request.page_lists = [[] for _ in self._lists]
         found = self._match(request)

@@ -72,8 +72,8 @@ class Request:
         status: Where it stands.
         finish_reason: Why it ended; None before.
         row: Its row of the device's loop state while it has one.
-        page_lists: Its pages in each of the pool's page lists, in order, 0 in the place of one that went back as no query
-            sees it any more; empty while it has none.
+        page_lists: Its pages in each of the pool's page lists, in order, 0 in the place of one that went back as no
+            query sees it any more; empty while it has none.
         chain: What the prefix cache knows its first pages by (`jattn/page_cache.py`); empty while it has no pages.
         num_cached_tokens: Tokens of the prompt that were not computed for it, as their keys were in the pool; what it
             finds there after it has lost its pages does not count.

@@ -235,7 +235,7 @@ class Scheduler:
         before it may be missing too: the next step would have made up for it (`DraftModel.propose`).
         """
         written = request.num_tokens - (2 if self._num_draft_tokens else 1)
-        self._kv_cache.register(request, min(request.num_computed, written))
+        self._kv_cache.register(request, min(request.num_computed, max(0, written)))
 
     def _release(self, request: Request) -> None:
         assert request.row is not None

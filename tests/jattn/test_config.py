@@ -5,7 +5,6 @@ import inspect
 import types
 
 import jax
-import numpy as np
 import pytest
 
 import jattn

@@ -1,7 +1,10 @@
 """The prefix cache under everything that may happen to requests: no key of another text is read, no page is lost."""
 
+import contextlib
+import dataclasses
 import random
 from collections import Counter
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jattn.page_lists import AttentionSpan
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import SamplingParams
+from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.harness.simulated_pool import simulated_engine
 
@@ -23,6 +27,18 @@ SPANS = (
     (AttentionSpan(window_left=1), AttentionSpan(chunk_size=6)),
 )
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
+
+
+@contextlib.contextmanager
+def scarce_windows():
+    """Window lists have as few pages as one row needs."""
+    window_lists = ResolvedConfig.window_lists_beside
+
+    def of_one_row(self, num_pages):
+        return window_lists(dataclasses.replace(self, max_num_seqs=1, enable_prefix_caching=False), num_pages)
+
+    with mock.patch.object(ResolvedConfig, "window_lists_beside", of_one_row):
+        yield
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -42,12 +58,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         ),
         num_draft_tokens=st.sampled_from([0, 0, 1, 3]),
         spans=st.sampled_from(SPANS),
+        is_scarce=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def make_engine(self, sizes, num_draft_tokens, spans, seed):
+    def make_engine(self, sizes, num_draft_tokens, spans, is_scarce, seed):
         drafter = NgramDrafting(num_draft_tokens=num_draft_tokens) if num_draft_tokens else None
         config = EngineConfig(**sizes, max_context_len=48, speculative=drafter)
-        self.engine = simulated_engine(config, seed, spans)
+        with scarce_windows() if is_scarce else contextlib.nullcontext():
+            self.engine = simulated_engine(config, seed, spans)
         self.requests = []
 
     @property
@@ -186,7 +204,7 @@ def test_random_traffic_hits_and_meets_everything_that_may_happen():
             "max_chunk_tokens": rng.choice([None, None, 1, 3]),
             "mixed_steps": rng.random() < 0.5,
         }
-        machine.make_engine(sizes, rng.choice([0, 0, 1, 3]), SPANS[seed % len(SPANS)], seed)
+        machine.make_engine(sizes, rng.choice([0, 0, 1, 3]), SPANS[seed % len(SPANS)], seed % 4 > 1, seed)
         for _ in range(30):
             machine.ask(
                 beginning=rng.randrange(99),

@@ -85,7 +85,7 @@ def poison(engine):
 
 
 def served(engine, requests):
-    """Serves them; before each step all that is nobody's becomes NaN. Returns the most pages of a window that any had."""
+    """The most pages of a window that a request had while all were served, what is nobody's being NaN before a step."""
     most = 0
     for request in requests:
         engine.add(request)
@@ -160,8 +160,8 @@ OFTEN = [("gpt_oss", name) for name in ("ngram", "draft_model", "mixed", "few_pa
 @pytest.mark.parametrize("varied", often(itertools.product(("gemma3", "gpt_oss", "llama4"), VARIED), OFTEN), ids=str)
 def test_any_engine_gives_the_same_tokens(varied):
     case, name = varied
-    if (case, name) == ("llama4", "flashinfer"):
-        pytest.skip("pymllm's backend has no chunks")
+    if name == "flashinfer" and case != "gemma3":
+        pytest.skip("pymllm's backend has neither chunks nor sinks")
     engine = engine_of(case, **VARIED[name])
     assert engine.reset_prefix_cache()
     for _ in range(2):

@@ -39,8 +39,8 @@ class LoopState:
     Attributes:
         last_tokens: The newest token, whose key is not in the pool yet.
         seq_lens: Tokens whose keys are in the pool.
-        page_tables: For each page list of the pool each row's pages; 0 past its last page. In place of one that went back
-            to its list anything may stand: no pass reads it.
+        page_tables: For each page list of the pool each row's pages; 0 past its last page. In place of one that went
+            back to its list anything may stand: no pass reads it.
         sampling: How each row's tokens are chosen.
         stop_ids: Tokens that end a row; padded with -1.
         finished: Rows that met a stop token, or logits that are not finite, or their limit amid drafted tokens. They
