@@ -22,7 +22,7 @@ class Entry(NamedTuple):
         page: Where it is.
     """
 
-    id: int
+    id: Hashable
     page: int
 
 
@@ -85,7 +85,7 @@ class PageCache(PageAllocator):
             parent = entry.id
         return found
 
-    def find(self, id: int) -> Entry | None:
+    def find(self, id: Hashable) -> Entry | None:
         """The page that `record` was given for an id, while it is on record."""
         return self._entries.get(id)
 
@@ -112,7 +112,7 @@ class PageCache(PageAllocator):
                 self._key_of[page] = key
             chain.append(self._entries[key].id)
 
-    def record(self, ids: Iterable[int], pages: Iterable[int]) -> None:
+    def record(self, ids: Iterable[Hashable], pages: Iterable[int]) -> None:
         """Puts pages on record under ids of another list, but for ids that have a page, and for page 0.
 
         Args:
@@ -123,7 +123,7 @@ class PageCache(PageAllocator):
                 self._entries[id] = Entry(id, page)
                 self._key_of[page] = id
 
-    def drop(self, ids: Iterable[int]) -> None:
+    def drop(self, ids: Iterable[Hashable]) -> None:
         """Takes the pages of these ids off the record, whoever has them."""
         for id in ids:
             if (entry := self._entries.pop(id, None)) is not None:

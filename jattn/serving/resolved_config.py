@@ -20,7 +20,7 @@ from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.steps.drafting import Drafter, check_drafter_fits
 
-_KEPT_OF_WINDOWS = 8  # pages of texts in the prefix cache, for one that keeps the keys in a window at such a text's end
+_TEXT_OF_AN_END = 8  # pages of a text in the prefix cache for one of its window's at the end
 _FEWEST_PAGES, _MOST_PAGES = 2, 2**40  # of any pool
 _STOP_IDS = 8  # that a request may add to the model's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
@@ -30,20 +30,25 @@ _FIRST_SHARE = 0.85  # of the device memory that the weights leave, until it is 
 
 @typing.no_type_check  # as EngineConfig
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResolvedConfig(EngineConfig):
-    """An engine's sizes, none of them left open, and what follows from them.
+class _ConfigForModel(EngineConfig):
+    """An EngineConfig, and what the model alone says.
 
     Attributes:
-        num_pages: Of the page list that keeps all of a request's pages.
-        windows: The spans of attention that have page lists of their own.
+        windows: The spans of attention that have page lists of their own, beside the one that keeps all of a request's
+            pages; `num_pages` are that one's.
     """
+
+    windows: tuple[AttentionSpan, ...] = ()
+
+
+class ResolvedConfig(_ConfigForModel):
+    """An engine's sizes, none of them left open, and what follows from them."""
 
     num_pages: int
     max_context_len: int
     prefill_seqs: int
     max_stop_ids: int
     speculative: Drafter | None
-    windows: tuple[AttentionSpan, ...] = ()
 
     @property
     def pool_dtype(self) -> Any:
@@ -88,17 +93,20 @@ class ResolvedConfig(EngineConfig):
     def window_lists_beside(self, num_pages: int) -> tuple[WindowList, ...]:
         """Likewise, beside a list of so many pages that keeps all.
 
-        They have what keeps the rows going, or what finds the ends of cached texts again if that is more. A row has
-        what its next query sees, and the tokens of launches that are not read or being planned; beside all rows there
-        is a launch's tokens of prompts. Each may lie across the edges of pages.
+        They have what keeps all rows going, as far as half of the first list's pages do: more would pay where texts are
+        hardly longer than a window. Or what finds the ends of cached texts again, if that is more.
+
+        A row has what its next query sees, and the tokens of launches that are not read or being planned; beside all
+        rows there is a launch's tokens of prompts. Each may lie across the edges of pages.
         """
-        kept = num_pages // _KEPT_OF_WINDOWS if self.enable_prefix_caching else 0
+        kept = num_pages // _TEXT_OF_AN_END if self.enable_prefix_caching else 0
         lists = []
         for span in self.windows:
             keys = span.most_keys + 1 + 3 * self.num_draft_tokens
             a_row = min(self.max_pages, -(-keys // self.page_size) + 2)
-            needed = 1 + self.max_num_seqs * a_row + -(-self.prefill_tokens // self.page_size)
-            lists.append(WindowList(span, min(num_pages, max(needed, kept))))
+            beside_rows = 1 + -(-self.prefill_tokens // self.page_size)
+            of_rows = min(beside_rows + self.max_num_seqs * a_row, num_pages // 2)
+            lists.append(WindowList(span, min(num_pages, max(of_rows, kept, beside_rows + a_row))))
         return tuple(lists)
 
     @property
@@ -168,7 +176,6 @@ def resolved(
         "max_context_len": context,
         "prefill_seqs": config.max_num_seqs if config.prefill_seqs is None else config.prefill_seqs,
         "max_stop_ids": num_eos_ids + _STOP_IDS if config.max_stop_ids is None else config.max_stop_ids,
-        "num_pages": _FEWEST_PAGES if config.num_pages is None else config.num_pages,
         "compile_in_background": False if spans_processes(parallel) else config.compile_in_background,
     }
     groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
