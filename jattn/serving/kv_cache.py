@@ -72,6 +72,11 @@ class KVCacheManager:
         return self._lists[0].num_free
 
     @property
+    def usage(self) -> float:
+        """Share of the pages that somebody owns, of the list where it is largest."""
+        return max(1 - pages.num_free / pages.num_pages for pages in self._lists)
+
+    @property
     def is_free(self) -> bool:
         """Whether nobody owns a page of any list."""
         return all(pages.num_free == pages.num_pages for pages in self._lists)
@@ -80,12 +85,13 @@ class KVCacheManager:
         return -(-num_tokens // self.page_size)
 
     def has_room(self, wanted: Iterable[tuple[Request, int]]) -> bool:
-        """Whether `grow` could give all these requests, which have pages, room for so many tokens each."""
-        ends = [(request.page_lists, self.pages_for(num_tokens)) for request, num_tokens in wanted]
-        return all(
-            sum(max(0, end - len(page_lists[number])) for page_lists, end in ends) <= pages.num_free
-            for number, pages in enumerate(self._lists)
-        )
+        """Whether `grow` could give all these requests, whose prompts are computed, room for so many tokens each."""
+        page_size, lacking = self.page_size, 0
+        for request, num_tokens in wanted:
+            count = -(-num_tokens // page_size) - len(request.page_lists[-1])  # as many as in any other list
+            if count > 0:
+                lacking += count
+        return all(lacking <= pages.num_free for pages in self._lists)
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Gives a request without pages room for `num_tokens` in the first list, if enough pages are free.
@@ -128,9 +134,9 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Gives a request room for `num_tokens` in all, if enough pages are free in each list."""
         end = -(-num_tokens // self.page_size)
-        lacking = [end - len(own) for own in request.page_lists]
-        if max(lacking) <= 0:  # but for one decode in `page_size`
+        if end <= len(request.page_lists[-1]):  # but for one decode in `page_size`; no other list has fewer
             return True
+        lacking = [end - len(own) for own in request.page_lists]
         if any(count > pages.num_free for count, pages in zip(lacking, self._lists, strict=True)):
             return False
         for count, own, pages in zip(lacking, request.page_lists, self._lists, strict=True):
@@ -145,8 +151,10 @@ class KVCacheManager:
         if not self._spans:
             return
         for request, position in first_queries:
-            for span, own, pages in zip(self._spans, request.page_lists[1:], self._lists[1:], strict=True):
-                _give_back(own, span.first_page(position, self.page_size), pages)
+            for number, span in enumerate(self._spans, 1):
+                own, end = request.page_lists[number], span.first_page(position, self.page_size)
+                if end > 0 and own[min(end, len(own)) - 1]:  # for one decode in `page_size`
+                    _give_back(own, end, self._lists[number])
 
     def free(self, request: Request) -> None:
         """Takes back all that a request has."""

@@ -20,13 +20,17 @@ def decode_batch(requests: Sequence[Request], bucket: int, config: ResolvedConfi
     width, num_lists = config.pages_a_step, 1 + len(config.windows)
     plan = np.zeros((bucket, 2 + num_lists * width), np.int32)
     plan[:, 0] = config.max_num_seqs
-    for i, request in enumerate(requests):
+    rows = []
+    for request in requests:
         assert request.row is not None
-        column = max(0, len(request.pages) - width)
-        plan[i, :2] = request.row, column
-        for begin, pages in zip(range(2, plan.shape[1], width), request.page_lists, strict=True):
-            last_pages = pages[column:]
-            plan[i, begin : begin + len(last_pages)] = last_pages
+        column = max(0, len(request.page_lists[0]) - width)
+        row = [request.row, column]
+        for pages in request.page_lists:
+            row += pages[column:]
+            row += [0] * (width - len(pages))
+        rows.append(row)
+    if rows:
+        plan[: len(rows)] = rows
     return plan
 
 
