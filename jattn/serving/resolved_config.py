@@ -86,6 +86,13 @@ class ResolvedConfig(_ConfigForModel):
         return self.window_lists_beside(self.num_pages)
 
     @property
+    def window_widths(self) -> tuple[int, ...]:
+        """Pages of each of these lists that a part of a prompt reads or writes at most."""
+        chunk = min(self.prefill_tokens, self.max_chunk_tokens or self.prefill_tokens)
+        beside = 2 + chunk + self.num_draft_tokens  # a draft model's query before the first, the next token's place
+        return tuple(min(self.max_pages, -(-(span.most_keys + beside) // self.page_size) + 1) for span in self.windows)
+
+    @property
     def pages_of_lists(self) -> tuple[int, ...]:
         """Pages of each page list, the reserved ones included."""
         return (self.num_pages, *(window.num_pages for window in self.window_lists))

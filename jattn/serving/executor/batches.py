@@ -1,5 +1,6 @@
 """What the host sends with each launch: the scheduler's plans as arrays of a bucket's sizes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,21 +39,22 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
     """Parts of prompts, padded to `bucket` tokens."""
     size = config.prefill_seqs
     is_full = variant == "full"
+    values = empty_rows(
+        size,
+        max_pages=config.max_pages,
+        max_stop_ids=config.max_stop_ids,
+        max_logit_bias=config.max_logit_bias if is_full else None,
+        with_limits=config.speculative is not None,
+        numpy=np,
+    )
     batch = PrefillBatch(
         input_ids=_host_array(bucket, 0, np.int32),
         cu_q_lens=_host_array(size + 1, 0, np.int32),
         rows=_host_array(size, config.max_num_seqs, np.int32),
         is_first=_host_array(size, False, np.bool_),
         is_last=_host_array(size, False, np.bool_),
-        values=empty_rows(
-            size,
-            max_pages=config.max_pages,
-            max_stop_ids=config.max_stop_ids,
-            max_logit_bias=config.max_logit_bias if is_full else None,
-            with_limits=config.speculative is not None,
-            num_lists=1 + len(config.windows),
-            numpy=np,
-        ),
+        values=dataclasses.replace(values, page_tables=(*values.page_tables, *(None for _ in config.windows))),
+        window_pages=tuple(_host_array((size, 1 + width), 0, np.int32) for width in config.window_widths),
     )
     end = 0
     for i, chunk in enumerate(chunks):
@@ -63,19 +65,23 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
         batch.is_first[i], batch.is_last[i] = chunk.is_first, chunk.is_last
         batch.values.seq_lens[i] = chunk.stop
         _fill_row(batch.values, i, chunk.request)
+        for window, own in zip(batch.window_pages, chunk.request.page_lists[1:], strict=True):
+            begin = max(0, len(own) - window.shape[1] + 1)
+            window[i, : 1 + len(own) - begin] = begin, *own[begin:]
         if is_full:
             _fill_rules(batch.values, i, chunk.request)
     return batch
 
 
-def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
+def _host_array(size: int | tuple[int, int], value: int | bool, dtype: Any) -> Any:
     """A NumPy array where a launch takes a JAX one."""
     return np.full(size, value, dtype)
 
 
 def _fill_row(rows: LoopState, i: int, request: Request) -> None:
-    for table, pages in zip(rows.page_tables, request.page_lists, strict=True):
-        table[i, : len(pages)] = pages
+    pages, table = request.page_lists[0], rows.page_tables[0]
+    assert table is not None
+    table[i, : len(pages)] = pages
     stop_ids = sorted(request.stop_ids)
     rows.stop_ids[i, : len(stop_ids)] = stop_ids
     if rows.tokens:

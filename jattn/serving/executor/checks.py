@@ -26,7 +26,8 @@ def check_prefill(state: LoopState, plan: np.ndarray, batch: PrefillBatch, confi
         ValueError: As for `check_decode`, or `cu_q_lens` does not fit the tokens or the lengths.
     """
     page_tables, seq_lens, q_lens = _of_decodes(state, plan, config)
-    page_tables = [np.concatenate(tables) for tables in zip(batch.values.page_tables, page_tables, strict=True)]
+    of_prompts = [batch.values.page_tables[0], *(_wide(window, config) for window in batch.window_pages)]
+    page_tables = [np.concatenate(tables) for tables in zip(of_prompts, page_tables, strict=True)]
     seq_lens = np.concatenate([batch.values.seq_lens, seq_lens])
     cu_q_lens = np.concatenate([batch.cu_q_lens, batch.cu_q_lens[-1] + _starts(q_lens)[1:]])
     _check(page_tables, seq_lens, cu_q_lens, len(batch.input_ids), config)
@@ -45,6 +46,14 @@ def _of_decodes(
         for i, column in enumerate(columns):
             table[i, column : column + pages.shape[1]] = pages[i, : config.max_pages - column]
     return page_tables, seq_lens, q_lens
+
+
+def _wide(window: np.ndarray, config: ResolvedConfig) -> np.ndarray:
+    """Page tables that have what is sent of a window's, and page 0 elsewhere."""
+    table = np.zeros((len(window), config.max_pages), np.int32)
+    for row, (column, *pages) in zip(table, window, strict=True):
+        row[column : column + len(pages)] = pages[: config.max_pages - column]
+    return table
 
 
 def _starts(q_lens: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,7 +41,8 @@ class LoopState:
         last_tokens: The newest token, whose key is not in the pool yet.
         seq_lens: Tokens whose keys are in the pool.
         page_tables: For each page list of the pool each row's pages; 0 past its last page. In place of one that went
-            back to its list anything may stand: no pass reads it.
+            back to its list anything may stand: no pass reads it. In what the host sends with a prompt there is the
+            first list's alone, and None for others (`with_window_pages`).
         sampling: How each row's tokens are chosen.
         stop_ids: Tokens that end a row; padded with -1.
         finished: Rows that met a stop token, or logits that are not finite, or their limit amid drafted tokens. They
@@ -52,7 +54,7 @@ class LoopState:
 
     last_tokens: Int[Array, " R"]
     seq_lens: Int[Array, " R"]
-    page_tables: tuple[Int[Array, "R max_pages"], ...]
+    page_tables: tuple[Int[Array, "R max_pages"] | None, ...]
     sampling: SamplingState
     stop_ids: Int[Array, "R stops"]
     finished: Bool[Array, " R"]
@@ -104,12 +106,24 @@ class LoopState:
         Args:
             plan: Of each row its index, a column of its tables, and the pages that stand from there on in each.
         """
-        rows, columns, pages = plan[:, :1], plan[:, 1:2], jnp.split(plan[:, 2:], len(self.page_tables), axis=1)
-        columns += jnp.arange(pages[0].shape[1], dtype=jnp.int32)[None]
-        tables = (
-            table.at[rows, columns].set(new, mode="drop") for table, new in zip(self.page_tables, pages, strict=True)
-        )
+        rows, columns, pages = plan[:, 0], plan[:, 1], jnp.split(plan[:, 2:], len(self.page_tables), axis=1)
+        tables = (_with_pages(table, rows, columns, new) for table, new in zip(self.page_tables, pages, strict=True))
         return dataclasses.replace(self, page_tables=tuple(tables))
+
+    def with_window_pages(self, rows: Int[Array, " B"], windows: Sequence[Int[Array, "B pages"]]) -> "LoopState":
+        """The state with pages in the rows' tables of all page lists but the first.
+
+        Args:
+            windows: For each list, of each row a column of its table, and the pages that stand from there on.
+        """
+        first, *others = self.page_tables
+        tables = (_with_pages(table, rows, new[:, 0], new[:, 1:]) for table, new in zip(others, windows, strict=True))
+        return dataclasses.replace(self, page_tables=(first, *tables))
+
+
+def _with_pages(table: Any, rows: Int[Array, " B"], columns: Int[Array, " B"], pages: Int[Array, "B pages"]) -> Any:
+    places = columns[:, None] + jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
+    return table.at[rows[:, None], places].set(pages, mode="drop")
 
 
 def empty_rows(

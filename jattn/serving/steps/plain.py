@@ -40,6 +40,8 @@ class PrefillBatch:
         is_last: Whether the sequence's prompt ends here, so that a token is sampled.
         values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
             `finished` are the launch's to fill.
+        window_pages: Of the rows' pages those that this launch reads or writes, in each page list but the first, as
+            `LoopState.with_window_pages` takes them.
     """
 
     input_ids: Int[Array, " T"]
@@ -48,6 +50,7 @@ class PrefillBatch:
     is_first: Bool[Array, " B"]
     is_last: Bool[Array, " B"]
     values: LoopState
+    window_pages: tuple[Int[Array, "B pages"], ...] = ()
 
 
 @pytree(kw_only=True)
@@ -155,7 +158,7 @@ class Steps:
         variant: Variant,
     ) -> tuple[Unsampled, LoopState, KVPool]:
         """`prefill` but for the choice of tokens."""
-        state = state.put(batch.rows, batch.values).with_pages(plan)
+        state = state.put(batch.rows, batch.values).with_window_pages(batch.rows, batch.window_pages).with_pages(plan)
         decoding, num_rows = plan[:, 0], state.finished.shape[0]
         live = ~state.finished.at[decoding].get(mode="fill", fill_value=True)
         q_lens = live.astype(jnp.int32)
