@@ -120,6 +120,7 @@ def test_warm_text_is_the_cold_one(case):
     engine = engine_of(case)
     assert engine.reset_prefix_cache()
     texts = [[*SHARED, *prompt[:9]] for prompt in PROMPTS] + [SHARED]
+    requests = []
     for _ in range(3):
         requests = [engine.make_request(text, SHORT) for text in texts]
         before = engine.kv_cache.prefix_cache_stats.hits

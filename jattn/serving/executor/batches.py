@@ -39,6 +39,7 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
     """Parts of prompts, padded to `bucket` tokens."""
     size = config.prefill_seqs
     is_full = variant == "full"
+    as_it_is: Any = None
     values = empty_rows(
         size,
         max_pages=config.max_pages,
@@ -53,7 +54,7 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
         rows=_host_array(size, config.max_num_seqs, np.int32),
         is_first=_host_array(size, False, np.bool_),
         is_last=_host_array(size, False, np.bool_),
-        values=dataclasses.replace(values, page_tables=(*values.page_tables, *(None for _ in config.windows))),
+        values=dataclasses.replace(values, page_tables=(*values.page_tables, *(as_it_is for _ in config.windows))),
         window_pages=tuple(_host_array((size, 1 + width), 0, np.int32) for width in config.window_widths),
     )
     end = 0
@@ -79,9 +80,7 @@ def _host_array(size: int | tuple[int, int], value: int | bool, dtype: Any) -> A
 
 
 def _fill_row(rows: LoopState, i: int, request: Request) -> None:
-    pages, table = request.page_lists[0], rows.page_tables[0]
-    assert table is not None
-    table[i, : len(pages)] = pages
+    rows.page_tables[0][i, : len(request.pages)] = request.pages
     stop_ids = sorted(request.stop_ids)
     rows.stop_ids[i, : len(stop_ids)] = stop_ids
     if rows.tokens:

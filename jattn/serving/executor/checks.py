@@ -26,7 +26,7 @@ def check_prefill(state: LoopState, plan: np.ndarray, batch: PrefillBatch, confi
         ValueError: As for `check_decode`, or `cu_q_lens` does not fit the tokens or the lengths.
     """
     page_tables, seq_lens, q_lens = _of_decodes(state, plan, config)
-    of_prompts = [batch.values.page_tables[0], *(_wide(window, config) for window in batch.window_pages)]
+    of_prompts = [batch.values.page_tables[0], *(_wide(np.asarray(window), config) for window in batch.window_pages)]
     page_tables = [np.concatenate(tables) for tables in zip(of_prompts, page_tables, strict=True)]
     seq_lens = np.concatenate([batch.values.seq_lens, seq_lens])
     cu_q_lens = np.concatenate([batch.cu_q_lens, batch.cu_q_lens[-1] + _starts(q_lens)[1:]])

@@ -54,7 +54,7 @@ class LoopState:
 
     last_tokens: Int[Array, " R"]
     seq_lens: Int[Array, " R"]
-    page_tables: tuple[Int[Array, "R max_pages"] | None, ...]
+    page_tables: tuple[Int[Array, "R max_pages"], ...]
     sampling: SamplingState
     stop_ids: Int[Array, "R stops"]
     finished: Bool[Array, " R"]
