@@ -179,11 +179,11 @@ class Decoder(nnx.Module):
 def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], hidden, this_pass: Pass, pool):
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
-    Args:
-        places: Of each stack of the period, its layers' numbers in their group of the pool.
-
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would
     what is `ReadInPlace`, the scales of norms and the weights of experts.
+
+    Args:
+        places: Of each stack of the period, its layers' numbers in their group of the pool.
     """
     stacks = [nnx.split(stack, ReadInPlace, ...) for stack in period]
 

@@ -37,15 +37,14 @@ def variant():
 
 
 @functools.cache
-def engine_of(case, *, is_apart=True, **changes):
+def engine_of(case, *, is_apart=True, draft_case=None, **changes):
     """Tests share it, and leave it idle.
 
     Args:
         is_apart: Whether windows have page lists of their own.
+        draft_case: The model that drafts for it.
     """
-    drafter, draft = changes.get("speculative"), None
-    if isinstance(drafter, DraftModel):
-        draft = load(case)
+    draft = None if draft_case is None else load(draft_case)
     narrower = resolved_config.narrower_spans if is_apart else lambda *_: ()
     with one_variant("full"), mock.patch.object(resolved_config, "narrower_spans", narrower):
         return Engine(load(case), dataclasses.replace(SIZES, **changes), draft_model=draft)
@@ -144,9 +143,11 @@ def test_conversation_goes_on_where_its_window_is(case):
     assert_expected(case, [turn])
 
 
+DRAFTER = DraftModel(checkpoint="loaded already", num_draft_tokens=2)
 VARIED = {
     "ngram": {"speculative": NgramDrafting(num_draft_tokens=3, min_ngram=1)},
-    "draft_model": {"speculative": DraftModel(checkpoint="the same", num_draft_tokens=2)},
+    "draft_with_windows": {"draft_case": "gpt_oss", "speculative": DRAFTER},
+    "draft_with_chunks": {"draft_case": "llama4", "speculative": DRAFTER},
     "mixed": {"mixed_steps": True},
     "chunks": {"max_chunk_tokens": 5},
     "debug_checks": {"debug_checks": True},
@@ -155,7 +156,7 @@ VARIED = {
     "flash_attention": {"backend": "flash_attention"},
     "flashinfer": {"backend": "flashinfer"},
 }
-OFTEN = [("gpt_oss", name) for name in ("ngram", "draft_model", "mixed", "few_pages")] + [("llama4", "chunks")]
+OFTEN = [("gpt_oss", name) for name in ("ngram", "draft_with_chunks", "mixed", "few_pages")] + [("llama4", "chunks")]
 
 
 @pytest.mark.parametrize("varied", often(itertools.product(("gemma3", "gpt_oss", "llama4"), VARIED), OFTEN), ids=str)
