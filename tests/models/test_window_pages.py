@@ -21,7 +21,14 @@ from tests.models.harness.goldens import load
 from tests.often import often
 
 CASES = often(("gemma2", "gemma3", "gpt_oss", "llama4", "ministral"), ("gpt_oss", "llama4"))
-SIZES = EngineConfig(num_pages=96, page_size=4, max_num_seqs=3, prefill_tokens=16, smallest_prefill_bucket=16)
+SIZES = EngineConfig(
+    num_pages=96,
+    page_size=4,
+    max_num_seqs=3,
+    max_context_len=96,
+    prefill_tokens=16,
+    smallest_prefill_bucket=16,
+)
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logprobs=0)
 SHORT = dataclasses.replace(LONG, max_tokens=8)
 PROMPTS = [
