@@ -100,8 +100,9 @@ class ResolvedConfig(_ConfigForModel):
     def window_lists_beside(self, num_pages: int) -> tuple[WindowList, ...]:
         """Likewise, beside a list of so many pages that keeps all.
 
-        They have what keeps all rows going, as far as half of the first list's pages do: more would pay where texts are
-        hardly longer than a window. Or what finds the ends of cached texts again, if that is more.
+        They have what keeps all rows going; where the first list has not all that rows can use, half of its pages at
+        most: more would pay where texts are hardly longer than a window. Or what finds the ends of cached texts again,
+        if that is more.
 
         A row has what its next query sees, and the tokens of launches that are not read or being planned; beside all
         rows there is a launch's tokens of prompts. Each may lie across the edges of pages.
@@ -112,7 +113,9 @@ class ResolvedConfig(_ConfigForModel):
             keys = span.most_keys + 1 + 3 * self.num_draft_tokens
             a_row = min(self.max_pages, -(-keys // self.page_size) + 2)
             beside_rows = 1 + -(-self.prefill_tokens // self.page_size)
-            of_rows = min(beside_rows + self.max_num_seqs * a_row, num_pages // 2)
+            of_rows = beside_rows + self.max_num_seqs * a_row
+            if num_pages <= self.max_num_seqs * self.max_pages:
+                of_rows = min(of_rows, num_pages // 2)
             lists.append(WindowList(span, min(num_pages, max(of_rows, kept, beside_rows + a_row))))
         return tuple(lists)
 

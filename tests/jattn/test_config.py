@@ -214,10 +214,21 @@ def test_spans_narrower_than_the_farthest_have_page_lists_of_their_own(unchecked
         ({"num_pages": 320}, {span: 3 + 8 * row for span, row in A_ROW.items()}),
         ({"num_pages": 3200}, dict.fromkeys(A_ROW, 400)),
         ({"num_pages": 60}, dict.fromkeys(A_ROW, 30)),
+        ({"num_pages": 64, "max_context_len": 128}, dict.fromkeys(A_ROW, 32)),
+        ({"num_pages": 65, "max_context_len": 128}, {span: 3 + 8 * row for span, row in A_ROW.items()}),
         ({"num_pages": 12}, {WINDOW: 8, CHUNK: 10}),
         ({"num_pages": 7}, {WINDOW: 7, CHUNK: 7}),
     ],
-    ids=["what_rows_see", "the_same_with_the_cache", "ends_of_texts", "half", "one_row", "no_more_than_all"],
+    ids=[
+        "what_rows_see",
+        "the_same_with_the_cache",
+        "ends_of_texts",
+        "half",
+        "half_of_nearly_all",
+        "all",
+        "one_row",
+        "no_more_than_all",
+    ],
 )
 def test_lists_of_windows_have_what_rows_see(changes, expected):
     config = windowed(**changes)
