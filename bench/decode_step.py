@@ -25,6 +25,7 @@ from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
 from jattn.mailbox import connect
 from jattn.matmul import FP8, INT4, MXFP4
+from jattn.page_lists import WindowList, narrower_spans
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.executor.last_sent import LastSent
@@ -164,13 +165,15 @@ class Setup(NamedTuple):
 def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: str | None = None) -> Setup:
     """Pool and loop state on the device, and the step compiled for them as the engine compiles it.
 
-    The pages let rows grow by `steps` tokens past `ctx`.
+    The pages let rows grow by `steps` tokens past `ctx`. Lists of windows have as many, though the engine's have fewer.
     """
     longest, parallel = workload.ctx + steps, model.parallel
     page_table, num_pages = random_page_table((longest,) * workload.batch, workload.page)
-    shapes = jax.eval_shape(
-        lambda: make_pool(model.kv_groups, num_pages=num_pages, page_size=workload.page, dtype=workload.stored)
-    )
+    windows = [
+        WindowList(span, num_pages) for span in narrower_spans((group.span for group in model.kv_groups), longest)
+    ]
+    sizes = {"num_pages": num_pages, "page_size": workload.page, "dtype": workload.stored}
+    shapes = jax.eval_shape(lambda: make_pool(model.kv_groups, windows=windows, **sizes))
     leaves, tree = jax.tree.flatten(shapes)
 
     def random_pages(number: int, leaf: Any) -> jax.Array:
@@ -184,7 +187,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     def rows() -> LoopState:
         return dataclasses.replace(
             empty_rows(workload.batch, max_pages=page_table.shape[1], max_stop_ids=_STOP_IDS),
-            page_table=jnp.asarray(page_table),
+            page_tables=(jnp.asarray(page_table),) * (1 + len(windows)),
             last_tokens=jax.random.randint(
                 jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
             ),
@@ -200,7 +203,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
         implementation=implementation,
     )
     backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
-    plans = _plans(np.asarray(page_table), workload.page)
+    plans = _plans(np.asarray(page_table), workload.page, num_lists=1 + len(windows))
     decode = functools.partial(Steps(model.graph, backend, parallel=parallel).decode, variant="greedy")
     plan = StepPlan(decode, (model.weights, state, pool, plans[0]), donate=(1, 2), unrolled=True)
     (plan,) = on_mesh({StepKey("decode", workload.batch, "greedy"): plan}, parallel).values()
@@ -209,11 +212,12 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     return Setup(compiled, time.perf_counter() - start, state, pool, plans)
 
 
-def _plans(page_table: np.ndarray, page_size: int) -> np.ndarray:
-    """Plans that open pages which stand in the table already, one of two, so that no step changes it."""
+def _plans(page_table: np.ndarray, page_size: int, *, num_lists: int) -> np.ndarray:
+    """Plans that open pages which stand in the tables already, one of two, so that no step changes them."""
     rows, steps = np.arange(page_table.shape[0], dtype=np.int32), np.arange(2 * page_size, dtype=np.int32)
     columns = (steps[:, None] + rows) // page_size % min(2, page_table.shape[1])
-    return np.stack([np.broadcast_to(rows, columns.shape), columns, page_table[rows, columns]], axis=2)
+    pages = [page_table[rows, columns]] * num_lists
+    return np.stack([np.broadcast_to(rows, columns.shape), columns, *pages], axis=2)
 
 
 class Loop:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jattn.dtype_names import named_dtype
 from jattn.kv_cache_dtype import PACKED_LATENTS
 from jattn.matmul import Splits
 from jattn.norm import HeadNorms
+from jattn.page_lists import ALL_KEYS, AttentionSpan, WindowList
 from jattn.pytree import pytree, static
 from jattn.rotary import Angles
 from jattn_kernels import RawLatents, mla_write, rotate_and_write, write_latent_pages, write_pages
@@ -47,6 +49,7 @@ class KVGroupSpec:
     v_head_dim: int | None = None
     page_layout: PageLayout = "NHD"
     latent: bool = False
+    span: AttentionSpan = ALL_KEYS
 
     def __post_init__(self):
         check_whole(self, "num_layers", "num_kv_heads", "head_dim")
@@ -100,12 +103,16 @@ class KVGroup:
         k, v: Pages, in the axes of `page_layout`. Rows that no request owns may hold anything, NaN included. Latent
             rows are `k`, without an axis of heads, and `v` is None; packed ones are bytes.
         name, page_layout: Static; see KVGroupSpec.
+        page_list: Which of the pool's page lists its pages are of, from 0 on; static.
+        span: How far back that list keeps pages; static.
     """
 
     k: Float[Array, "L P page K H"] | Shaped[Array, "L P page W"]
     v: Float[Array, "L P page K Hv"] | None
     name: str = static()
     page_layout: PageLayout = static()
+    page_list: int = static(default=0)
+    span: AttentionSpan = static(default=ALL_KEYS)
 
     @property
     def num_pages(self) -> int:
@@ -308,8 +315,13 @@ class KVPool:
         return KVPool((*self.groups[:group], new, *self.groups[group + 1 :]))
 
 
-def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int, dtype) -> KVPool:
+def make_pool(
+    specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int, dtype, windows: Sequence[WindowList] = ()
+) -> KVPool:
     """A zeroed pool of `num_pages` pages of `page_size` tokens in each group, the allocator's reserved page 0 included.
+
+    Args:
+        windows: Page lists beside the first one; groups of such a span have the list's number of pages.
 
     Raises:
         ValueError: No page would be left to allocate, `page_size` is below 1, or `dtype` none that is taken; or it is
@@ -317,7 +329,8 @@ def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int,
     """
     if not isinstance(specs, tuple | list) or not all(isinstance(spec, KVGroupSpec) for spec in specs):
         raise ValueError(f"`specs` must be a tuple of KVGroupSpec. Got {specs!r}.")
-    whole_number(num_pages, "`num_pages` must be a whole number of at least 2, as page 0 is reserved.", 2)
+    for pages in (num_pages, *(window.num_pages for window in windows)):
+        whole_number(pages, "`num_pages` must be a whole number of at least 2, as page 0 is reserved.", 2)
     whole("page_size", page_size)
     is_of_bytes = not isinstance(dtype, str) and is_packed(dtype)
     dtype = jnp.dtype(PACKED) if is_of_bytes else named_dtype("dtype", dtype)
@@ -325,14 +338,32 @@ def make_pool(specs: tuple[KVGroupSpec, ...], *, num_pages: int, page_size: int,
         spec.check_dtype(dtype)
 
     def group(spec: KVGroupSpec) -> KVGroup:
+        page_list, window = list_of(spec, num_pages, windows)
+
         def pages(head_dim):
-            return jnp.zeros((spec.num_layers, num_pages, *spec.page_shape(page_size, head_dim)), dtype)
+            return jnp.zeros((spec.num_layers, window.num_pages, *spec.page_shape(page_size, head_dim)), dtype)
 
         return KVGroup(
             k=pages(spec.latent_width(dtype) if spec.latent else spec.head_dim),
             v=None if spec.latent else pages(spec.v_head_dim or spec.head_dim),
             name=spec.name,
             page_layout=spec.page_layout,
+            page_list=page_list,
+            span=window.span,
         )
 
     return KVPool(tuple(group(spec) for spec in specs))
+
+
+def list_of(spec: KVGroupSpec, num_pages: int, windows: Sequence[WindowList]) -> tuple[int, WindowList]:
+    """The number of a group's page list, and the list: the one that keeps all, unless there is one of its span."""
+    lists = (WindowList(ALL_KEYS, num_pages), *windows)
+    number = next((number for number, window in enumerate(lists) if window.span == spec.span), 0)
+    return number, lists[number]
+
+
+def pool_bytes(
+    specs: Iterable[KVGroupSpec], *, num_pages: int, page_size: int, dtype, windows: Sequence[WindowList] = ()
+) -> int:
+    """Bytes that such a pool takes."""
+    return sum(list_of(spec, num_pages, windows)[1].num_pages * spec.page_bytes(page_size, dtype) for spec in specs)

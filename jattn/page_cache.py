@@ -3,6 +3,7 @@
 A page is found by its content and by the page before it, exactly: no hash of tokens stands for them. A sequence's
 *chain* is a list: its root, which tells apart those that may not share, and the ids of its first pages on record. Ids
 are never used twice, so what comes after an entry that is gone cannot be found any more, and is never found wrongly.
+Other page lists record their pages under the ids that the first one's have for the same content.
 """
 
 import itertools
@@ -21,7 +22,7 @@ class Entry(NamedTuple):
         page: Where it is.
     """
 
-    id: int
+    id: Hashable
     page: int
 
 
@@ -41,8 +42,8 @@ class PageCache(PageAllocator):
     def __init__(self, num_pages: int):
         super().__init__(num_pages)
         self._held: OrderedDict[int, None] = OrderedDict()  # on record and without an owner, freed longest ago first
-        self._entries: dict[tuple[Hashable, bytes], Entry] = {}
-        self._key_of: dict[int, tuple[Hashable, bytes]] = {}
+        self._entries: dict[Hashable, Entry] = {}
+        self._key_of: dict[int, Hashable] = {}
         self._ids = itertools.count()
 
     @property
@@ -84,6 +85,10 @@ class PageCache(PageAllocator):
             parent = entry.id
         return found
 
+    def find(self, id: Hashable) -> Entry | None:
+        """The page that `record` was given for an id, while it is on record."""
+        return self._entries.get(id)
+
     def take(self, entries: Sequence[Entry]) -> None:
         """Adds one owner to the page of each entry that `match` has just found."""
         for _, page in entries:
@@ -106,6 +111,26 @@ class PageCache(PageAllocator):
                 self._entries[key] = Entry(next(self._ids), page)
                 self._key_of[page] = key
             chain.append(self._entries[key].id)
+
+    def record(self, ids: Iterable[Hashable], pages: Iterable[int]) -> None:
+        """Puts pages on record under ids of another list, but for ids that have a page, and for page 0.
+
+        Args:
+            pages: Owned by the caller, and not on record under other ids.
+        """
+        for id, page in zip(ids, pages, strict=True):
+            if page and id not in self._entries:
+                self._entries[id] = Entry(id, page)
+                self._key_of[page] = id
+
+    def drop(self, ids: Iterable[Hashable]) -> None:
+        """Takes the pages of these ids off the record, whoever has them."""
+        for id in ids:
+            if (entry := self._entries.pop(id, None)) is not None:
+                del self._key_of[entry.page]
+                if entry.page in self._held:
+                    del self._held[entry.page]
+                    self._free.append(entry.page)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Takes pages that have owners off the record; they stay their owners'."""

@@ -119,9 +119,11 @@ class Metrics:
         gauges = {
             "num_requests_waiting": ("Requests without a row.", lambda: thread.count()[0]),
             "num_requests_running": ("Requests with a row.", lambda: thread.count()[1]),
-            "kv_cache_usage_perc": ("Share of the pool's pages in use; 1 is all.", lambda: 1 - pool.num_free / pages),
+            "kv_cache_usage_perc": (
+                "Share of the pool's pages in use, of the list that has fewest left; 1 is all.",
+                lambda: pool.usage,
+            ),
         }
-        pages = pool.num_pages
         for name, (text, read) in gauges.items():
             Gauge(f"vllm:{name}", text, _LABELS, registry=registry).labels(*values).set_function(read)
         background = engine.executor.background
@@ -132,7 +134,7 @@ class Metrics:
             Gauge(f"jattn:{name}", text, _LABELS, registry=registry).labels(*values).set_function(read)
         Gauge(
             "vllm:cache_config_info", "The pool.", (*_LABELS, "block_size", "num_gpu_blocks"), registry=registry
-        ).labels(*values, pool.page_size, pages).set(1)
+        ).labels(*values, pool.page_size, pool.num_pages).set(1)
 
     def exposition(self) -> bytes:
         """All of it in Prometheus' text format."""

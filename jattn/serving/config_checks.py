@@ -22,7 +22,7 @@ def checked(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: A value is out of its range.
     """
-    kinds = {field.name: typing.get_args(field.type)[0] for field in dataclasses.fields(config)}
+    kinds = {field.name: (*typing.get_args(field.type), field.type)[0] for field in dataclasses.fields(config)}
     sizes: dict[str, Any] = {}
     for name, kind in kinds.items():
         value = getattr(config, name)

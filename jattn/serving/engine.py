@@ -70,7 +70,10 @@ class Engine:
         self.executor = Executor(model, sizes, draft_model=draft_model, fit_pool=config.num_pages is None)
         self.config = config = self.executor.config
         self.kv_cache = KVCacheManager(
-            config.num_pages, config.page_size, enable_prefix_caching=config.enable_prefix_caching
+            config.num_pages,
+            config.page_size,
+            windows=config.window_lists,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
             self.kv_cache,

@@ -72,7 +72,8 @@ class Request:
         status: Where it stands.
         finish_reason: Why it ended; None before.
         row: Its row of the device's loop state while it has one.
-        pages: Its pages of the pool, in order.
+        page_lists: Its pages in each of the pool's page lists, in order, 0 in the place of one that went back as no
+            query sees it any more; empty while it has none.
         chain: What the prefix cache knows its first pages by (`jattn/page_cache.py`); empty while it has no pages.
         num_cached_tokens: Tokens of the prompt that were not computed for it, as their keys were in the pool; what it
             finds there after it has lost its pages does not count.
@@ -95,13 +96,18 @@ class Request:
     status: RequestStatus = RequestStatus.NEW
     finish_reason: FinishReason | None = None
     row: int | None = None
-    pages: list[int] = dataclasses.field(default_factory=list)
+    page_lists: list[list[int]] = dataclasses.field(default_factory=list)
     chain: list[Hashable] = dataclasses.field(default_factory=list)
     num_cached_tokens: int = 0
     num_computed: int = 0
     num_unsure: int = 0
     num_preemptions: int = 0
     drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
+
+    @property
+    def pages(self) -> list[int]:
+        """Its pages in the list that keeps all."""
+        return self.page_lists[0] if self.page_lists else []
 
     @property
     def tokens(self) -> list[int]:

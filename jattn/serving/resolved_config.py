@@ -1,7 +1,9 @@
 """ResolvedConfig: an EngineConfig once the model and the device have filled in what was left to them."""
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,19 +13,35 @@ from jattn.backend import BackendOptions
 from jattn.compiled_steps import power_of_two_buckets, token_buckets
 from jattn.device_mesh import least_of_processes, memory_stats, spans_processes
 from jattn.kv_cache_dtype import stored_dtype
-from jattn.kv_pool import KVGroupSpec
+from jattn.kv_pool import KVGroupSpec, pool_bytes
 from jattn.model import CausalLM
+from jattn.page_lists import AttentionSpan, WindowList, narrower_spans
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.steps.drafting import Drafter, check_drafter_fits
 
+_TEXT_OF_AN_END = 8  # pages of a text in the prefix cache for one of its window's at the end
+_FEWEST_PAGES, _MOST_PAGES = 2, 2**40  # of any pool
 _STOP_IDS = 8  # that a request may add to the model's
 _POOL_BYTES_WITHOUT_STATS = 2**30  # where a device does not say how much memory it has: CPU
 _ALIKE = 64  # pages to which a pool is rounded that is so large that it loses a hundredth at most
 _FIRST_SHARE = 0.85  # of the device memory that the weights leave, until it is known what the steps need of it
 
 
-class ResolvedConfig(EngineConfig):
+@typing.no_type_check  # as EngineConfig
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ConfigForModel(EngineConfig):
+    """An EngineConfig, and what the model alone says.
+
+    Attributes:
+        windows: The spans of attention that have page lists of their own, beside the one that keeps all of a request's
+            pages; `num_pages` are that one's.
+    """
+
+    windows: tuple[AttentionSpan, ...] = ()
+
+
+class ResolvedConfig(_ConfigForModel):
     """An engine's sizes, none of them left open, and what follows from them."""
 
     num_pages: int
@@ -61,6 +79,45 @@ class ResolvedConfig(EngineConfig):
     def pages_a_step(self) -> int:
         """Pages that a decode step may open for a row."""
         return -(-(1 + self.num_draft_tokens) // self.page_size)
+
+    @property
+    def window_lists(self) -> tuple[WindowList, ...]:
+        """The page lists of those spans."""
+        return self.window_lists_beside(self.num_pages)
+
+    @property
+    def window_widths(self) -> tuple[int, ...]:
+        """Pages of each of these lists that a part of a prompt reads or writes at most."""
+        chunk = min(self.prefill_tokens, self.max_chunk_tokens or self.prefill_tokens)
+        beside = 2 + chunk + self.num_draft_tokens  # a draft model's query before the first, the next token's place
+        return tuple(min(self.max_pages, -(-(span.most_keys + beside) // self.page_size) + 1) for span in self.windows)
+
+    @property
+    def pages_of_lists(self) -> tuple[int, ...]:
+        """Pages of each page list, the reserved ones included."""
+        return (self.num_pages, *(window.num_pages for window in self.window_lists))
+
+    def window_lists_beside(self, num_pages: int) -> tuple[WindowList, ...]:
+        """Likewise, beside a list of so many pages that keeps all.
+
+        They have what keeps all rows going; where the first list has not all that rows can use, half of its pages at
+        most: more would pay where texts are hardly longer than a window. Or what finds the ends of cached texts again,
+        if that is more.
+
+        A row has what its next query sees, and the tokens of launches that are not read or being planned; beside all
+        rows there is a launch's tokens of prompts. Each may lie across the edges of pages.
+        """
+        kept = num_pages // _TEXT_OF_AN_END if self.enable_prefix_caching else 0
+        lists = []
+        for span in self.windows:
+            keys = span.most_keys + 1 + 3 * self.num_draft_tokens
+            a_row = min(self.max_pages, -(-keys // self.page_size) + 2)
+            beside_rows = 1 + -(-self.prefill_tokens // self.page_size)
+            of_rows = beside_rows + self.max_num_seqs * a_row
+            if num_pages <= self.max_num_seqs * self.max_pages:
+                of_rows = min(of_rows, num_pages // 2)
+            lists.append(WindowList(span, min(num_pages, max(of_rows, kept, beside_rows + a_row))))
+        return tuple(lists)
 
     @property
     def decode_buckets(self) -> tuple[int, ...]:
@@ -131,32 +188,29 @@ def resolved(
         "max_stop_ids": num_eos_ids + _STOP_IDS if config.max_stop_ids is None else config.max_stop_ids,
         "compile_in_background": False if spans_processes(parallel) else config.compile_in_background,
     }
-    found = ResolvedConfig(**values)
     groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
+    found = ResolvedConfig(**values)
     for group in groups:
         group.check_dtype(found.pool_dtype)
+    found = dataclasses.replace(found, windows=narrower_spans((group.span for group in groups), found.most_keys))
     if config.num_pages is None:
-        most = found.max_num_seqs * found.max_pages
         jax.block_until_ready(jax.tree.leaves(model))  # else what loading them still holds would count
-        pages = default_pages(groups, found.page_size, found.pool_dtype, most, parallel=parallel)
-        found = dataclasses.replace(found, num_pages=pages)
+        found = dataclasses.replace(found, num_pages=default_pages(found, groups))
     return found
 
 
-def default_pages(
-    groups: Sequence[KVGroupSpec],
-    page_size: int,
-    dtype: Any,
-    most_pages: int,
-    *,
-    beside: int | None = None,
-    parallel: Parallel = ONE_DEVICE,
-) -> int:
-    """`most_pages` beside the reserved one, or as many as the device holds beside the weights.
+def bytes_of_pool(groups: Iterable[KVGroupSpec], config: ResolvedConfig, num_pages: int) -> int:
+    """Bytes of a device's pool whose list of all pages has so many."""
+    sizes = {"num_pages": num_pages, "page_size": config.page_size, "dtype": config.pool_dtype}
+    return pool_bytes(groups, windows=config.window_lists_beside(num_pages), **sizes)
+
+
+def default_pages(config: ResolvedConfig, groups: Sequence[KVGroupSpec], *, beside: int | None = None) -> int:
+    """All the pages that requests can use, and the reserved one, or as many as the device holds beside the weights.
 
     Args:
-        beside: Bytes that others need of what the weights leave; a part of it if None.
-        parallel: The devices; where several processes have them, it is the number for which all have room.
+        beside: Bytes that others need of what the weights leave; a part of it if None. Where several processes have the
+            devices and it is None, it is the number for which all have room.
 
     Raises:
         ValueError: It holds no two.
@@ -166,12 +220,13 @@ def default_pages(
     if "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats["bytes_in_use"]
         budget = _FIRST_SHARE * free if beside is None else free - beside
-    page_bytes = sum(group.page_bytes(page_size, dtype) for group in groups)
-    fitting = least_of_processes(int(budget) // page_bytes, parallel)
-    if fitting < 2:
+    too_many = bisect.bisect_right(range(_MOST_PAGES), budget, key=lambda pages: bytes_of_pool(groups, config, pages))
+    fitting = least_of_processes(too_many - 1, config.parallel if beside is None else ONE_DEVICE)
+    if fitting < _FEWEST_PAGES:
         raise ValueError(
             f"`page_size` must be so small that 2 pages fit the {max(int(budget), 0)} bytes left for the pool. "
-            f"Got {page_size}."
+            f"Got {config.page_size}."
         )
     # What else is in use differs a little from start to start; the same pool's steps are found on disk.
-    return min(most_pages + 1, fitting - fitting % _ALIKE if fitting > 64 * _ALIKE else fitting)
+    fitting -= fitting % _ALIKE if fitting > 64 * _ALIKE else 0
+    return min(config.max_num_seqs * config.max_pages + 1, fitting)

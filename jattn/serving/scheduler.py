@@ -82,9 +82,10 @@ class Scheduler:
         request.status = RequestStatus.WAITING
 
     def must_preempt(self) -> bool:
-        """Whether the next decode launch needs more pages than are free."""
-        lacking = sum(self._kv_cache.lacking(request, self._longest(request)) for request in self._decodable())
-        return lacking > self._kv_cache.num_free
+        """Takes back pages that no query to come sees, and says whether the next decode launch needs more than are
+        free."""
+        self._kv_cache.release((request, self._first_query(request)) for request in self._admitted)
+        return not self._kv_cache.has_room((request, self._longest(request)) for request in self._decodable())
 
     def plan_decode(self) -> list[Request]:
         """The requests of the next decode launch, each with pages for its next tokens.
@@ -123,6 +124,8 @@ class Scheduler:
         budget = self._prefill_tokens - num_decodes
         for request in self._prefilling():
             chunk = self._next_chunk(request, min(budget, self._max_chunk_tokens))
+            if chunk is None:
+                break
             self._kv_cache.register(request, chunk.stop)
             chunks.append(chunk)
             budget -= chunk.stop - chunk.start
@@ -169,16 +172,29 @@ class Scheduler:
         """Tokens that may have keys once the next decode has run, drafted ones included."""
         return min(request.num_computed + request.num_unsure + 1, request.limit) + self._num_draft_tokens
 
+    def _first_query(self, request: Request) -> int:
+        """Where the request's next launch reads keys first: a draft model's begins one token earlier."""
+        return request.num_computed - (1 if self._num_draft_tokens else 0)
+
+    def _room(self, request: Request, num_tokens: int) -> int:
+        """Tokens to have room for where so many are computed of a prompt.
+
+        With its last one there is one more: what it yields must have a place, or it is preempted at once.
+        """
+        if num_tokens < request.num_tokens:
+            return num_tokens
+        return min(num_tokens + 1, request.limit) + self._num_draft_tokens
+
     def _prefilling(self) -> Iterator[Request]:
         """Requests with tokens to compute, earliest arrivals first; one that waits is admitted when it is asked for."""
-        yield from [request for request in self._admitted if request.status is RequestStatus.PREFILL]
+        for request in list(self._admitted):
+            if request.status is RequestStatus.PREFILL:  # still: it may have lost its pages to those before it
+                yield request
         while self._waiting and self._admit(self._waiting[0]):
             yield self._admitted[-1]
 
     def _admit(self, request: Request) -> bool:
-        # One token more than the prefill computes: what it yields must have a place, or it is preempted at once.
-        room = min(request.num_tokens + 1, request.limit) + self._num_draft_tokens
-        if not self._free_rows or not self._kv_cache.allocate(request, room):
+        if not self._free_rows or not self._kv_cache.allocate(request, self._room(request, request.num_tokens)):
             return False
         request.row = self._free_rows.pop()
         request.status = RequestStatus.PREFILL
@@ -186,10 +202,20 @@ class Scheduler:
         self._waiting.popleft()
         return True
 
-    def _next_chunk(self, request: Request, max_tokens: int) -> Chunk:
+    def _next_chunk(self, request: Request, max_tokens: int) -> Chunk | None:
+        """The next part of a prompt; None if a window's list has no pages for it, and no later prompt that holds some.
+
+        Such a prompt has no launch under way that gives a token, so that it may be preempted at any time.
+        """
         begin, total = request.num_computed, request.num_tokens
         start = max(begin, self._kv_cache.adopt(request))
-        stop = request.num_computed = min(total, start + max_tokens)
+        stop = min(total, start + max_tokens)
+        while not self._kv_cache.grow(request, self._room(request, stop)):
+            last = self._admitted[-1]
+            if last is request or last.status is not RequestStatus.PREFILL:
+                return None
+            self._preempt(last)
+        request.num_computed = stop
         if stop == total:
             request.status = RequestStatus.RUNNING
         return Chunk(request, begin, start, stop, is_last=stop == total)
@@ -209,7 +235,7 @@ class Scheduler:
         before it may be missing too: the next step would have made up for it (`DraftModel.propose`).
         """
         written = request.num_tokens - (2 if self._num_draft_tokens else 1)
-        self._kv_cache.register(request, min(request.num_computed, written))
+        self._kv_cache.register(request, min(request.num_computed, max(0, written)))
 
     def _release(self, request: Request) -> None:
         assert request.row is not None

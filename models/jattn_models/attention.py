@@ -14,6 +14,7 @@ from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
 from jattn.matmul import NextProduct, QuantizedRows, Splits, Unattended, Unmultiplied
 from jattn.norm import HeadNorms, NormedRows, Unnormed, normed_heads, taken
+from jattn.page_lists import ALL_KEYS, AttentionSpan
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
@@ -52,6 +53,7 @@ class Attention(nnx.Module):
         self.head_dim = config.head_dim
         self.window_left = kind.window_left
         self.chunk_size = kind.chunk_size
+        self.group = config.spans.index(kind.span)
         self.rope: RopeName | None = kind.rope
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.cap = 0.0 if config.attention_cap is None else config.attention_cap
@@ -83,13 +85,21 @@ class Attention(nnx.Module):
             scaling=self.scaling,
             logit_cap=self.cap,
             sliding_window_size=-1 if self.window_left is None else self.window_left,
+            group=self.group,
             sinks=sinks,
             chunk_size=self.chunk_size,
         )
 
     def kv_group(self, num_layers: int) -> KVGroupSpec:
         """The pool that so many of these layers need."""
-        return KVGroupSpec(name="layers", num_layers=num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        span = AttentionSpan(self.window_left, self.chunk_size)
+        return KVGroupSpec(
+            name="layers" if span == ALL_KEYS else "window layers",
+            num_layers=num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            span=span,
+        )
 
     def __call__(
         self,

@@ -19,7 +19,7 @@ from jattn_models.decoder_config import DecoderConfig
 from jattn_models.decoder_layer import DecoderLayer, Stream, norm_of
 from jattn_models.experts import MixtureOfExperts
 from jattn_models.few_bits import hold_in_few_bits
-from jattn_models.layer_pattern import LayerKind, Segment
+from jattn_models.layer_pattern import LayerKind, places_among
 from jattn_models.layers import OfLayer, ReadInPlace, Vocabulary
 from jattn_models.norms import RMSNorm
 from jattn_models.sharding import Rank
@@ -126,8 +126,12 @@ class Decoder(nnx.Module):
 
     @property
     def kv_groups(self) -> tuple[KVGroupSpec, ...]:
-        """One group: the keys of all layers have one shape."""
-        return (self.layers[0].attention.kv_group(self.config.num_layers),)
+        """One group for each span of attention: the keys of all layers have one shape."""
+        stacks, groups = list(zip(self.layers, self.config.stacks, strict=True)), []
+        for span in self.config.spans:
+            of_span = [(stack.attention, len(layers)) for stack, (layers, kind) in stacks if kind.span == span]
+            groups.append(of_span[0][0].kv_group(sum(count for _, count in of_span)))
+        return tuple(groups)
 
     def __call__[Pool: KVPool | None](
         self, forward_batch: ForwardBatch, metadata: Any, backend: AttentionBackend, pool: Pool
@@ -149,9 +153,9 @@ class Decoder(nnx.Module):
         if self.config.embedding_scale != 1.0:
             hidden *= jnp.asarray(self.config.embedding_scale, hidden.dtype)
         stream, stacks = Stream(hidden), list(self.layers)
-        for segment in self.config.segments:
-            period, stacks = stacks[: len(segment.period)], stacks[len(segment.period) :]
-            stream, pool = _scanned(period, segment, stream, this_pass, pool)
+        for places in places_among(self.config.segments):
+            period, stacks = stacks[: len(places)], stacks[len(places) :]
+            stream, pool = _scanned(period, places, stream, this_pass, pool)
         return self._last_norm(stream, this_pass.parallel), pool
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float32[Array, "B V"]:
@@ -180,11 +184,14 @@ class Decoder(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _scanned(period: Sequence[DecoderLayer], segment: Segment, stream: Stream, this_pass: Pass, pool):
+def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: Stream, this_pass: Pass, pool):
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would
     what is `ReadInPlace`, the scales of norms and the weights of experts.
+
+    Args:
+        places: Of each stack of the period, its layers' numbers in their group of the pool.
     """
     stacks = [nnx.split(stack, ReadInPlace, ...) for stack in period]
 
@@ -194,7 +201,7 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, stream: Stream, t
         others = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), others)
         return nnx.merge(graph, in_place, others)
 
-    turns, in_turn = len(segment.layers) // len(period), _in_turn(period, this_pass)
+    turns, in_turn = len(places[0]), _in_turn(period, this_pass)
     multiplies = in_turn and len(period) == 1 and isinstance(period[0].mlp, MixtureOfExperts)
 
     def body(number, carry):
@@ -202,7 +209,7 @@ def _scanned(period: Sequence[DecoderLayer], segment: Segment, stream: Stream, t
         # The last layer may take its own first product once more: less time than one layer of another shape costs.
         following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if multiplies else None
         for offset, stack in enumerate(stacks):
-            layer = number * len(period) + (segment.layers.start + offset)
+            layer = number * places[offset].step + places[offset].start
             stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following)
         return stream, pool
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from jattn.page_lists import AttentionSpan
 from jattn_models.config_fields import boolean, positive, refuse
 from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind, RopeName, Segment
@@ -99,6 +100,12 @@ class DecoderConfig:
     def stacks(self) -> tuple[tuple[range, LayerKind], ...]:
         """The numbers of the layers that are stacked together, and their kind; in the order of the segments."""
         return tuple(stack for segment in self.segments for stack in segment.stacks)
+
+    @property
+    def spans(self) -> tuple[AttentionSpan, ...]:
+        """Those of the layers, each once, the farthest first: the groups of the pool."""
+        spans = dict.fromkeys(kind.span for _, kind in self.stacks)
+        return tuple(sorted(spans, key=lambda span: -span.most_keys))
 
     @property
     def ropes(self) -> dict[RopeName, Rope]:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jattn.page_lists import AttentionSpan
+
 _MOST_LAYERS = 10_000  # that are looked at one by one
 _LONGEST_PERIOD = 16  # layers that one scanned body unrolls
 
@@ -25,6 +27,11 @@ class LayerKind:
     sparse: bool = False
     chunk_size: int | None = None
     rope: RopeName | None = "global"
+
+    @property
+    def span(self) -> AttentionSpan:
+        """How far back a token sees keys."""
+        return AttentionSpan(self.window_left, self.chunk_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,20 @@ class Segment:
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of one of the layers, by its number."""
         return self.period[(layer - self.layers.start) % len(self.period)]
+
+
+def places_among(segments: Sequence[Segment]) -> tuple[tuple[range, ...], ...]:
+    """For each segment and each place in its period the layers' numbers among all of the same span."""
+    counts: dict[AttentionSpan, int] = {}
+    places = []
+    for segment in segments:
+        turns, spans = len(segment.layers) // len(segment.period), [kind.span for kind in segment.period]
+        begins = [counts.get(span, 0) + spans[:offset].count(span) for offset, span in enumerate(spans)]
+        steps = [spans.count(span) for span in spans]
+        places.append(tuple(range(a, a + step * turns, step) for a, step in zip(begins, steps, strict=True)))
+        for span in dict.fromkeys(spans):
+            counts[span] = counts.get(span, 0) + spans.count(span) * turns
+    return tuple(places)
 
 
 def alike(num_layers: int, kind: LayerKind | None = None) -> tuple[Segment, ...]:

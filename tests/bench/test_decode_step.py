@@ -56,7 +56,7 @@ def test_loop_grows_every_row_around_the_context(model):
 def test_loop_writes_pool_pages_that_the_rows_own(model):
     setup = set_up(model, WORKLOAD, steps=10)
     before = np.asarray(setup.pool.groups[0].k.astype(jnp.float32))
-    table = np.asarray(setup.state.page_table)
+    table = np.asarray(setup.state.page_tables[0])
     loop = Loop(model, WORKLOAD, setup)
     first_len = loop.rewind(2)
     loop.run(2)
@@ -67,14 +67,14 @@ def test_loop_writes_pool_pages_that_the_rows_own(model):
 
 def test_plans_open_pages_row_by_row_and_leave_the_table_as_it_is(model):
     setup = set_up(model, WORKLOAD, steps=10)
-    table = np.asarray(setup.state.page_table)
+    table = np.asarray(setup.state.page_tables[0])
     assert WORKLOAD.batch <= WORKLOAD.page  # so no two rows open one in the same step
     opened = np.any(np.diff(setup.plans, axis=0) != 0, axis=2)
     assert opened.shape == (2 * WORKLOAD.page - 1, WORKLOAD.batch)
     assert (opened.sum(axis=0) >= 1).all()
     assert opened.sum(axis=1).max() == 1
     for plan in setup.plans:
-        np.testing.assert_array_equal(setup.state.with_pages(plan).page_table, table)
+        np.testing.assert_array_equal(setup.state.with_pages(plan).page_tables[0], table)
 
 
 def test_loop_notices_rows_that_stand_still(model):

@@ -22,10 +22,11 @@ def decode_arguments(new_page=5, **changes):
     """Rows of 6, 8 and no tokens; the second one's next token opens a page. `changes` go into the state's arrays."""
     state = empty_rows(3, max_pages=4, max_stop_ids=1, numpy=np)
     state.seq_lens[:] = 6, 8, 0
-    state.page_table[:2, :2] = [[1, 2], [3, 4]]
+    state.page_tables[0][:2, :2] = [[1, 2], [3, 4]]
     state.finished[2] = True
     for name, (index, value) in changes.items():
-        getattr(state, name)[index] = value
+        array = state.page_tables[0] if name == "page_table" else getattr(state, name)
+        array[index] = value
     return state, np.array([[0, 0, 1], [1, 2, new_page], [2, 0, 6], [3, 0, 0]], np.int32)
 
 
@@ -59,9 +60,9 @@ def prefill_arguments(pages=((1, 2), (3,), (5, 6))):
         Request(number=i, prompt=[1] * 6, params=SamplingParams(), limit=9, stop_ids=frozenset()) for i in range(3)
     ]
     for row, request in enumerate(requests):
-        request.row, request.pages = row, list(pages[row])
+        request.row, request.page_lists = row, [list(pages[row])]
     state = empty_rows(3, max_pages=4, max_stop_ids=1, numpy=np)
-    state.seq_lens[2], state.page_table[2, 0] = 7, pages[2][0]
+    state.seq_lens[2], state.page_tables[0][2, 0] = 7, pages[2][0]
     chunks = [Chunk(requests[0], 2, 2, 6, is_last=True), Chunk(requests[1], 0, 0, 3, is_last=False)]
     return state, decode_batch(requests[2:], 2, CONFIG), prefill_batch(chunks, 8, CONFIG, "plain")
 
@@ -124,8 +125,9 @@ def test_refused_launch_loses_no_request(check_launches):
         engine.add(request)
     while not all(len(request.generated) > 2 for request in crowd):
         engine.step()
-    table = engine.executor.state.page_table.at[crowd[1].row, 0].set(99)
-    engine.executor.state = dataclasses.replace(engine.executor.state, page_table=table)
+    (table,) = engine.executor.state.page_tables
+    tables = (table.at[crowd[1].row, 0].set(99),)
+    engine.executor.state = dataclasses.replace(engine.executor.state, page_tables=tables)
     with pytest.raises(ValueError, match=r"`page_table` must hold pages in 0 \.\. 16\. Got page_table\[1, 0\]=99"):
         engine.step()
     run(engine)

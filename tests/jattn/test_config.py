@@ -5,15 +5,15 @@ import inspect
 import types
 
 import jax
-import numpy as np
 import pytest
 
 import jattn
 from jattn.checkpoint import Checkpoint
-from jattn.kv_pool import KVGroupSpec
+from jattn.kv_pool import KVGroupSpec, make_pool
+from jattn.page_lists import AttentionSpan
 from jattn.serving.config import EngineConfig, knobs
 from jattn.serving.frontend import llm as llm_module
-from jattn.serving.resolved_config import default_pages, resolved
+from jattn.serving.resolved_config import ResolvedConfig, bytes_of_pool, default_pages, resolved
 from jattn_models.bundled import checkpoint_path
 from jattn_models.llama import LlamaForCausalLM
 
@@ -161,7 +161,7 @@ def test_open_sizes_follow_from_the_model(unchecked):
 
 
 @pytest.mark.parametrize(
-    ("stats", "most_pages", "pages"),
+    ("stats", "max_num_seqs", "pages"),
     [
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 10**9, 85),
         ({"bytes_limit": 120 * PAGE_BYTES, "bytes_in_use": 20 * PAGE_BYTES}, 3, 4),
@@ -171,12 +171,79 @@ def test_open_sizes_follow_from_the_model(unchecked):
     ],
     ids=["share_of_the_free_memory", "what_requests_can_use", "many", "nearly_as_many", "no_stats"],
 )
-def test_default_pages_fit_the_device(monkeypatch, stats, most_pages, pages):
+def test_default_pages_fit_the_device(monkeypatch, stats, max_num_seqs, pages):
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert default_pages(GROUPS, 16, np.dtype(np.float32), most_pages) == pages
+    assert default_pages(sizes(max_num_seqs=max_num_seqs), GROUPS) == pages
+
+
+def sizes(**changes):
+    given = {"num_pages": 2, "max_context_len": 16, "prefill_seqs": 1, "max_stop_ids": 1, "dtype": "float32"}
+    return ResolvedConfig(**given | changes)
 
 
 def test_page_size_of_which_no_two_fit_is_refused():
     with pytest.raises(ValueError, match=r"`page_size` must be so small that 2 pages fit .* Got 100000000"):
-        default_pages(GROUPS, 10**8, np.dtype(np.float32), 1024)
+        default_pages(sizes(page_size=10**8), GROUPS)
+
+
+WINDOW, CHUNK = AttentionSpan(window_left=31), AttentionSpan(chunk_size=64)
+WITH_WINDOWS = (*GROUPS, *(dataclasses.replace(GROUPS[0], span=span) for span in (WINDOW, CHUNK, WINDOW)))
+A_ROW = {WINDOW: 2 + 3, CHUNK: 2 + 5}  # pages of 16: keys and one more, on two edges
+
+
+def windowed(**changes):
+    """Sizes of a model with windows; 1 page is reserved, and 2 are those of a prefill."""
+    given = {"windows": (WINDOW, CHUNK), "max_context_len": 4096, "prefill_tokens": 32, "max_num_seqs": 8}
+    return sizes(**given | changes)
+
+
+def test_spans_narrower_than_the_farthest_have_page_lists_of_their_own(unchecked):
+    model = types.SimpleNamespace(context_len=100, kv_groups=WITH_WINDOWS)
+    assert resolved(EngineConfig(num_pages=9), model).windows == (WINDOW, CHUNK)
+    assert resolved(EngineConfig(num_pages=9, max_context_len=33), model).windows == (WINDOW,)
+    assert resolved(EngineConfig(num_pages=9, max_context_len=32), model).windows == ()
+    alone = types.SimpleNamespace(context_len=100, kv_groups=WITH_WINDOWS[1:])
+    assert resolved(EngineConfig(num_pages=9), alone).windows == (WINDOW,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"num_pages": 320, "enable_prefix_caching": False}, {span: 3 + 8 * row for span, row in A_ROW.items()}),
+        ({"num_pages": 320}, {span: 3 + 8 * row for span, row in A_ROW.items()}),
+        ({"num_pages": 3200}, dict.fromkeys(A_ROW, 400)),
+        ({"num_pages": 60}, dict.fromkeys(A_ROW, 30)),
+        ({"num_pages": 64, "max_context_len": 128}, dict.fromkeys(A_ROW, 32)),
+        ({"num_pages": 65, "max_context_len": 128}, {span: 3 + 8 * row for span, row in A_ROW.items()}),
+        ({"num_pages": 12}, {WINDOW: 8, CHUNK: 10}),
+        ({"num_pages": 7}, {WINDOW: 7, CHUNK: 7}),
+    ],
+    ids=[
+        "what_rows_see",
+        "the_same_with_the_cache",
+        "ends_of_texts",
+        "half",
+        "half_of_nearly_all",
+        "all",
+        "one_row",
+        "no_more_than_all",
+    ],
+)
+def test_lists_of_windows_have_what_rows_see(changes, expected):
+    config = windowed(**changes)
+    assert {window.span: window.num_pages for window in config.window_lists} == expected
+    assert config.pages_of_lists == (config.num_pages, *expected.values())
+
+
+def test_what_windows_do_not_need_goes_to_the_layers_that_see_all(monkeypatch):
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000 * PAGE_BYTES, "bytes_in_use": 0})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    config = windowed(enable_prefix_caching=False)
+    pages = default_pages(config, WITH_WINDOWS)
+    # Groups of as many layers each: one that sees all, two of the window, one of the chunk.
+    assert pages == 850 - 2 * (3 + 8 * A_ROW[WINDOW]) - (3 + 8 * A_ROW[CHUNK])
+    assert default_pages(dataclasses.replace(config, windows=()), WITH_WINDOWS) == 850 // 4
+    assert bytes_of_pool(WITH_WINDOWS, config, pages) == 850 * PAGE_BYTES
+    pool = jax.eval_shape(lambda: make_pool(WITH_WINDOWS, num_pages=9, page_size=4, dtype="float32"))
+    assert [group.page_list for group in pool.groups] == [0, 0, 0, 0]

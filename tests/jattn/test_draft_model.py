@@ -62,4 +62,4 @@ def test_pool_and_pages_hold_the_drafts_keys_too():
     engine = plans_of(config, draft_model=tiny_model())
     assert [group.name for group in engine.executor.pool.groups] == ["layers", "draft layers"]
     assert {group.k.shape for group in engine.executor.pool.groups} == {(2, 17, 4, 2, 8)}
-    assert engine.executor.state.page_table.shape == (4, 18)  # 64 tokens and 5 drafted ones
+    assert engine.executor.state.page_tables[0].shape == (4, 18)  # 64 tokens and 5 drafted ones

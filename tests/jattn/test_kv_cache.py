@@ -1,9 +1,11 @@
 """The KV-cache manager: room for requests, and which of their first tokens are in the pool before they come."""
 
+import contextlib
 import dataclasses
 
 import pytest
 
+from jattn.page_lists import AttentionSpan, WindowList
 from jattn.serving.kv_cache import KVCacheManager, PrefixCacheStats
 from jattn.serving.request import Request, SamplingParams
 
@@ -33,7 +35,9 @@ def test_allocate_and_grow_give_room_for_the_tokens_or_nothing():
     assert kv_cache.grow(first, 12)
     assert kv_cache.grow(first, 13)
     assert not kv_cache.grow(first, 17)
-    assert (len(first.pages), kv_cache.lacking(first, 17)) == (4, 1)
+    assert len(first.pages) == 4
+    assert kv_cache.has_room([(first, 16)])
+    assert not kv_cache.has_room([(first, 17)])
     kv_cache.free(first)
     assert (first.pages, first.chain, kv_cache.num_free) == ([], [], 4)
 
@@ -189,3 +193,118 @@ def test_without_the_cache_nothing_is_shared_or_counted():
     assert dataclasses.asdict(kv_cache.prefix_cache_stats) == dict.fromkeys(
         ("queries", "hits", "resumed_queries", "resumed_hits"), 0
     )
+
+
+WINDOW = WindowList(AttentionSpan(window_left=5), 8)  # of pages of 4, what a query sees is in two or three
+
+
+def windowed(num_pages=12, *windows):
+    return KVCacheManager(num_pages, 4, windows=windows or (WINDOW,), enable_prefix_caching=True)
+
+
+def begun(kv_cache, request, num_tokens):
+    """The request, so many of whose tokens have a launch."""
+    assert kv_cache.allocate(request, request.num_tokens)
+    kv_cache.adopt(request)
+    assert kv_cache.grow(request, num_tokens)
+    kv_cache.register(request, num_tokens)
+    return request
+
+
+def test_window_has_pages_as_far_as_tokens_are_computed_and_as_they_are_seen():
+    kv_cache = windowed()
+    request = begun(kv_cache, make_request(21), 8)
+    assert list(map(len, request.page_lists)) == [6, 2]
+    kv_cache.release([(request, 8)])  # sees 3 .. 8
+    assert 0 not in request.page_lists[1]
+    assert kv_cache.grow(request, 20)
+    kv_cache.release([(request, 20)])  # sees 15 .. 20
+    assert [page > 0 for page in request.page_lists[1]] == [False] * 3 + [True] * 2
+    assert 0 not in request.pages
+    assert kv_cache._lists[1].num_free == 7 - 2
+    kv_cache.release([(request, 20)])
+    kv_cache.free(request)
+    assert kv_cache.is_free
+
+
+def test_growth_needs_room_in_every_list_and_takes_none_in_part():
+    kv_cache = windowed(12, WINDOW._replace(num_pages=4))
+    request = begun(kv_cache, make_request(40), 12)
+    assert not kv_cache.grow(request, 13)
+    assert not kv_cache.has_room([(request, 13)])
+    assert kv_cache.has_room([(request, 12)])
+    assert list(map(len, request.page_lists)) == [10, 3]
+    kv_cache.release([(request, 12)])  # sees 7 .. 12
+    assert kv_cache.has_room([(request, 16)])
+    assert kv_cache.grow(request, 16)
+
+
+def test_prefix_is_found_where_each_list_has_what_the_query_behind_it_sees():
+    """A query at 16 sees keys from 11 on, in pages 2 and 3; one at 12 pages 1 and 2, one at 8 pages 0 and 1."""
+    kv_cache = windowed()
+    first = begun(kv_cache, make_request(17), 17)
+    ids = first.chain[1:]
+    kv_cache.free(first)
+    for gone, num_cached_tokens in ((0, 16), (1, 16), (2, 8), (3, 12)):
+        with forgotten(kv_cache._lists[1], ids[gone]):
+            heir = make_request(17)
+            kv_cache.allocate(heir, 17)
+            assert heir.num_cached_tokens == num_cached_tokens
+            kv_cache.free(heir)
+
+
+@contextlib.contextmanager
+def forgotten(pages, id):
+    """While the page of an id is off the record."""
+    entry = pages._entries.pop(id)
+    yield
+    pages._entries[id] = entry
+
+
+def test_what_is_found_has_page_0_before_what_is_seen():
+    kv_cache = windowed()
+    kv_cache.free(begun(kv_cache, make_request(17), 17))
+    heir = make_request(19)
+    assert kv_cache.allocate(heir, 19)
+    assert [page > 0 for page in heir.page_lists[1]] == [False, False, True, True]
+    assert list(map(len, heir.page_lists)) == [5, 4]
+    assert kv_cache._lists[1].num_free == 7 - 2
+    kv_cache.free(heir)
+    assert kv_cache.is_free
+
+
+def test_own_pages_before_what_is_seen_go_back_when_others_are_found():
+    kv_cache = windowed(20)
+    heir, first = begun(kv_cache, make_request(21), 5), begun(kv_cache, make_request(21), 21)
+    assert kv_cache.adopt(heir) == 20
+    assert [page > 0 for page in heir.page_lists[1]] == [False, False, False, True, True]
+    assert heir.page_lists[1][3:] == first.page_lists[1][3:5]
+    assert kv_cache._lists[1].num_free == 7 - 6
+
+
+def test_error_takes_what_went_back_off_the_record_too():
+    """The text's pages in the first list are another's: of the window this request alone has recorded some."""
+    kv_cache = windowed(20)
+    broken = begun(kv_cache, make_request(17), 17)
+    kv_cache.release([(broken, 17)])
+    assert kv_cache._lists[1].num_entries == 4
+    kv_cache.forget(broken)
+    kv_cache.free(broken)
+    assert kv_cache._lists[1].num_entries == kv_cache._lists[0].num_entries == 0
+    assert len(kv_cache._lists[1]._free) == 7
+    heir = make_request(17)
+    kv_cache.allocate(heir, 17)
+    assert heir.num_cached_tokens == 0
+
+
+def test_chunk_sees_nothing_before_its_edge():
+    kv_cache = windowed(12, WindowList(AttentionSpan(chunk_size=8), 8))
+    first = begun(kv_cache, make_request(17), 17)
+    kv_cache.release([(first, 15)])
+    assert [page > 0 for page in first.page_lists[1]] == [False, False, True, True, True]
+    kv_cache.release([(first, 16)])
+    assert [page > 0 for page in first.page_lists[1]] == [False] * 4 + [True]
+    kv_cache.free(first)
+    heir = make_request(17)
+    assert kv_cache.allocate(heir, 17)
+    assert (heir.num_cached_tokens, heir.page_lists[1]) == (16, [0, 0, 0, 0])

@@ -1,6 +1,7 @@
 """The pool has the shapes that its groups ask for, and a write changes one layer of one group."""
 
 import dataclasses
+import sys
 
 import chex
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.kv_pool import KVGroupSpec, make_pool
+from jattn.kv_pool import KVGroupSpec, make_pool, pool_bytes
+from jattn.page_lists import ALL_KEYS, AttentionSpan, WindowList
 from jattn_kernels.packed_latents import unpack_latents
 
 FULL = KVGroupSpec(name="full", num_layers=3, num_kv_heads=2, head_dim=8, v_head_dim=4)
@@ -32,6 +34,36 @@ def test_pool_has_the_shapes_of_its_groups(pool):
         assert group.k.dtype == group.v.dtype == jnp.bfloat16
         assert not group.k.any()
         assert not group.v.any()
+
+
+def test_groups_of_a_window_have_the_pages_of_its_list():
+    span = AttentionSpan(window_left=7)
+    specs = (FULL, dataclasses.replace(WINDOWED, span=span), dataclasses.replace(FULL, span=AttentionSpan(3)))
+    sizes = {"page_size": PAGE_SIZE, "dtype": jnp.bfloat16, "windows": [WindowList(span, 3)]}
+    groups = make_pool(specs, num_pages=NUM_PAGES, **sizes).groups
+    assert [(group.page_list, group.span, group.num_pages) for group in groups] == [
+        (0, ALL_KEYS, 5),
+        (1, span, 3),
+        (0, ALL_KEYS, 5),
+    ]
+    assert pool_bytes(specs, num_pages=NUM_PAGES, **sizes) == sum(group.k.nbytes + group.v.nbytes for group in groups)
+    with pytest.raises(ValueError, match=r"`num_pages` must be a whole number of at least 2, .* Got 1"):
+        make_pool(specs, num_pages=NUM_PAGES, **sizes | {"windows": [WindowList(span, 1)]})
+
+
+@pytest.mark.parametrize(
+    ("span", "most", "pages"),
+    [
+        (ALL_KEYS, sys.maxsize, [0, 0, 0]),
+        (AttentionSpan(window_left=0), 1, [0, 4, 10]),
+        (AttentionSpan(window_left=6), 7, [-2, 2, 8]),
+        (AttentionSpan(chunk_size=8), 8, [0, 4, 10]),
+        (AttentionSpan(chunk_size=12), 12, [0, 3, 9]),
+    ],
+)
+def test_span_begins_on_the_page_of_its_first_key(span, most, pages):
+    assert span.most_keys == most
+    assert [span.first_page(position, 4) for position in (0, 16, 41)] == pages
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -18,6 +18,7 @@ def test_parts_and_rest_make_up_the_limit(monkeypatch):
     assert use.temporaries == executor.compiled_steps.temporary_bytes > 0
     assert use.weights + use.pool + use.state + use.temporaries + use.rest == 3 * 2**30
     assert str(use).endswith(" = 3.00 GiB")
+    assert use.pool_tokens == (16 * 4,)
 
 
 @pytest.mark.parametrize(("limit", "told"), [(None, " = 10.0 MiB"), (20 * 2**20, "rest 10.0 MiB = 20.0 MiB")])
@@ -26,3 +27,8 @@ def test_sum_is_told_in_words(limit, told):
     use = memory.MemoryUse(weights=mib, pool=2 * mib, state=3 * mib, temporaries=4 * mib, limit=limit)
     assert str(use).startswith("weights 1.0 MiB + pool 2.0 MiB + loop state 3.0 MiB + temporaries of steps 4.0 MiB")
     assert str(use).endswith(told)
+
+
+def test_tokens_are_told_of_each_page_list():
+    use = memory.MemoryUse(weights=0, pool=2**20, state=0, temporaries=0, limit=None, pool_tokens=(12_000, 1_500))
+    assert " + pool 1.0 MiB (12,000 tokens, 1,500 in a window) + loop state " in str(use)

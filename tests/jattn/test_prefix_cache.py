@@ -171,7 +171,7 @@ def test_pages_that_are_not_on_record_are_never_read(engine):
     expected = [cold(engine, prompt, GREEDY) for prompt in prompts()]
     engine.reset_prefix_cache()
     for _ in range(3):
-        on_record = set(engine.kv_cache._cache._key_of)
+        on_record = set(engine.kv_cache._lists[0]._key_of)
         poison(engine, set(range(1, SIZES.num_pages)) - on_record)
         before = hits(engine)
         assert run(engine, [engine.make_request(prompt, GREEDY) for prompt in prompts()]) == expected
@@ -182,7 +182,7 @@ def test_pages_that_are_not_on_record_are_never_read(engine):
 
 def test_error_takes_its_pages_off_the_record(engine):
     expected = cold(engine, prompts()[0], GREEDY)
-    poison(engine, engine.kv_cache._cache._key_of)
+    poison(engine, engine.kv_cache._lists[0]._key_of)
     broken, again = (engine.make_request(prompts()[0], GREEDY) for _ in range(2))
     run(engine, [broken])
     assert (broken.finish_reason, broken.num_cached_tokens > 0) == ("error", True)
@@ -218,7 +218,7 @@ def test_reset_waits_for_what_is_served(engine):
     assert not engine.reset_prefix_cache()
     run(engine)
     assert engine.reset_prefix_cache()
-    assert engine.kv_cache._cache.num_entries == 0
+    assert engine.kv_cache._lists[0].num_entries == 0
 
 
 def test_without_it_nothing_is_kept(engine, monkeypatch):
@@ -228,7 +228,7 @@ def test_without_it_nothing_is_kept(engine, monkeypatch):
     requests = [engine.make_request(prompts()[0], GREEDY) for _ in range(3)]
     run(engine, requests)
     assert engine.kv_cache.prefix_cache_stats == before
-    assert engine.kv_cache._cache.num_entries == 0
+    assert engine.kv_cache._lists[0].num_entries == 0
 
 
 RULED = dataclasses.replace(GREEDY, presence_penalty=-1.0, repetition_penalty=1.1)

@@ -1,18 +1,44 @@
 """The prefix cache under everything that may happen to requests: no key of another text is read, no page is lost."""
 
+import contextlib
+import dataclasses
 import random
 from collections import Counter
+from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jattn.page_lists import AttentionSpan
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import SamplingParams
+from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.harness.simulated_pool import simulated_engine
 
+# Of window layers beside full ones.
+SPANS = (
+    (),
+    (AttentionSpan(window_left=0),),
+    (AttentionSpan(window_left=2),),
+    (AttentionSpan(window_left=7),),
+    (AttentionSpan(chunk_size=4),),
+    (AttentionSpan(window_left=1), AttentionSpan(chunk_size=6)),
+)
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
+
+
+@contextlib.contextmanager
+def scarce_windows():
+    """Window lists have as few pages as one row needs."""
+    window_lists = ResolvedConfig.window_lists_beside
+
+    def of_one_row(self, num_pages):
+        return window_lists(dataclasses.replace(self, max_num_seqs=1, enable_prefix_caching=False), num_pages)
+
+    with mock.patch.object(ResolvedConfig, "window_lists_beside", of_one_row):
+        yield
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -31,12 +57,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             }
         ),
         num_draft_tokens=st.sampled_from([0, 0, 1, 3]),
+        spans=st.sampled_from(SPANS),
+        is_scarce=st.booleans(),
         seed=st.integers(0, 2**16),
     )
-    def make_engine(self, sizes, num_draft_tokens, seed):
+    def make_engine(self, sizes, num_draft_tokens, spans, is_scarce, seed):
         drafter = NgramDrafting(num_draft_tokens=num_draft_tokens) if num_draft_tokens else None
         config = EngineConfig(**sizes, max_context_len=48, speculative=drafter)
-        self.engine = simulated_engine(config, seed)
+        with scarce_windows() if is_scarce else contextlib.nullcontext():
+            self.engine = simulated_engine(config, seed, spans)
         self.requests = []
 
     @property
@@ -101,11 +130,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_free_or_owned(self):
-        owned = Counter(page for request in self.live for page in request.pages)
-        kv_cache = self.engine.kv_cache
-        assert all(len(set(request.pages)) == len(request.pages) for request in self.live)
-        assert len(owned) + kv_cache.num_free == kv_cache.num_pages
-        assert not any(request.pages for request in self.requests if request.finished)
+        for number, pages in enumerate(self.engine.kv_cache._lists):
+            lists = [request.page_lists[number] for request in self.live if request.page_lists]
+            owned = Counter(page for own in lists for page in own if page)
+            assert all(len(set(own) - {0}) == len(own) - own.count(0) for own in lists)
+            assert len(owned) + pages.num_free == pages.num_pages
+            assert number or not any(0 in own for own in lists)
+        assert not any(request.page_lists for request in self.requests if request.finished)
 
     @invariant()
     def pages_on_record_hold_what_the_record_says(self):
@@ -114,13 +145,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         page_size = self.engine.config.page_size
         for request in self.requests:
             texts = self.engine.executor.path(request, request.tokens)
-            for i, (_, page) in enumerate(self.found(request)):
-                assert self.engine.executor.holds(page, texts[i * page_size : (i + 1) * page_size])
+            for i, found in enumerate(self.found(request)):
+                for number, pages in enumerate(self.engine.kv_cache._lists):
+                    entry = pages.find(found.id) if number else found
+                    text = texts[i * page_size : (i + 1) * page_size]
+                    assert entry is None or self.engine.executor.holds(entry.page, text, number)
 
     def found(self, request):
         kv_cache = self.engine.kv_cache
         contents = kv_cache._contents(request, 0, request.num_tokens // kv_cache.page_size)
-        return kv_cache._cache.match([request.cache_salt], contents)
+        return kv_cache._lists[0].match([request.cache_salt], contents)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -133,7 +167,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert steps < 2000
         self.check_texts()
         assert self.engine.reset_prefix_cache()
-        assert self.engine.kv_cache._cache.num_entries == 0
+        assert not any(pages.num_entries for pages in self.engine.kv_cache._lists)
+        assert all(len(pages._free) == pages.num_pages for pages in self.engine.kv_cache._lists)
 
     def check_texts(self):
         executor = self.engine.executor
@@ -157,7 +192,7 @@ TestPrefixCacheMachine.settings = settings(
 def test_random_traffic_hits_and_meets_everything_that_may_happen():
     """So that the machine is known to go where it can find something."""
     met, hits = Counter(), Counter()
-    for seed in range(10):
+    for seed in range(12):
         rng = random.Random(seed)
         machine = PrefixCacheMachine()
         sizes = {
@@ -169,7 +204,7 @@ def test_random_traffic_hits_and_meets_everything_that_may_happen():
             "max_chunk_tokens": rng.choice([None, None, 1, 3]),
             "mixed_steps": rng.random() < 0.5,
         }
-        machine.make_engine(sizes, rng.choice([0, 0, 1, 3]), seed)
+        machine.make_engine(sizes, rng.choice([0, 0, 1, 3]), SPANS[seed % len(SPANS)], seed % 4 > 1, seed)
         for _ in range(30):
             machine.ask(
                 beginning=rng.randrange(99),

@@ -29,7 +29,7 @@ def on_record(kv_cache, tokens):
     """How many of a text's first tokens are on record."""
     request = make_request(99, tokens)
     contents = kv_cache._contents(request, 0, len(tokens) // PAGE)
-    return PAGE * len(kv_cache._cache.match([None], contents))
+    return PAGE * len(kv_cache._lists[0].match([None], contents))
 
 
 def decode(scheduler, request, token):

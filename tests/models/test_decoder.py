@@ -236,7 +236,7 @@ def test_layers_are_scanned_by_period(case, lengths, windows):
     model = load(case)
     backend = FlashAttentionBackend(FlashAttentionConfig(max_context_len=16, page_size=8))
     pool = make_pool(model.kv_groups, num_pages=3, page_size=8, dtype=jnp.float32)
-    batch = sequence(jnp.zeros(4, jnp.int32))
+    batch = sequence(jnp.zeros(4, jnp.int32), groups=len(pool.groups))
     jaxpr = jax.make_jaxpr(lambda pool: model(batch, backend.init_forward_metadata(batch), backend, pool))(pool)
     scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
     assert [scan.params["length"] for scan in scans] == lengths

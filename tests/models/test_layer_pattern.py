@@ -2,7 +2,7 @@
 
 import pytest
 
-from jattn_models.layer_pattern import LayerKind, Segment, alike, segments
+from jattn_models.layer_pattern import LayerKind, Segment, alike, places_among, segments
 
 KINDS = {"F": LayerKind(), "W": LayerKind(window_left=7), "S": LayerKind(sparse=True)}
 
@@ -30,6 +30,17 @@ def test_segments_are_the_longest_repetitions(layers, cut):
     stacks = [stack for segment in found for stack in segment.stacks]
     assert sorted(layer for numbers, _ in stacks for layer in numbers) == list(range(len(layers)))
     assert all(KINDS[layers[layer]] == kind for numbers, kind in stacks for layer in numbers)
+
+
+@pytest.mark.parametrize("layers", ["F", "FFFF", "FWWW", "FWFW", "FSWSF", "WWWWWF" * 3 + "WW", "WSWF" * 2 + "FWW"])
+def test_places_number_the_layers_of_each_span_in_their_order(layers):
+    found = segments(len(layers), lambda layer: KINDS[layers[layer]])
+    numbers = {}
+    for segment, places in zip(found, places_among(found), strict=True):
+        for (of_stack, _), place in zip(segment.stacks, places, strict=True):
+            numbers |= dict(zip(of_stack, place, strict=True))
+    spans = [KINDS[layer].span for layer in layers]
+    assert numbers == {layer: spans[:layer].count(span) for layer, span in enumerate(spans)}
 
 
 def test_equal_layers_are_one_segment_however_many():

@@ -1,5 +1,6 @@
 """What the host sends with each launch: the scheduler's plans as arrays of a bucket's sizes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +16,22 @@ from jattn.serving.steps.plain import PrefillBatch, Variant
 def decode_batch(requests: Sequence[Request], bucket: int, config: ResolvedConfig) -> np.ndarray:
     """What a decode launch takes (`LoopState.with_pages`): rows and their last pages, padded to `bucket`.
 
-    The last pages include those that this launch's tokens open. Where they go in the row's table only the host knows.
+    The last pages include those that this launch's tokens open. Where they go in the row's tables only the host knows.
     """
-    width = config.pages_a_step
-    plan = np.zeros((bucket, 2 + width), np.int32)
+    width, num_lists = config.pages_a_step, 1 + len(config.windows)
+    plan = np.zeros((bucket, 2 + num_lists * width), np.int32)
     plan[:, 0] = config.max_num_seqs
-    for i, request in enumerate(requests):
+    rows = []
+    for request in requests:
         assert request.row is not None
-        column = max(0, len(request.pages) - width)
-        last_pages = request.pages[column:]
-        plan[i, :2] = request.row, column
-        plan[i, 2 : 2 + len(last_pages)] = last_pages
+        column = max(0, len(request.page_lists[0]) - width)
+        row = [request.row, column]
+        for pages in request.page_lists:
+            row += pages[column:]
+            row += [0] * (width - len(pages))
+        rows.append(row)
+    if rows:
+        plan[: len(rows)] = rows
     return plan
 
 
@@ -33,20 +39,23 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
     """Parts of prompts, padded to `bucket` tokens."""
     size = config.prefill_seqs
     is_full = variant == "full"
+    as_it_is: Any = None
+    values = empty_rows(
+        size,
+        max_pages=config.max_pages,
+        max_stop_ids=config.max_stop_ids,
+        max_logit_bias=config.max_logit_bias if is_full else None,
+        with_limits=config.speculative is not None,
+        numpy=np,
+    )
     batch = PrefillBatch(
         input_ids=_host_array(bucket, 0, np.int32),
         cu_q_lens=_host_array(size + 1, 0, np.int32),
         rows=_host_array(size, config.max_num_seqs, np.int32),
         is_first=_host_array(size, False, np.bool_),
         is_last=_host_array(size, False, np.bool_),
-        values=empty_rows(
-            size,
-            max_pages=config.max_pages,
-            max_stop_ids=config.max_stop_ids,
-            max_logit_bias=config.max_logit_bias if is_full else None,
-            with_limits=config.speculative is not None,
-            numpy=np,
-        ),
+        values=dataclasses.replace(values, page_tables=(*values.page_tables, *(as_it_is for _ in config.windows))),
+        window_pages=tuple(_host_array((size, 1 + width), 0, np.int32) for width in config.window_widths),
     )
     end = 0
     for i, chunk in enumerate(chunks):
@@ -57,18 +66,21 @@ def prefill_batch(chunks: Sequence[Chunk], bucket: int, config: ResolvedConfig, 
         batch.is_first[i], batch.is_last[i] = chunk.is_first, chunk.is_last
         batch.values.seq_lens[i] = chunk.stop
         _fill_row(batch.values, i, chunk.request)
+        for window, own in zip(batch.window_pages, chunk.request.page_lists[1:], strict=True):
+            begin = max(0, len(own) - window.shape[1] + 1)
+            window[i, : 1 + len(own) - begin] = begin, *own[begin:]
         if is_full:
             _fill_rules(batch.values, i, chunk.request)
     return batch
 
 
-def _host_array(size: int, value: int | bool, dtype: Any) -> Any:
+def _host_array(size: int | tuple[int, int], value: int | bool, dtype: Any) -> Any:
     """A NumPy array where a launch takes a JAX one."""
     return np.full(size, value, dtype)
 
 
 def _fill_row(rows: LoopState, i: int, request: Request) -> None:
-    rows.page_table[i, : len(request.pages)] = request.pages
+    rows.page_tables[0][i, : len(request.pages)] = request.pages
     stop_ids = sorted(request.stop_ids)
     rows.stop_ids[i, : len(stop_ids)] = stop_ids
     if rows.tokens:

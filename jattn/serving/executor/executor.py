@@ -149,6 +149,7 @@ class Executor:
 
     def memory_use(self) -> MemoryUse:
         """What the engine has of the device's memory, with the steps that there are by now."""
+        assert self.pool is not None
         return memory_use(self.weights, self.pool, self.state, self.compiled_steps)
 
     def submit(self, plan: Plan) -> None:

@@ -7,6 +7,7 @@ import jax
 
 from jattn.compiled_steps import CompiledSteps
 from jattn.device_mesh import bytes_on_one, memory_stats
+from jattn.kv_pool import KVPool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,7 @@ class MemoryUse:
 
     Attributes:
         weights, pool, state: What an engine holds.
+        pool_tokens: Tokens whose keys the pool has places for, in each of its page lists.
         temporaries: What the step that needs most needs beside them, as XLA reckons; steps share it.
         limit: What JAX may take of the device; None where it does not say, as on a CPU.
     """
@@ -24,6 +26,7 @@ class MemoryUse:
     state: int
     temporaries: int
     limit: int | None
+    pool_tokens: tuple[int, ...] = ()
 
     @property
     def rest(self) -> int | None:
@@ -42,16 +45,22 @@ class MemoryUse:
         if self.rest is not None:
             parts["rest"] = self.rest
         total = self.limit if self.limit is not None else sum(parts.values())
-        return " + ".join(f"{name} {_told(size)}" for name, size in parts.items()) + f" = {_told(total)}"
+        told = {name: f"{name} {_told(size)}" for name, size in parts.items()}
+        if self.pool_tokens:
+            tokens, *of_windows = (f"{number:,}" for number in self.pool_tokens)
+            told["pool"] += f" ({tokens} tokens{''.join(f', {number} in a window' for number in of_windows)})"
+        return " + ".join(told.values()) + f" = {_told(total)}"
 
 
-def memory_use(weights: Any, pool: Any, state: Any, steps: CompiledSteps) -> MemoryUse:
+def memory_use(weights: Any, pool: KVPool, state: Any, steps: CompiledSteps) -> MemoryUse:
     """The sum for an engine's arrays and steps."""
+    tokens = {group.page_list: group.num_slots - group.page_size for group in pool.groups}  # but for page 0
     sizes = (sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(tree)) for tree in (weights, pool, state))
     return MemoryUse(
         **dict(zip(("weights", "pool", "state"), sizes, strict=True)),
         temporaries=steps.temporary_bytes,
         limit=memory_stats().get("bytes_limit"),
+        pool_tokens=tuple(tokens[number] for number in sorted(tokens)),
     )
 
 

@@ -7,7 +7,7 @@ import jax
 
 from jattn.device_mesh import made, memory_stats
 from jattn.kv_pool import KVGroupSpec, KVPool, make_pool
-from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.resolved_config import ResolvedConfig, bytes_of_pool
 
 
 def fitting_pool(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> KVPool:
@@ -19,7 +19,7 @@ def fitting_pool(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> KVP
     too_large = check_pool_fits(groups, config)
     try:
         sizes = {"num_pages": config.num_pages, "page_size": config.page_size, "dtype": config.pool_dtype}
-        make = functools.partial(make_pool, groups, **sizes)
+        make = functools.partial(make_pool, groups, windows=config.window_lists, **sizes)
         return jax.block_until_ready(made(make, config.parallel, shares=True))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -33,7 +33,7 @@ def check_pool_fits(groups: tuple[KVGroupSpec, ...], config: ResolvedConfig) -> 
     Raises:
         ValueError: It is larger than all of it.
     """
-    size = config.num_pages * sum(group.page_bytes(config.page_size, config.pool_dtype) for group in groups)
+    size = bytes_of_pool(groups, config, config.num_pages)
     too_large = (
         f"`num_pages` must be lower or `page_size` smaller: the pool needs {size} bytes, more than there are. "
         f"Got num_pages={config.num_pages}, page_size={config.page_size}."

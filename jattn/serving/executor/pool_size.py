@@ -1,6 +1,7 @@
 """How many pages an engine has that was told no number: as many as its weights and its steps leave memory for."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -15,7 +16,7 @@ from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.served_model import ServedModel
 from jattn.serving.executor.state import made_state
 from jattn.serving.executor.step_plans import largest_steps, step_plans
-from jattn.serving.resolved_config import ResolvedConfig, default_pages
+from jattn.serving.resolved_config import ResolvedConfig, bytes_of_pool, default_pages
 from jattn.step_compilation import compile_steps
 
 _REST = 0.03  # of the memory: for fragments, for results that are under way, and for what libraries take
@@ -45,9 +46,8 @@ def beside_steps(
     if "bytes_limit" not in stats:
         return config, none
     limit, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
-    most_pages = config.max_num_seqs * config.max_pages
-    page_bytes = sum(group.page_bytes(config.page_size, config.pool_dtype) for group in served.kv_groups)
-    if config.num_pages > most_pages and config.num_pages * page_bytes <= free // 8:
+    pool_bytes = functools.partial(bytes_of_pool, served.kv_groups, config)
+    if config.num_pages > config.max_num_seqs * config.max_pages and pool_bytes(config.num_pages) <= free // 8:
         return config, none
     state = made_state(config, vocab_size)
     held = sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(state)) + _largest_product(served.weights)
@@ -55,10 +55,9 @@ def beside_steps(
 
     def fitting(temporaries: int) -> ResolvedConfig:
         beside = held + temporaries
-        num_pages = default_pages(served.kv_groups, config.page_size, config.pool_dtype, most_pages, beside=beside)
-        return dataclasses.replace(config, num_pages=num_pages)
+        return dataclasses.replace(config, num_pages=default_pages(config, served.kv_groups, beside=beside))
 
-    most_temporaries = free - held - _FEWEST_PAGES * page_bytes
+    most_temporaries = free - held - pool_bytes(_FEWEST_PAGES)
     tried = fitting(min(_estimate(served, config, vocab_size), most_temporaries))
     arrays = served.weights, state, fitting_pool(served.kv_groups, tried)
     plans = step_plans(served.steps, arrays, tried, served.mixed_rows)
@@ -66,7 +65,7 @@ def beside_steps(
     del state, arrays, plans  # XLA tries products in their memory
     steps = compile_steps(largest, progress=config.progress, processes=processes)
     exact = fitting(steps.temporary_bytes)
-    if -_TOO_MANY * limit <= (exact.num_pages - tried.num_pages) * page_bytes <= _TOO_FEW * limit:
+    if -_TOO_MANY * limit <= pool_bytes(exact.num_pages) - pool_bytes(tried.num_pages) <= _TOO_FEW * limit:
         return tried, steps
     return exact, none
 

@@ -20,6 +20,7 @@ def empty_state(config: ResolvedConfig, vocab_size: int) -> LoopState:
         max_stop_ids=config.max_stop_ids,
         max_logit_bias=config.max_logit_bias if config.full_sampling else None,
         with_limits=config.speculative is not None,
+        num_lists=1 + len(config.windows),
     )
     if state.tokens:
         ids = jnp.full((config.max_num_seqs, config.max_context_len), NOT_KNOWN, jnp.int32)

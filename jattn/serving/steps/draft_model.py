@@ -93,9 +93,8 @@ class DraftModel:
         newest = values.seq_lens
         before = jnp.maximum(newest - 1, 0)
 
-        def decoded(pool, page_table, tokens, positions, live):
-            batch = decode_pass(pool, page_table, tokens, positions, live)
-            return model.read_draft(batch, backend.init_forward_metadata(batch), backend, pool)
+        def decoded(pool, page_tables, tokens, positions, live):
+            return model.read_draft(decode_pass(pool, page_tables, tokens, positions, live), backend, pool)
 
         def chosen(hidden, positions):
             logits = model.draft.compute_logits(hidden)
@@ -103,14 +102,14 @@ class DraftModel:
 
         def following(carry, step):
             token, pool = carry
-            hidden, pool = decoded(pool, values.page_table, token, newest + step, live)
+            hidden, pool = decoded(pool, values.page_tables, token, newest + step, live)
             token = chosen(hidden, newest + step + 1)
             return (token, pool), token
 
         token_before = jnp.take_along_axis(values.tokens.ids, before[:, None], axis=1)[:, 0]
         hidden, pool = decoded(
             pool,
-            jnp.tile(values.page_table, (2, 1)),
+            [jnp.tile(table, (2, 1)) for table in values.page_tables],
             jnp.concatenate([token_before, values.last_tokens]),
             jnp.concatenate([before, newest]),
             jnp.tile(live, 2),
@@ -162,17 +161,19 @@ class TargetAndDraft(nnx.Module):
     ) -> tuple[Float[Array, "T D"], KVPool]:
         """The target's last hidden states, and the pool with this pass's keys and values."""
         if not forward_batch.forward_mode.is_target_verify():
-            _, pool = self.read_draft(forward_batch, metadata, backend, pool)
+            _, pool = self.read_draft(forward_batch, backend, pool)
         split = len(self.target.kv_groups)
         hidden, own = self.target(forward_batch, metadata, backend, KVPool(pool.groups[:split]))
         return hidden, KVPool(own.groups + pool.groups[split:])
 
     def read_draft(
-        self, forward_batch: ForwardBatch, metadata: Any, backend: AttentionBackend, pool: KVPool
+        self, forward_batch: ForwardBatch, backend: AttentionBackend, pool: KVPool
     ) -> tuple[Float[Array, "T D"], KVPool]:
         """The draft model's last hidden states, and the pool with its keys and values."""
         split = len(self.target.kv_groups)
-        hidden, own = self.draft(forward_batch, metadata, backend, KVPool(pool.groups[split:]))
+        tables, slots = forward_batch.page_tables[split:], forward_batch.out_cache_loc[split:]
+        batch = dataclasses.replace(forward_batch, page_tables=tables, out_cache_loc=slots)
+        hidden, own = self.draft(batch, backend.init_forward_metadata(batch), backend, KVPool(pool.groups[split:]))
         return hidden, KVPool(pool.groups[:split] + own.groups)
 
     def compute_logits(self, hidden: Float[Array, "B D"]) -> Float[Array, "B V"]:

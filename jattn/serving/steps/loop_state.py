@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,7 +40,9 @@ class LoopState:
     Attributes:
         last_tokens: The newest token, whose key is not in the pool yet.
         seq_lens: Tokens whose keys are in the pool.
-        page_table: Each row's pages; 0 past its last page.
+        page_tables: For each page list of the pool each row's pages; 0 past its last page. In place of one that went
+            back to its list anything may stand: no pass reads it. In what the host sends with a prompt there is the
+            first list's alone, and None for others (`with_window_pages`).
         sampling: How each row's tokens are chosen.
         stop_ids: Tokens that end a row; padded with -1.
         finished: Rows that met a stop token, or logits that are not finite, or their limit amid drafted tokens. They
@@ -51,7 +54,7 @@ class LoopState:
 
     last_tokens: Int[Array, " R"]
     seq_lens: Int[Array, " R"]
-    page_table: Int[Array, "R max_pages"]
+    page_tables: tuple[Int[Array, "R max_pages"], ...]
     sampling: SamplingState
     stop_ids: Int[Array, "R stops"]
     finished: Bool[Array, " R"]
@@ -101,11 +104,26 @@ class LoopState:
         """The state with pages in the rows' tables.
 
         Args:
-            plan: Of each row its index, a column of its table, and the pages that stand from there on.
+            plan: Of each row its index, a column of its tables, and the pages that stand from there on in each.
         """
-        rows, columns, pages = plan[:, :1], plan[:, 1:2], plan[:, 2:]
-        columns += jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
-        return dataclasses.replace(self, page_table=self.page_table.at[rows, columns].set(pages, mode="drop"))
+        rows, columns, pages = plan[:, 0], plan[:, 1], jnp.split(plan[:, 2:], len(self.page_tables), axis=1)
+        tables = (_with_pages(table, rows, columns, new) for table, new in zip(self.page_tables, pages, strict=True))
+        return dataclasses.replace(self, page_tables=tuple(tables))
+
+    def with_window_pages(self, rows: Int[Array, " B"], windows: Sequence[Int[Array, "B pages"]]) -> "LoopState":
+        """The state with pages in the rows' tables of all page lists but the first.
+
+        Args:
+            windows: For each list, of each row a column of its table, and the pages that stand from there on.
+        """
+        first, *others = self.page_tables
+        tables = (_with_pages(table, rows, new[:, 0], new[:, 1:]) for table, new in zip(others, windows, strict=True))
+        return dataclasses.replace(self, page_tables=(first, *tables))
+
+
+def _with_pages(table: Any, rows: Int[Array, " B"], columns: Int[Array, " B"], pages: Int[Array, "B pages"]) -> Any:
+    places = columns[:, None] + jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
+    return table.at[rows[:, None], places].set(pages, mode="drop")
 
 
 def empty_rows(
@@ -115,6 +133,7 @@ def empty_rows(
     max_stop_ids: int,
     max_logit_bias: int | None = None,
     with_limits: bool = False,
+    num_lists: int = 1,
     numpy: Any = jnp,
 ) -> LoopState:
     """Rows that no request uses yet, made by `numpy`: jax.numpy for the device, NumPy for the host.
@@ -122,12 +141,13 @@ def empty_rows(
     Args:
         max_logit_bias: Tokens with a bias that a row may have; None is rows without rules.
         with_limits: Whether rows have a record of their tokens, still without ids.
+        num_lists: Page lists of the pool.
     """
     zeros = functools.partial(numpy.zeros, num_rows)
     return LoopState(
         last_tokens=zeros(jnp.int32),
         seq_lens=zeros(jnp.int32),
-        page_table=numpy.zeros((num_rows, max_pages), jnp.int32),
+        page_tables=tuple(numpy.zeros((num_rows, max_pages), jnp.int32) for _ in range(num_lists)),
         sampling=SamplingState(
             temperature=zeros(jnp.float32),
             top_k=zeros(jnp.int32),

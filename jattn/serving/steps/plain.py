@@ -40,6 +40,8 @@ class PrefillBatch:
         is_last: Whether the sequence's prompt ends here, so that a token is sampled.
         values: The rows' new content. `seq_lens` counts the keys once this launch has run; `last_tokens` and
             `finished` are the launch's to fill.
+        window_pages: Of the rows' pages those that this launch reads or writes, in each page list but the first, as
+            `LoopState.with_window_pages` takes them.
     """
 
     input_ids: Int[Array, " T"]
@@ -48,6 +50,7 @@ class PrefillBatch:
     is_first: Bool[Array, " B"]
     is_last: Bool[Array, " B"]
     values: LoopState
+    window_pages: tuple[Int[Array, "B pages"], ...] = ()
 
 
 @pytree(kw_only=True)
@@ -155,7 +158,7 @@ class Steps:
         variant: Variant,
     ) -> tuple[Unsampled, LoopState, KVPool]:
         """`prefill` but for the choice of tokens."""
-        state = state.put(batch.rows, batch.values).with_pages(plan)
+        state = state.put(batch.rows, batch.values).with_window_pages(batch.rows, batch.window_pages).with_pages(plan)
         decoding, num_rows = plan[:, 0], state.finished.shape[0]
         live = ~state.finished.at[decoding].get(mode="fill", fill_value=True)
         q_lens = live.astype(jnp.int32)
@@ -168,7 +171,7 @@ class Steps:
         tokens = batch.input_ids.at[places].set(values.last_tokens[num_prompts:], mode="drop")
         seq_lens = jnp.where(jnp.diff(cu_q_lens) > 0, values.seq_lens, 0)
         mode = ForwardMode.MIXED if plan.shape[0] else ForwardMode.EXTEND
-        forward_batch = ragged_pass(pool, values.page_table, tokens, seq_lens, cu_q_lens, mode=mode)
+        forward_batch = ragged_pass(pool, values.page_tables, tokens, seq_lens, cu_q_lens, mode=mode)
         hidden, pool = self._forward(weights, pool, forward_batch)
         owner, is_real = owners(batch.cu_q_lens, num_tokens)
         state = self._recorded(state, batch, owner, is_real, forward_batch.positions, variant=variant)
@@ -215,7 +218,7 @@ class Steps:
         values = state.take(rows)
         live = (rows < state.finished.shape[0]) & ~values.finished
         unrolled = call.default_device().platform == "gpu"
-        batch = decode_pass(pool, values.page_table, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        batch = decode_pass(pool, values.page_tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
         hidden, pool = self._forward(weights, pool, batch)
         state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
         return Unsampled(hidden=hidden, rows=rows, live=live), state, pool

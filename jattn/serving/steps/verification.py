@@ -54,7 +54,9 @@ class SpeculativeSteps(Steps):
         last = values.last_tokens[:, None]
         # In place of a token that is not drafted any one will do; the newest harms no row that it is in already.
         tokens = jnp.concatenate([last, jnp.where(drafts >= 0, drafts, last)], axis=1)
-        hidden, pool = self._forward(weights, pool, verify_pass(pool, values.page_table, tokens, values.seq_lens, live))
+        hidden, pool = self._forward(
+            weights, pool, verify_pass(pool, values.page_tables, tokens, values.seq_lens, live)
+        )
         return Unsampled(hidden=hidden, rows=rows, live=live, drafts=drafts), state, pool
 
     def sample(

@@ -21,6 +21,7 @@ def logits(model, tokens, *, context, page_size=8):
 @functools.cache
 def _forward(model, context, page_size):
     pages, index = context // page_size, jnp.arange(context, dtype=jnp.int32)
+    groups = len(model.kv_groups)
     dtype = model.vocabulary.embedding.dtype
     config = FlashAttentionConfig(max_context_len=context, page_size=page_size, dtype=dtype.name)
     backend = FlashAttentionBackend(config)
@@ -33,8 +34,8 @@ def _forward(model, context, page_size):
             positions=index,
             seq_lens=jnp.array([context], jnp.int32),
             cu_q_lens=jnp.array([0, context], jnp.int32),
-            out_cache_loc=(index + page_size,),
-            page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],),
+            out_cache_loc=(index + page_size,) * groups,
+            page_tables=(jnp.arange(1, pages + 1, dtype=jnp.int32)[None],) * groups,
         )
         pool = make_pool(model.kv_groups, num_pages=pages + 1, page_size=page_size, dtype=dtype)
         hidden, _ = model(batch, backend.init_forward_metadata(batch), backend, pool)

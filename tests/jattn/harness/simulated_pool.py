@@ -1,5 +1,7 @@
 """An executor without a device: each slot of its pool holds which text wrote it, and every row checks what it reads.
 
+Of a page list of a window a row reads what its first query sees and what comes after it.
+
 Launches run when they are submitted and are read later, as on a device that keeps up. In a launch all keys are written
 before any is read.
 """
@@ -7,8 +9,10 @@ before any is read.
 import dataclasses
 import random
 from collections import deque
+from copy import deepcopy
 from unittest import mock
 
+from jattn.page_lists import ALL_KEYS
 from jattn.serving import engine as engine_module
 from jattn.serving.engine import Engine
 from jattn.serving.executor.idle_time import IdleTime
@@ -18,11 +22,11 @@ from tests.jattn.harness.simulated_device import Sizes
 
 @dataclasses.dataclass
 class Row:
-    """A row of the loop state: the text that the device has of it, and its page table."""
+    """A row of the loop state: the text that the device has of it, and its page tables."""
 
     request: object
     tokens: list
-    pages: list
+    page_lists: list
     finished: bool = False
 
 
@@ -66,10 +70,10 @@ class SimulatedPool:
             texts.append(self.node(texts[-1], token))
         return texts[1:]
 
-    def holds(self, page, texts):
+    def holds(self, page, texts, page_list=0):
         """Whether the keys of a page are those of these texts, one a slot."""
         slots = range(page * self.config.page_size, (page + 1) * self.config.page_size)
-        return all([pool.get(slot) for slot in slots] == texts for pool in self._pools)
+        return all([pool.get((page_list, slot)) for slot in slots] == texts for pool in self._pools)
 
     def may_mix(self, decoding):
         return self.config.mixed_steps and len(decoding) <= self.config.prefill_tokens // 2
@@ -80,9 +84,12 @@ class SimulatedPool:
         launch = Launch()
         reading = [self._begin_chunk(chunk) for chunk in plan.chunks]
         runs = [run for request in plan.decoding if (run := self._begin_decode(request))]
-        for row, texts in reading + [(row, texts) for row, texts, _ in runs]:
-            self._read(self._pools[0], row, texts)
-        for chunk, (row, texts) in zip(plan.chunks, reading, strict=True):
+        for row, texts, first in reading:
+            for pool in self._pools:
+                self._read(pool, row, texts, first)
+        for row, texts, drafts in runs:
+            self._read(self._pools[0], row, texts, len(texts) - len(drafts) - 1)
+        for chunk, (row, texts, _) in zip(plan.chunks, reading, strict=True):
             if chunk.is_last:
                 launch.append(self._given(row, texts, drafts=None))
         launch += [self._given(row, texts, drafts) for row, texts, drafts in runs]
@@ -115,18 +122,18 @@ class SimulatedPool:
             assert before.request is request
             assert len(before.tokens) == chunk.begin
         assert chunk.begin <= chunk.start < chunk.stop <= request.num_tokens
-        row = self._rows[request.row] = Row(request, request.tokens[: chunk.stop], list(request.pages))
+        row = self._rows[request.row] = Row(request, request.tokens[: chunk.stop], deepcopy(request.page_lists))
         texts = self.path(request, row.tokens)
         for pool in self._pools:
             self._write(pool, row, texts, range(chunk.start, chunk.stop))
-        return row, texts
+        return row, texts, chunk.start
 
     def _begin_decode(self, request):
         row, num_drafts = self._rows[request.row], self.config.num_draft_tokens
         assert row.request is request
         if row.finished:
             return None
-        row.pages = list(request.pages)
+        row.page_lists = deepcopy(request.page_lists)
         newest, drafts = len(row.tokens) - 1, []
         texts = self.path(request, row.tokens)
         for _ in range(num_drafts):
@@ -135,7 +142,7 @@ class SimulatedPool:
             texts.append(self.node(texts[-1], drafts[-1]))
         if drafts:
             self._write(self._pools[1], row, texts, range(max(0, newest - 1), newest + num_drafts))
-            self._read(self._pools[1], row, texts[: newest + num_drafts])
+            self._read(self._pools[1], row, texts[: newest + num_drafts], max(0, newest - 1))
         self._write(self._pools[0], row, texts, range(newest, newest + 1 + num_drafts))
         return row, texts, drafts
 
@@ -153,21 +160,35 @@ class SimulatedPool:
         return Given(request, tokens, None, *(() if drafts is None else (len(drafts), len(tokens) - 1)))
 
     def _write(self, pool, row, texts, places):
-        for place in places:
-            pool[self._slot(row, place)] = texts[place]
+        for number in range(len(row.page_lists)):
+            for place in places:
+                pool[self._slot(row, number, place)] = texts[place]
 
-    def _read(self, pool, row, texts):
-        for place, text in enumerate(texts):
-            assert pool.get(self._slot(row, place)) == text, f"the key at {place} is not of this text"
+    def _read(self, pool, row, texts, first):
+        """What queries from a place on see."""
+        for number, span in enumerate((ALL_KEYS, *self.config.windows)):
+            begin = max(0, first - min(first, span.most_keys - 1))
+            if span.chunk_size is not None:
+                begin = first - first % span.chunk_size
+            for place in range(int(begin), len(texts)):
+                found = pool.get(self._slot(row, number, place))
+                assert found == texts[place], f"the key at {place} of list {number} is not of this text"
 
-    def _slot(self, row, place):
+    def _slot(self, row, number, place):
         page, offset = divmod(place, self.config.page_size)
-        return row.pages[page] * self.config.page_size + offset
+        assert row.page_lists[number][page], f"page {page} of list {number} went back too early"
+        return number, row.page_lists[number][page] * self.config.page_size + offset
 
 
-def simulated_engine(config, seed):
-    """An engine over a simulated pool."""
+def simulated_engine(config, seed, spans=()):
+    """An engine over a simulated pool.
+
+    Args:
+        spans: Of window layers that the model has beside full ones.
+    """
+    model = Sizes()
+    model.kv_groups = tuple(dataclasses.replace(Sizes.kv_groups[0], span=span) for span in (ALL_KEYS, *spans))
     with mock.patch.object(
         engine_module, "Executor", lambda model, config, **_: SimulatedPool(config, random.Random(seed))
     ):
-        return Engine(Sizes(), config)
+        return Engine(model, config)

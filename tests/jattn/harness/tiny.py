@@ -96,5 +96,5 @@ def run(engine, requests=()):
         engine.add(request)
     while engine.has_work:
         engine.step()
-    assert engine.kv_cache.num_free == engine.kv_cache.num_pages
+    assert engine.kv_cache.is_free
     return [request.generated for request in requests]

@@ -131,8 +131,8 @@ class DenseBackend:
     forward_decode = forward_extend
 
 
-def sequence(tokens):
-    """One sequence from its beginning, in page 1 and the pages after it."""
+def sequence(tokens, groups=1):
+    """One sequence from its beginning, in page 1 and the pages after it, of as many groups of a pool."""
     index = jnp.arange(len(tokens), dtype=jnp.int32)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
@@ -140,6 +140,6 @@ def sequence(tokens):
         positions=index,
         seq_lens=jnp.array([len(tokens)], jnp.int32),
         cu_q_lens=jnp.array([0, len(tokens)], jnp.int32),
-        out_cache_loc=(8 + index,),
-        page_tables=(jnp.array([[1, 2]], jnp.int32),),
+        out_cache_loc=(8 + index,) * groups,
+        page_tables=(jnp.array([[1, 2]], jnp.int32),) * groups,
     )

@@ -76,8 +76,8 @@ class PagedRun:
             positions=padded(positions, padding, 0),
             seq_lens=padded(self.lens, PADDED_ROWS, 0),
             cu_q_lens=jnp.asarray(cu_q_lens, jnp.int32),
-            out_cache_loc=(padded(slots, padding, self.num_slots),),
-            page_tables=(jnp.asarray(self.page_table),),
+            out_cache_loc=(padded(slots, padding, self.num_slots),) * len(self.pool.groups),
+            page_tables=(jnp.asarray(self.page_table),) * len(self.pool.groups),
         )
         logits, self.pool = forward_pass(self.graph, self.state, self.backend, self.pool, batch)
         return np.asarray(logits)[: len(positions)]

@@ -1,0 +1,97 @@
+"""Pages before a window may be page 0 in the table, and hold NaN: the answer is the same to the bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn_kernels
+from jattn.page_lists import AttentionSpan
+from jattn_kernels import AttentionSpec
+from jattn_kernels.call import Device
+from jattn_kernels.mosaic.sm90.decode import split_kv
+from tests.kernels.harness.case_table import Case, assert_close, build
+from tests.kernels.harness.extend_calls import interpreted_in_few_blocks
+from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.triton_interpreter import interpreted as triton_interpreted
+
+FACTS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+SPANS = {"window": {"window_left": 37}, "own_key": {"window_left": 0}, "chunk": {"chunk_size": 64}}
+CASES = [
+    Case(
+        name=f"{operation}_{name}_{'_'.join(map(str, q_lens))}",
+        operation=operation,
+        spec=AttentionSpec(**FACTS, **span),
+        q_lens=q_lens,
+        kv_lens=(200, 17, 131),
+        page_size=16,
+        dtype="bfloat16",
+        sinks=name == "window",
+    )
+    for operation, q_lens in (("paged_decode", (1, 1, 1)), ("paged_decode", (3, 3, 3)), ("paged_extend", (20, 17, 1)))
+    for name, span in SPANS.items()
+]
+
+
+def without_unseen(case, inputs):
+    """The same call, where pages that no query sees hold NaN, and page 0 stands for them in the table."""
+    q, k_pages, v_pages, page_table, *rest = inputs.args
+    table, span = np.array(page_table), AttentionSpan(case.spec.window_left, case.spec.chunk_size)
+    gone = []
+    for row, kv_len, q_len in zip(table, case.kv_lens, case.q_lens, strict=True):
+        end = max(0, span.first_page(kv_len - q_len, case.page_size))
+        gone += row[:end].tolist()
+        row[:end] = 0
+    assert gone
+    gone = np.array(gone)
+    pools = (pages.at[gone].set(jnp.nan) for pages in (k_pages, v_pages))
+    return inputs._replace(args=(q, *pools, jnp.asarray(table), *rest))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch believes in a Hopper GPU with few multiprocessors."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+    monkeypatch.setattr(split_kv, "num_sms", lambda: 3)
+
+
+def attended(case, inputs, implementation):
+    face = functools.partial(
+        getattr(jattn_kernels, case.operation), spec=case.spec, return_lse=True, implementation=implementation
+    )
+    return jax.jit(face)(*inputs.args, **inputs.options)
+
+
+def assert_same(case, implementation):
+    inputs = build(case)
+    expected = attended(case, inputs, implementation)
+    assert_close(case, inputs, *expected, narrow_products=implementation == "mosaic")
+    for found, each in zip(attended(case, without_unseen(case, inputs), implementation), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(each, np.float32))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_xla(case):
+    assert_same(case, "xla")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_triton(case):
+    with triton_interpreted():
+        assert_same(case, "triton")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_mosaic(hopper, case):
+    is_decode = case.operation == "paged_decode"
+    with interpreted() if is_decode else interpreted_in_few_blocks():
+        assert_same(case, "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "triton", "mosaic"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gpu(case, implementation):
+    assert_same(case, implementation)
