@@ -43,8 +43,9 @@ def mixture_of_experts(
     """The sum over a token's experts of weight * down(activation(gate(x), up(x))), in x's dtype.
 
     Products are summed, and biases, activations and weights applied, in float32; an expert's hidden units and what it
-    returns are rounded to x's dtype. The experts that no token goes to are not read. On Hopper a token's result is the
-    same to the bit whatever other tokens there are; by `triton`, in calls of as many tokens.
+    returns are rounded to x's dtype. The experts that no token goes to are not read. On Hopper, with weights of
+    16 bits, a token's result is the same to the bit whatever other tokens there are; by `triton`, in calls of as many
+    tokens.
 
     Args:
         weights: Of each token's experts, as `route` gives them.

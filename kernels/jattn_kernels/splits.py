@@ -6,7 +6,8 @@ import typing
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Float32
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 @typing.no_type_check
@@ -16,12 +17,13 @@ class Splits:
     """What adds up to the rows of a product: for a kernel that reads them next and adds them up as it does.
 
     Attributes:
-        parts: Each of a share of the product's depth; always added in this order. Rows past `num_rows` are 0.
+        parts: Each of a share of the product's depth, float32, or rounded to `dtype`; always added in this order, in
+            float32. Rows past `num_rows` are 0.
         num_rows: Of the product; static.
         dtype: That the sum is rounded to; static.
     """
 
-    parts: Float32[Array, "S R *columns"]
+    parts: Float[Array, "S R *columns"]
     num_rows: int = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
 
@@ -42,4 +44,4 @@ class Splits:
 
 def added(x: Float[Array, "..."] | Splits) -> Float[Array, "..."]:
     """The rows themselves."""
-    return x.parts.sum(axis=0)[: x.num_rows].astype(x.dtype) if isinstance(x, Splits) else x
+    return x.parts.sum(axis=0, dtype=jnp.float32)[: x.num_rows].astype(x.dtype) if isinstance(x, Splits) else x

@@ -22,6 +22,7 @@ from jattn_kernels import (
 )
 from jattn_kernels.call import Device
 from jattn_kernels.lowering.expert_groups import silu_gate
+from jattn_kernels.mosaic.sm90.common import shared_row
 from jattn_kernels.ungated import gated
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
@@ -145,8 +146,9 @@ def activated(x):
     return silu_gate(gate, up).astype(x.dtype)
 
 
-def test_kernel_activates_rows_without_races(hopper):
-    (_, kernel), x = operands(2, 3072, 64), ungated(2, 3072)
+def test_kernel_activates_rows_without_races(hopper, monkeypatch):
+    monkeypatch.setattr(shared_row, "FEWEST_ROWS", 2)
+    (_, kernel), x = operands(2, 3072, 64), ungated(2, 3072)  # a row is shared by three warpgroups
     with interpreted():
         out = of_last_layer(matmul, implementation="mosaic", out_dtype="float32")(x, kernel, jnp.int32(1))
     assert_product(out, activated(x), kernel, 2.0**-9, ties=True)
@@ -183,9 +185,10 @@ def assert_rounded_sum(results, x, splits, scale):
     assert np.mean(np.asarray(rounded.values[: len(x)], np.float32) != np.asarray(values, np.float32)) < 0.02
 
 
-@pytest.mark.parametrize("columns", [1024, 1088])
-def test_norm_of_a_sum_is_rounded_without_races(hopper, columns):
-    x, splits, scale = sum_to_norm(9, columns)
+@pytest.mark.parametrize(("rows", "columns"), [(9, 1024), (9, 1088), (2, 3072)])  # few rows are shared by warpgroups
+def test_norm_of_a_sum_is_rounded_without_races(hopper, rows, columns, monkeypatch):
+    monkeypatch.setattr(shared_row, "FEWEST_ROWS", 2)
+    x, splits, scale = sum_to_norm(rows, columns)
     with interpreted():
         results = add_rms_norm(x, splits, scale, eps=1e-5, layer_index=2, rounded=True, implementation="mosaic")
     assert_rounded_sum(results, x, splits, scale)

@@ -1,5 +1,6 @@
 """The norm against NumPy, its kernel under the interpreter, lowered for CUDA, and on a GPU."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from jattn_kernels import add_rms_norm, added, rms_norm
 from jattn_kernels.call import Device
+from jattn_kernels.mosaic.sm90.common import shared_row
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.norm_rows import EPS, assert_norm, rows
 from tests.kernels.harness.splits import splits_of
@@ -68,10 +70,24 @@ def test_norm_of_a_sum(in_splits):
     assert_added(results, x, addition, scale[2])
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(1024, "bfloat16"), (1024, "float16"), (2112, "bfloat16")])
-def test_kernel_adds_splits_without_races(hopper, columns, dtype):
+def rounded(splits):
+    """As products of many rows leave them."""
+    return dataclasses.replace(splits, parts=splits.parts.astype(splits.dtype))
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "form"),
+    [
+        (1024, "bfloat16", rounded),
+        (1024, "float16", None),
+        (2112, "bfloat16", None),
+        (2048, "bfloat16", rounded),  # two warpgroups share a row
+    ],
+)
+def test_kernel_adds_splits_without_races(hopper, columns, dtype, form, monkeypatch):
+    monkeypatch.setattr(shared_row, "FEWEST_ROWS", 2)
     x, addition, scale = (rows(3, columns, dtype=dtype, key=key) for key in range(3))
-    addition = splits_of(addition)
+    addition = splits_of(addition) if form is None else form(splits_of(addition))
     with interpreted():
         results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=2, implementation="mosaic")
     assert_added(results, x, addition, scale[2])
@@ -154,10 +170,12 @@ def test_kernel_on_a_gpu(num_rows, columns, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("num_rows", "columns", "dtype"), [(1, 2048, "bfloat16"), (8, 4096, "float16"), (1, 2880, "bfloat16")]
+    ("num_rows", "columns", "dtype"),
+    [(1, 2048, "bfloat16"), (8, 4096, "float16"), (1, 2880, "bfloat16"), (64, 4096, "bfloat16")],
 )
 def test_kernel_adds_splits_on_a_gpu(num_rows, columns, dtype):
     x, addition = (rows(num_rows, columns, dtype=dtype, key=key) for key in range(2))
     scale, addition = rows(2, columns, dtype=dtype, key=2), splits_of(addition, 8)
+    addition = rounded(addition) if num_rows > 16 else addition
     results = add_rms_norm(x, addition, scale, eps=EPS, layer_index=1, implementation="mosaic")
     assert_added(results, x, addition, scale[1])

@@ -57,7 +57,7 @@ def mla_write(
             place = pl.ds(begin, size)
             if not isinstance(rows, Splits):
                 return load(rows_ref.at[token, place], layout)
-            parts = [load(rows_ref.at[i, token, place], layout) for i in range(len(rows.parts))]
+            parts = [load(rows_ref.at[i, token, place], layout).astype(jnp.float32) for i in range(len(rows.parts))]
             return functools.reduce(operator.add, parts).astype(dtype)
 
         c_kv = columns(0, compressed, whole).astype(jnp.float32)

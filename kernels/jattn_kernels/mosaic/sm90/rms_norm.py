@@ -1,4 +1,5 @@
-"""Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup.
+"""Root-mean-square norm on Hopper: a block a row, all of it in the registers of one warpgroup, or of several
+where there are not rows for all SMs.
 
 What splits of a product add up to may be added to the row first: the sum is then a result beside its norm. The norm
 may be rounded to fp8 as it is stored.
@@ -9,6 +10,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -18,10 +20,19 @@ from jattn_kernels.mosaic.sm90.common import launch
 from jattn_kernels.mosaic.sm90.common.one_row import added_up, rounded_sum
 from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types, store_rounded
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, MULTIPLE, pieces
+from jattn_kernels.mosaic.sm90.common.shared_row import (
+    Meeting,
+    RowOperands,
+    meeting,
+    normed_share,
+    of_all,
+    sharers_of,
+)
 from jattn_kernels.operands import NormOperands
-from jattn_kernels.quantized import NormedRows, QuantizedRows
+from jattn_kernels.quantized import FP8, LARGEST, NormedRows, QuantizedRows, scale_of
 
 _MOST_COLUMNS = 8192  # 64 a thread
+_MOST_SHARERS = 4
 
 
 def supports(columns: int, *dtypes: Any) -> bool:
@@ -38,10 +49,15 @@ def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float
     x, eps, offset = operands.x, call.eps, call.offset
     columns = x.shape[1]
     parts = tuple(addition.parts for addition in operands.additions)
-    of_row = pieces(columns)
+    of_row, sharers = pieces(columns), sharers_of(x.shape[0], columns, _MOST_SHARERS)
 
     def kernel(x_ref, scale_ref, layer_ref, *refs):
         row = lax.axis_index("row")
+        if sharers > 1:
+            row_operands = RowOperands(scale_ref, layer_ref, refs[: len(parts)])
+            share = functools.partial(_share, call, x_ref, row_operands, refs[len(parts) :], row)
+            pl.run_scoped(share, meeting(columns, sharers), collective_axes="warpgroup")
+            return
         refs, out_refs = (refs[:-2], refs[-2:]) if call.rounded else (refs[:-1], refs[-1:])
         rows = x_ref.at[row], scale_ref.at[layer_ref[0]]
         # All is asked for before anything is stored: a load behind a store waits for what is stored.
@@ -72,6 +88,7 @@ def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float
         out_type=(*sum_types, *out_types),
         grid=(x.shape[0],),
         grid_names=("row",),
+        num_threads=sharers,
         kernel_name="rms_norm",
     )
     results = run(x, operands.scale, operands.layer_index.reshape(1), *parts)
@@ -79,3 +96,29 @@ def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float
     if call.rounded:
         out = QuantizedRows(values=out, scales=scales[0], num_rows=x.shape[0], dtype=x.dtype)
     return (*sums, out) if parts else out
+
+
+def _share(call: NormCall, x: Any, operands: RowOperands, outs: tuple[Any, ...], row: Any, place: Meeting) -> None:
+    """A warpgroup's share of a row.
+
+    Args:
+        outs: The sum, if something is added; the norm, and its scale if it is rounded.
+    """
+    number = lax.axis_index("warpgroup")
+    total, normed = normed_share(x, operands, row, call, place, number)
+    size = total.shape[0]
+    own = pl.ds(pl.multiple_of(number * size, size), size)
+    if operands.additions:
+        outs[0].at[row].at[own][...] = total.astype(x.dtype)
+        outs = outs[1:]
+    if not call.rounded:
+        outs[0].at[row].at[own][...] = normed
+        return
+    values, scales = outs
+    numbers = normed.astype(jnp.float32)
+    scale = scale_of(of_all(jnp.abs(numbers), jnp.maximum, place, 1, number))
+    values.at[row].at[own][...] = jnp.clip(numbers / scale, -LARGEST, LARGEST).astype(FP8)
+
+    @pl.when(number == 0)
+    def tell():
+        scales[row] = scale

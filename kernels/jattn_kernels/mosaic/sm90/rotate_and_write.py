@@ -118,7 +118,9 @@ def rotate_and_write(
 
             if not isinstance(qkv, Splits):
                 return [load(qkv_ref, part) for part in range(2)]
-            splits = [[load(qkv_ref.at[i], part) for part in range(2)] for i in range(len(qkv.parts))]
+            splits = [
+                [load(qkv_ref.at[i], part).astype(jnp.float32) for part in range(2)] for i in range(len(qkv.parts))
+            ]
             return [functools.reduce(operator.add, halves).astype(qkv.dtype) for halves in zip(*splits, strict=True)]
 
         # Where a block takes all heads of a token, it is known here whose they are.

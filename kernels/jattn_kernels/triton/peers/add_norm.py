@@ -99,7 +99,7 @@ def add_norm(
     rows_at_once = min(triton.cdiv(len(x), blocks), inbox.lane_words // (PIECE_WORDS * tile))
     warps = warps_of(tile)
     in_splits = isinstance(addition, Splits)
-    parts = addition.parts if isinstance(addition, Splits) else addition
+    parts = addition.parts.astype(jnp.float32) if isinstance(addition, Splits) else addition
     config = AddNormConfig(
         exchange=exchange,
         wide=exchange_of(inbox, jax.ShapeDtypeStruct((), jnp.float32)),

@@ -23,7 +23,8 @@ _COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 def added_up(piece: Piece, parts: Any, row: Any) -> jax.Array:
     """A piece of a row of what splits add up to."""
-    return functools.reduce(operator.add, [piece.load(parts.at[i, row]) for i in range(parts.shape[0])])
+    loaded = (piece.load(parts.at[i, row]).astype(jnp.float32) for i in range(parts.shape[0]))
+    return functools.reduce(operator.add, loaded)
 
 
 def rounded_sum(numbers: jax.Array, addition: jax.Array, *, dtype: Any) -> jax.Array:

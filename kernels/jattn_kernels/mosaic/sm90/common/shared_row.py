@@ -22,6 +22,7 @@ from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, THREADS, VECTOR
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
 from jattn_kernels.operands import NormOperands
 
+FEWEST_ROWS = 17  # of which several warpgroups share each: fewer were not timed
 _LANES = 32
 
 
@@ -84,6 +85,14 @@ def adds_up(norm: NormCall, most: int) -> bool:
     return fits(norm.num_rows, norm.columns, most) and norm.scale_dtype == norm.dtype
 
 
+def sharers_of(rows: int, columns: int, most: int) -> int:
+    """Warpgroups that share a row where each has a block: as many as SMs have room for without idling, up to `most`."""
+    if rows < FEWEST_ROWS or columns % LEAST:
+        return 1
+    wanted = max(1, most // pl.cdiv(rows, tiles.num_sms()))
+    return next(number for number in range(wanted, 0, -1) if columns % (LEAST * number) == 0)
+
+
 def meeting(columns: int, consumers: int) -> Meeting:
     """Scratch for a meeting of those of so many consumers that have a share of the row."""
     sharers = next(number for number in range(consumers, 0, -1) if columns % (LEAST * number) == 0)
@@ -111,20 +120,10 @@ def share_of_row(
     begin = pl.multiple_of(number * size, size)
     own = pl.ds(begin, size)
 
-    def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref if size == columns else ref.at[own], layout=layout, optimized=False)
-
     if norm is None:
-        return load(x.at[0]), begin
+        return plgpu.load(x.at[0] if size == columns else x.at[0, own], layout=layout, optimized=False), begin
     assert operands is not None
-    row, factor = load(x.at[0]), load(operands.scale.at[operands.layer[0]])
-    sums = [
-        functools.reduce(operator.add, [load(parts.at[i, 0]) for i in range(parts.shape[0])])
-        for parts in operands.additions
-    ]
-    total = functools.reduce(functools.partial(rounded_sum, dtype=dtype), sums, row.astype(jnp.float32))
-    inverse = lax.rsqrt(of_all(total * total, operator.add, place, 0, number) / columns + norm.eps)
-    normed = (total * inverse * (factor.astype(jnp.float32) + norm.offset)).astype(dtype)
+    total, normed = normed_share(x, operands, 0, norm, place, number)
 
     @pl.when(lax.axis_index("block") == 0)
     def keep():
@@ -133,6 +132,34 @@ def share_of_row(
             (target if size == columns else target.at[own])[...] = numbers
 
     return normed, begin
+
+
+def normed_share(
+    x: Any, operands: RowOperands, row: Any, norm: NormCall, place: Meeting, number: Any
+) -> tuple[jax.Array, jax.Array]:
+    """A warpgroup's share of a row with what is added to it, in float32, and of the norm of that, in x's dtype.
+
+    Args:
+        x: (rows, columns), in global memory.
+        place: Its first half is used.
+        number: Of the warpgroup.
+    """
+    dtype, columns = x.dtype, x.shape[1]
+    size = columns // place.sharers
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=VECTOR)
+    own = pl.ds(pl.multiple_of(number * size, size), size)
+
+    def load(ref: Any) -> jax.Array:
+        return plgpu.load(ref if size == columns else ref.at[own], layout=layout, optimized=False)
+
+    numbers, factor = load(x.at[row]), load(operands.scale.at[operands.layer[0]])
+    sums = [
+        functools.reduce(operator.add, [load(parts.at[i, row]).astype(jnp.float32) for i in range(parts.shape[0])])
+        for parts in operands.additions
+    ]
+    total = functools.reduce(functools.partial(rounded_sum, dtype=dtype), sums, numbers.astype(jnp.float32))
+    inverse = lax.rsqrt(of_all(total * total, operator.add, place, 0, number) / columns + norm.eps)
+    return total, (total * inverse * (factor.astype(jnp.float32) + norm.offset)).astype(dtype)
 
 
 def of_all(numbers: jax.Array, add: Callable[[Any, Any], Any], place: Meeting, half: int, number: Any) -> jax.Array:

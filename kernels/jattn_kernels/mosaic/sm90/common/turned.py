@@ -1,5 +1,8 @@
 """Sums that a product leaves turned: the columns of the result on wgmma's rows."""
 
+import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -35,3 +38,40 @@ def store_turned(sums: Any, split: Any, first_row: Any, first_column: Any, resul
         @pl.when(first_row + row < num_rows)
         def store_row(row=row):
             sums[split, first_row + row, pl.ds(first_column, columns)] = result[:, row]
+
+
+def copy_turned(
+    staging: Any,
+    out: Any,
+    first_row: Any,
+    first_column: Any,
+    result: jax.Array,
+    *,
+    overlap: int = 0,
+    is_last: Any = None,
+) -> None:
+    """out[first_row:, first_column:] = result^T, rounded, by copies that may go on; some rows at a time.
+
+    Args:
+        staging: (parts, some rows, columns), tiled, of a warpgroup by itself.
+        out: [R, F], in the dtype of `staging`. Rows past the last are not stored.
+        result: (columns, rows), as wgmma leaves it.
+        overlap: Columns that the last two warpgroups of a work tile have both, and store both.
+        is_last: Whether this one is the last.
+    """
+    parts, staged, columns = staging.shape
+    result = result.astype(staging.dtype)
+    own = pl.ds(pl.multiple_of(first_column, math.gcd(columns, overlap)), columns)
+    for number, begin in enumerate(range(0, result.shape[1], staged)):
+        slot, first = staging.at[number % parts], first_row + begin
+        plgpu.wait_smem_to_gmem(parts - 1, wait_read_only=True)  # what was staged there before
+        slot.transpose((1, 0))[...] = result[:, begin : begin + staged]
+        plgpu.commit_smem()
+        if tiles.interpret_params() is None:
+            plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(first, staged), own])
+            continue
+        for row, kept in itertools.product(range(staged), {0, overlap}):  # the interpreter takes both for a race
+            stored = (first + row < out.shape[0]) & ((is_last == (kept == overlap)) if overlap else True)
+            of_row = slot.at[pl.ds(row, 1), pl.ds(kept, columns - kept)]
+            target = out.at[pl.ds(first + row, 1), pl.ds(first_column + kept, columns - kept)]
+            pl.when(stored)(functools.partial(plgpu.copy_smem_to_gmem, of_row, target))

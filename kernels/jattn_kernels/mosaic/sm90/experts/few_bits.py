@@ -4,7 +4,8 @@ As the product of weights of 16 bits (`GroupedProduct`), whose work tiles it has
 
   weights                 lie with their outputs first, as wgmma reads 8-bit operands along the depth only
   producer warpgroup      TMA for the rows too: they stand in their slots, both terms of each
-  consumer warpgroups     acc^T = w x^T of a scale's depth, both terms; sums += acc^T times the scale, in float32
+  consumer warpgroups     acc^T = w x^T of a scale's depth, both terms; sums += acc^T times the scale, in float32. Of
+                          few rows the terms are columns of one product, and their sums are added up in the end
 
 Tensor cores keep some 13 bits of a sum in fp8 (DeepSeek-V3, arXiv:2412.19437, section 3.3.2): so none is of more than
 128 inputs. Weights of 4 bits become fp8 in registers, exactly; each 32 inputs have a scale, and a product of theirs.
@@ -27,7 +28,7 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.e2m1 import as_fp8, power_of_two
 from jattn_kernels.mosaic.sm90.experts.grouped_product import PAIR, GroupedProduct, WorkTile
-from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles
+from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, rows_of_scales
 from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE, ScalesKind
@@ -36,6 +37,9 @@ _BLOCK_DEPTH = 128  # of a stage of weights of 8 bits
 _PACKED_DEPTH = 160  # of 4 bits: rows of 80 bytes, of which threads read 8 without waiting for each other
 _MOST_SUMS = 128  # rows of all products that a consumer has under way at once: each takes half a register
 _ROWS_BESIDE = 16  # up to which the next weights are made wider while products are under way: registers, again
+_ROWS_JOINED = (
+    16  # up to which both terms of the rows are columns of one product: a product's weights are what it costs
+)
 
 
 class FewBitsOperands(NamedTuple):
@@ -61,8 +65,8 @@ class FewBitsOperands(NamedTuple):
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, 2, 64 a consumer, 128), or 80 bytes
-    scales: Any  # (stages, 2, 5, 64 a consumer) of groups; None of others
-    x: Any  # (stages, 2, block_rows, 128 or 160)
+    scales: Any  # (stages, 2, 5 and those left free, 64 a consumer) of groups; None of others
+    x: Any  # (stages, 2 * block_rows, 128 or 160)
     out: Any  # (consumers, block_rows, 64)
     full: Any
     empty: Any
@@ -129,10 +133,11 @@ class _FewBitsProduct(GroupedProduct):
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         kernel = sizes.stages, PAIR, side, self.block_depth
         packed = (*kernel[:-1], self.block_depth // NUMBERS_OF_BYTE)
-        rows = sizes.stages, TERMS, sizes.block_rows, self.block_depth
+        rows = sizes.stages, TERMS * sizes.block_rows, self.block_depth
+        scales = sizes.stages, PAIR, rows_of_scales(side), side
         return _Scratch(
             kernel=plgpu.SMEM(packed, MXFP4) if self.packed else tiles.tile(kernel, FP8),
-            scales=plgpu.SMEM((sizes.stages, PAIR, self.groups, side), jnp.uint8) if self.packed else None,
+            scales=plgpu.SMEM(scales, jnp.uint8) if self.packed else None,
             x=tiles.tile(rows, FP8, copied_columns=self.block_depth // self.groups),
             out=tiles.tile((sizes.consumers, sizes.block_rows, WGMMA_ROWS), self.dtype),
             full=plgpu.Barrier(num_arrivals=TERMS + PAIR * (2 if self.packed else 1), **stages),
@@ -158,7 +163,8 @@ class _FewBitsProduct(GroupedProduct):
                     if self.packed:
                         groups = pl.ds(k * self.groups, self.groups)
                         scales = operands.scales.at[layer, tile.expert, groups, columns]
-                        plgpu.copy_gmem_to_smem(scales, scratch.scales.at[stage, part], full)
+                        target = scratch.scales.at[stage, part, pl.ds(0, self.groups)]
+                        plgpu.copy_gmem_to_smem(scales, target, full)
                 least = 0
                 for count in self.sizes.row_counts:
                     enough = (tile.rows > least) & (tile.rows <= count)
@@ -172,14 +178,26 @@ class _FewBitsProduct(GroupedProduct):
             rows = pl.ds(pl.multiple_of(tile.first, TILED_ROWS), count)
             for term in range(TERMS):
                 source = operands.x.at[term, rows, pl.ds(k * self.block_depth, self.block_depth)]
-                plgpu.copy_gmem_to_smem(source, scratch.x.at[stage, term, pl.ds(0, count)], scratch.full.at[stage])
+                target = scratch.x.at[stage, pl.ds(term * self._term_stride(count), count)]
+                plgpu.copy_gmem_to_smem(source, target, scratch.full.at[stage])
 
         wait_for_last(scratch.empty, self.for_each_tile(operands, copy_tile), stages)
+
+    def _term_stride(self, count: int) -> int:
+        """Rows in shared memory from one term to the next."""
+        return count if count <= _ROWS_JOINED else self.sizes.block_rows
+
+    def _products(self, count: int) -> list[Any]:
+        """The rows of each product with the same weights: of both terms at once, or of each."""
+        if count <= _ROWS_JOINED:
+            return [pl.ds(0, TERMS * count)]
+        return [pl.ds(term * self._term_stride(count), count) for term in range(TERMS)]
 
     def multiply(
         self, operands: Any, out: Any, scratch: Any, warpgroup: Any, tile: WorkTile, count: int, done: Any
     ) -> None:
         stages, shape = self.sizes.stages, (WGMMA_ROWS, count)
+        width = self._products(count)[0].size
 
         def multiply_step(k, carry):
             totals, factors = carry
@@ -190,9 +208,11 @@ class _FewBitsProduct(GroupedProduct):
             plgpu.barrier_arrive(scratch.empty.at[stage])
             return tuple(totals), following
 
-        none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        none = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, width), jnp.float32), plgpu.Layout.WGMMA)
         start = (none,) * PAIR, self._block_factors(operands, tile, warpgroup, 0)
         totals, _ = lax.fori_loop(0, self.steps, multiply_step, start)
+        if width > count:
+            totals = [total[:, :count] + total[:, count:] for total in totals]
         of_rows = plgpu.load(
             operands.x_scales.at[pl.ds(tile.first, count)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
         )
@@ -222,7 +242,9 @@ class _FewBitsProduct(GroupedProduct):
     ) -> list[Any]:
         """The sums with a stage's products, each times its scale; so many products at once as there are registers."""
         own = pl.ds(pl.multiple_of(warpgroup * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
-        batches, ready = self._batches(count), {}
+        products = self._products(count)
+        width = products[0].size
+        batches, ready = self._batches(width), {}
         early = self.packed and scratch.wide is None and count <= _ROWS_BESIDE
 
         def prepared(number: int) -> dict[int, Any]:
@@ -241,13 +263,13 @@ class _FewBitsProduct(GroupedProduct):
 
             def product(*sums, batch=batch, number=number):
                 for acc, (part, group) in zip(sums, batch, strict=True):
-                    for term in range(TERMS):
-                        self._start(acc, ready[part][1], group, scratch.x.at[stage, term, pl.ds(0, count)])
+                    for rows in products:
+                        self._start(acc, ready[part][1], group, scratch.x.at[stage, rows])
                 following = prepared(number + 1) if early else {}  # beside the products
                 plgpu.wgmma_wait(0)
                 return [acc[...] for acc in sums], following
 
-            results, following = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, count) for _ in batch))
+            results, following = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, width) for _ in batch))
             ready.update(following)
             ready.update(prepared(number + 1))
             for (part, group), result in zip(batch, results, strict=True):
@@ -257,12 +279,12 @@ class _FewBitsProduct(GroupedProduct):
                 totals[part] += result if factor is None else result * factor
         return totals
 
-    def _batches(self, count: int) -> list[list[tuple[int, int]]]:
-        """Parts and groups whose products are under way at once."""
+    def _batches(self, width: int) -> list[list[tuple[int, int]]]:
+        """Parts and groups whose products, of so many columns, are under way at once."""
         if not self.packed:
             both = [(part, 0) for part in range(PAIR)]
-            return [both] if PAIR * count <= _MOST_SUMS else [[each] for each in both]
-        at_once = max(1, _MOST_SUMS // 2 // count)
+            return [both] if PAIR * width <= _MOST_SUMS else [[each] for each in both]
+        at_once = max(1, _MOST_SUMS // 2 // width)
         begins = range(0, self.groups, at_once)
         return [
             [(part, group) for group in range(begin, min(begin + at_once, self.groups))]

@@ -33,7 +33,8 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.gather import ROW_BYTES, gather_rows, gathered
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles
 
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
+# By consumer warpgroups: of a thread of the producer, and of theirs. One has what the launch gives.
+_REGISTERS = {2: (40, 232), 3: (40, 152), 4: (32, 112)}
 PAIR = 2  # blocks of columns that a consumer warpgroup sums
 
 
@@ -140,13 +141,13 @@ class GroupedProduct:
         @pl.when(warpgroup == consumers)
         def produce():
             if consumers > 1:
-                plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+                plgpu.set_max_registers(_REGISTERS[consumers][0], action="decrease")
             self.produce(operands, scratch)
 
         @pl.when(warpgroup < consumers)
         def consume():
             if consumers > 1:
-                plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+                plgpu.set_max_registers(_REGISTERS[consumers][1], action="increase")
             self.consume(operands, out, scratch, warpgroup)
 
     def for_each_tile(self, operands: Any, visit: Callable[[WorkTile, Any], Any]) -> Any:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90 import rms_norm
 from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types
+from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.fp8 import rows
@@ -48,7 +49,8 @@ def _norms(call: MatmulCall, norm: NormCall) -> bool:
 
 def _tiles(call: MatmulCall) -> Fp8Tiles:
     shape = {"rows": call.num_rows, "depth": call.depth, "columns": call.columns}
-    return choose_tiles(**shape, out_bytes=jnp.dtype(call.out_dtype).itemsize, whole_row=_is_whole(call))
+    out_bytes = jnp.dtype(call.out_dtype).itemsize
+    return choose_tiles(**shape, out_bytes=out_bytes, rounded=rounds_splits(call), whole_row=_is_whole(call))
 
 
 def _is_whole(call: MatmulCall) -> bool:
@@ -71,7 +73,9 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         facts = {"norm": call.norm, "row": RowOperands.of(operands.norm)}
     weights = operands.kernel, operands.scales[..., 0], operands.layer_index
     out_dtype = jnp.dtype(call.out_dtype)
-    out, of_row = fp8_matmul(x, x_scales, *weights, out_dtype, _tiles(call), num_rows=call.num_rows, **facts)
+    out, of_row = fp8_matmul(
+        x, x_scales, *weights, out_dtype, _tiles(call), num_rows=call.num_rows, rounded=rounds_splits(call), **facts
+    )
     result = out if call.in_splits else added(out)
     return (result, *of_row) if of_row else result
 

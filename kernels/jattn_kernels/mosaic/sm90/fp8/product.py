@@ -32,9 +32,9 @@ from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, summed_over_stages, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.common.turned import store_turned
+from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
 from jattn_kernels.mosaic.sm90.fp8.rounded_row import rounded_share
-from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, Fp8Tiles
+from jattn_kernels.mosaic.sm90.fp8.tile_sizes import BLOCK_DEPTH, WIDTHS, Fp8Tiles
 from jattn_kernels.splits import Splits
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of a thread, with two consumer warpgroups
@@ -71,6 +71,7 @@ def fp8_matmul(
     sizes: Fp8Tiles,
     *,
     num_rows: int,
+    rounded: bool = False,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
 ) -> tuple[Float[Array, "T F"] | Splits, list[Float[Array, "1 D"]]]:
@@ -82,6 +83,7 @@ def fp8_matmul(
         x, kernel: In fp8 (e4m3); of x's rows those past `num_rows` are any. A whole row is not in fp8 yet.
         x_scales: Of the rows, and any numbers up to the end of the last work tile; None of a whole row.
         sizes: Of the work tiles.
+        rounded: Whether each split's sums are rounded to `out_dtype`, and leave as whole tiles.
         norm, row: If a whole row is added up and normed before it is rounded, what is done and what with.
     """
     (rows, depth), columns = x.shape, kernel.shape[1]
@@ -92,9 +94,12 @@ def fp8_matmul(
         depth=depth,
         columns=columns,
         out_dtype=jnp.dtype(out_dtype),
+        rounded=rounded,
         norm=norm,
     )
-    if product.in_splits:
+    if product.in_splits and rounded:
+        out_type = jax.ShapeDtypeStruct((sizes.splits, rows, columns), out_dtype)
+    elif product.in_splits:
         out_type = jax.ShapeDtypeStruct((sizes.splits, product.split_rows, columns), jnp.float32)
     else:
         out_type = jax.ShapeDtypeStruct((rows, columns), out_dtype)
@@ -126,6 +131,7 @@ class _Product:
     depth: int
     columns: int
     out_dtype: Any
+    rounded: bool = False
     norm: NormCall | None = None
 
     @property
@@ -137,6 +143,11 @@ class _Product:
     def in_splits(self) -> bool:
         """Whether sums are stored, which another adds up and scales."""
         return self.sizes.splits > 1 or self.out_dtype == jnp.float32
+
+    @property
+    def stages_out(self) -> bool:
+        """Whether what leaves is brought to shared memory first."""
+        return self.rounded or not self.in_splits
 
     @property
     def split_rows(self) -> int:
@@ -174,7 +185,7 @@ class _Product:
         scratch = _Scratch(
             kernel=tiles.tile((sizes.stages, sizes.block_columns, BLOCK_DEPTH), operands.kernel.dtype),
             x=tiles.tile(rows, operands.kernel.dtype, BLOCK_DEPTH),
-            out=None if self.in_splits else tiles.tile(staging, self.out_dtype),
+            out=tiles.tile(staging, self.out_dtype, WIDTHS if sizes.overlap else None) if self.stages_out else None,
             full=plgpu.Barrier(num_arrivals=1 if self.whole else 2, **stages),
             empty=empty,
         )
@@ -256,10 +267,14 @@ class _Product:
 
     def _consume(self, operands: _Operands, out: Any, scratch: _Scratch, number: Any, factor: Any) -> None:
         stages = self.sizes.stages
-        own = pl.ds(pl.multiple_of(number * WGMMA_ROWS, WGMMA_ROWS), WGMMA_ROWS)
+        own_begin = number * WGMMA_ROWS
+        if self.sizes.overlap:  # the last consumer begins in the strip of the one before
+            own_begin = jnp.minimum(own_begin, self.sizes.block_columns - WGMMA_ROWS)
+        own_begin = pl.multiple_of(own_begin, WIDTHS if self.sizes.overlap else WGMMA_ROWS)
+        own = pl.ds(own_begin, WGMMA_ROWS)
 
         def multiply_tile(tile: ProductTile, done):
-            begin = tile.column_block * self.sizes.block_columns + number * WGMMA_ROWS
+            begin = tile.column_block * self.sizes.block_columns + own_begin
             # Before they are waited for, where registers allow it.
             early = self.sizes.block_rows <= _EARLY_ROWS
             factors = self._factors(operands, tile, begin, factor) if early else None
@@ -274,13 +289,17 @@ class _Product:
             of_rows, of_columns = factors or self._factors(operands, tile, begin, factor)
             result *= of_rows if factor is not None else lax.broadcast_in_dim(of_rows, result.shape, [1])
             result *= lax.broadcast_in_dim(of_columns, result.shape, [0])
+            if not self.stages_out:
+                self._store_sums(self._own_rows(result, tile, self.split_rows), out, tile, begin)
+                return
+            target, first_row = out, tile.row_block * self.sizes.block_rows
             if self.in_splits:
-                self._store_sums(result, out, tile, begin)
-            else:
-                self._store(result, out, scratch.out.at[number], tile, begin)
+                target, result = out.at[tile.split], self._own_rows(result, tile, self.rows)
+            shared = {"overlap": self.sizes.overlap, "is_last": number == self.sizes.consumers - 1}
+            copy_turned(scratch.out.at[number], target, first_row, begin, result, **shared)
 
         self._for_each_tile(multiply_tile)
-        if not self.in_splits:
+        if self.stages_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _factors(self, operands: _Operands, tile: ProductTile, begin: Any, factor: Any) -> tuple[Any, Any]:
@@ -298,12 +317,15 @@ class _Product:
             ),
         )
 
-    def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
-        if self.split_rows > self.own_rows or self.whole:  # whose tile's other rows are any
-            first = tile.row_block * self.sizes.block_rows
-            row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA) + first
-            result = jnp.where(row < self.own_rows, result, 0.0)
+    def _own_rows(self, result: Any, tile: ProductTile, rows: int) -> Any:
+        """A tile's sums, 0 in those of so many rows that x has none of its own for."""
+        if rows == self.own_rows and not self.whole:  # whose tile's other rows are any
+            return result
+        first = tile.row_block * self.sizes.block_rows
+        row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=plgpu.Layout.WGMMA) + first
+        return jnp.where(row < self.own_rows, result, 0.0)
 
+    def _store_sums(self, result: Any, out: Any, tile: ProductTile, begin: Any) -> None:
         def store():
             store_turned(out, tile.split, tile.row_block * self.sizes.block_rows, begin, result)
 
@@ -311,25 +333,6 @@ class _Product:
             pl.when(begin < self.columns)(store)  # the last blocks of a cluster may have no columns
         else:
             store()
-
-    def _store(self, result: Any, out: Any, staging: Any, tile: ProductTile, begin: Any) -> None:
-        """A warpgroup's columns of a tile's rows, some of them at a time."""
-        result, staged = result.astype(self.out_dtype), self.sizes.staged_rows
-        columns = pl.ds(begin, WGMMA_ROWS)
-        for number, begin_row in enumerate(range(0, self.sizes.block_rows, staged)):
-            slot = staging.at[number % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what was staged there before
-            slot.transpose((1, 0))[...] = result[:, begin_row : begin_row + staged]
-            plgpu.commit_smem()
-            first = tile.row_block * self.sizes.block_rows + begin_row
-            if tiles.interpret_params() is None:  # TMA stores no row past the last
-                plgpu.copy_smem_to_gmem(slot, out.at[pl.ds(first, staged), columns])
-                continue
-            for row in range(staged):
-
-                @pl.when(first + row < self.rows)
-                def store_row(first=first, row=row, slot=slot):
-                    plgpu.copy_smem_to_gmem(slot.at[pl.ds(row, 1)], out.at[pl.ds(first + row, 1), columns])
 
 
 def _divided(number: Any, by: Any) -> tuple[Any, Any]:

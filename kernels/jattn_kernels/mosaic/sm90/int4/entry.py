@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
+from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
@@ -53,6 +54,7 @@ def _tiles(call: MatmulCall) -> Int4Tiles:
         depth=call.depth,
         columns=call.columns,
         groups=call.depth // call.group_size,
+        sum_bytes=2 if rounds_splits(call) else 4,
         whole_row=fits(call.num_rows, call.depth, _MOST_WHOLE),
     )
 
@@ -76,6 +78,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         operands.layer_index,
         sizes,
         num_rows=whole if call.in_splits else call.num_rows,
+        rounded=rounds_splits(call) and operands.zero_points is None,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
     )

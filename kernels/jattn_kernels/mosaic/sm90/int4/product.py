@@ -7,7 +7,8 @@ grid (blocks)            an SM each; takes every blocks-th work tile: some colum
   empty                  consumers -> producer: the stage may be overwritten
 
 The numbers of a group are multiplied as they are, exactly, and their sum with the group's scale. The depth is split so
-that all SMs have as much to read (split-K): each split's sums stand by themselves, in float32.
+that all SMs have as much to read (split-K): each split's sums stand by themselves, in float32, or rounded: those of
+many rows are what a product waits for most, and leave as whole tiles then, by TMA.
 
 One row may be a sum that is normed first: the consumers do that together, while weights are on their way.
 """
@@ -22,19 +23,24 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.common.turned import store_turned
+from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, store_in_order
 
-_REGISTERS = {2: (40, 232), 4: (32, 112)}  # by consumer warpgroups: of a thread of the producer, and of theirs
+_REGISTERS = {
+    2: (40, 232),
+    3: (40, 152),
+    4: (32, 112),
+}  # by consumer warpgroups: of a thread of the producer, and of theirs
+_WIDTHS = 32  # that a strip begins at a multiple of
 _TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
@@ -47,6 +53,7 @@ class _Scratch(NamedTuple):
     others: Any  # (strips, takers - 1, 64, block_rows): what all but a strip's first taker have; None of one taker
     others_full: Any
     others_free: Any
+    out: Any  # (consumers, 1, block_rows, 64), of sums that are rounded; None of others
     wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
     meeting: Meeting | None = None
 
@@ -67,9 +74,10 @@ def int4_matmul(
     sizes: Int4Tiles,
     *,
     num_rows: int,
+    rounded: bool = False,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
-) -> tuple[Float32[Array, "S R F"], list[Float[Array, "1 D"]]]:
+) -> tuple[Float[Array, "S R F"], list[Float[Array, "1 D"]]]:
     """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
     Args:
@@ -78,12 +86,18 @@ def int4_matmul(
         scales: Of a group of inputs of each output.
         sizes: Of the work tiles.
         num_rows: Of the result; those past x's are 0.
+        rounded: Whether each split's sums are rounded to x's dtype; the result has whole tiles of rows then.
         norm, row: Of one row that is added up and normed first, what is done and what with.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    product = _Product(sizes=sizes, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1], norm=norm)
+    if rounded:
+        num_rows = pl.cdiv(num_rows, sizes.block_rows) * sizes.block_rows
+    dtype = x.dtype if rounded else jnp.dtype(jnp.float32)
+    product = _Product(
+        sizes=sizes, dtype=dtype, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1], norm=norm
+    )
     leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
-    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), jnp.float32)
+    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=[sums] if norm is None else [sums, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
@@ -100,6 +114,7 @@ def int4_matmul(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
     sizes: Int4Tiles
+    dtype: Any  # of the sums
     rows: int
     depth: int
     columns: int
@@ -151,6 +166,7 @@ class _Product:
             others=None,
             others_full=None,
             others_free=None,
+            out=self._out_tile(),
             wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), operands.x.dtype),
         )
         if sizes.takers > 1:
@@ -180,6 +196,17 @@ class _Product:
                 self._consume(sums, scratch, number)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
+
+    @property
+    def _overlap(self) -> int:
+        """Columns that a work tile's last two strips have in common."""
+        return -self.sizes.block_columns % WGMMA_ROWS
+
+    def _out_tile(self) -> Any:
+        if self.dtype == jnp.float32:
+            return None
+        shape = self.sizes.consumers, 1, self.sizes.block_rows, WGMMA_ROWS
+        return tiles.tile(shape, self.dtype, copied_columns=_WIDTHS if self._overlap else WGMMA_ROWS)
 
     def _for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
         """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
@@ -234,7 +261,10 @@ class _Product:
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
         strip, taker = self._strip_and_taker(number)
-        begin_of_own = pl.multiple_of(strip * WGMMA_ROWS, WGMMA_ROWS)
+        begin_of_own = strip * WGMMA_ROWS
+        if self._overlap:  # the last strip begins in the one before
+            begin_of_own = jnp.minimum(begin_of_own, self.sizes.block_columns - WGMMA_ROWS)
+        begin_of_own = pl.multiple_of(begin_of_own, _WIDTHS)
         own = pl.ds(begin_of_own, WGMMA_ROWS)
         shape, takers = (WGMMA_ROWS, self.sizes.block_rows), self.sizes.takers
 
@@ -261,13 +291,20 @@ class _Product:
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
                 total = jnp.where(row == 0, total, 0.0)
             first_row = tile.row_block * self.sizes.block_rows
-            store = functools.partial(store_turned, sums, tile.split, first_row, begin)
+            if scratch.out is None:
+                store = functools.partial(store_turned, sums, tile.split, first_row, begin)
+            else:
+                shared = {"overlap": self._overlap, "is_last": strip == self.sizes.strips - 1}
+                target = scratch.out.at[number], sums.at[tile.split], first_row, begin
+                store = functools.partial(copy_turned, *target, **shared)
             if takers > 1:
                 self._of_all_takers(total, scratch, number, store)
             else:
                 store(total)
 
         self._for_each_tile(multiply_tile)
+        if scratch.out is not None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _strip_and_taker(self, number: Any) -> tuple[Any, Any]:
         """Of a consumer."""

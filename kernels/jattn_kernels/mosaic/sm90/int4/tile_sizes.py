@@ -14,10 +14,11 @@ _ROWS_OF_LINES = 16  # with 64 their copies take the place of stages: 24.4 us wh
 # Of a work tile: what it takes beside them, as many steps. On an H200 [1, 4096] x [4096, 6144] takes 15.8 us in 4
 # splits, a tile of 4 steps an SM, and 19.8 in 16, 3 tiles of one step.
 _STEPS_MORE = 1
-_FEW_ROWS = 64  # up to which there are four consumers
+_FEW_ROWS = 64  # up to which there are four consumers, and tiles that give each SM as many columns
+_LEAST_WIDTH, _WIDTHS = 128, 32  # of such tiles, the least and what they differ by
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
-_ITEM_BYTES, _SUM_BYTES = 2, 4
+_ITEM_BYTES, _SCALE_BYTES = 2, 4
 _MEETING_BYTES = 1024
 
 
@@ -27,7 +28,8 @@ class Int4Tiles:
 
     Attributes:
         block_rows: Rows of x.
-        consumers: Warpgroups that multiply, each 64 columns of the result.
+        block_columns: Columns of the result, a multiple of 32.
+        consumers: Warpgroups that multiply, each 64 of these columns; the last two may have 32 in common.
         splits: Of the depth; each one's sums stand by themselves.
         stages: Of the copies.
         block_depth: Inputs of a stage.
@@ -36,6 +38,7 @@ class Int4Tiles:
     """
 
     block_rows: int
+    block_columns: int
     consumers: int
     splits: int
     stages: int
@@ -48,39 +51,47 @@ class Int4Tiles:
         """Of 64 columns of the result, in a work tile."""
         return self.consumers // self.takers
 
-    @property
-    def block_columns(self) -> int:
-        """Columns of the result."""
-        return self.strips * WGMMA_ROWS
 
+def choose_tiles(
+    *, rows: int, depth: int, columns: int, groups: int, sum_bytes: int = 4, whole_row: bool = False
+) -> Int4Tiles:
+    """As many rows in a work tile as there are, and splits enough for all SMs.
 
-def choose_tiles(*, rows: int, depth: int, columns: int, groups: int, whole_row: bool = False) -> Int4Tiles:
-    """As many rows in a work tile as there are, and splits enough for all SMs."""
+    Args:
+        sum_bytes: Of a sum that is stored; those of two are staged in shared memory.
+    """
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
     most = 4 if block_rows <= _FEW_ROWS else 2
     takers = most if rows == 1 else 1  # timed with no more rows
-    strips = next(number for number in (4, 2, 1) if number * takers <= most and not columns % (number * WGMMA_ROWS))
-    width = strips * WGMMA_ROWS
-    row_blocks, column_blocks = pl.cdiv(rows, block_rows), pl.cdiv(columns, width)
     takes_lines = block_rows <= _ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
-    groups_of_step = pl.cdiv(groups * block_depth, depth)
-    of_column = block_depth // 2 + groups_of_step * _SUM_BYTES
-    fixed = block_rows * depth * _ITEM_BYTES + _MEETING_BYTES if whole_row else 0
-    fixed += (takers - 1) * width * block_rows * _SUM_BYTES
-    stage = (0 if whole_row else block_rows * block_depth * _ITEM_BYTES) + width * of_column
-    steps, sums, sms = pl.cdiv(depth, block_depth), rows * columns * _SUM_BYTES, tiles.num_sms()
+    of_column = block_depth // 2 + pl.cdiv(groups * block_depth, depth) * _SCALE_BYTES
+    steps, sms = pl.cdiv(depth, block_depth), tiles.num_sms()
 
-    def bytes_of_all(splits: int) -> int:
+    def stage(width: int) -> int:
+        return (0 if whole_row else block_rows * block_depth * _ITEM_BYTES) + width * of_column
+
+    def bytes_of_all(width: int, splits: int) -> int:
         steps_of_tile = pl.cdiv(steps, splits) + (_STEPS_MORE if takes_lines else 0)
-        steps_here = pl.cdiv(row_blocks * column_blocks * splits, sms) * steps_of_tile
-        return steps_here * sms * stage + 2 * splits * sums
+        work_tiles = pl.cdiv(rows, block_rows) * pl.cdiv(columns, width) * splits
+        return pl.cdiv(work_tiles, sms) * steps_of_tile * sms * stage(width) + 2 * splits * rows * columns * sum_bytes
 
-    stages = min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage)
+    widths = [strips * WGMMA_ROWS for strips in (4, 2, 1) if strips * takers <= most]
+    widths = [next(width for width in widths if columns % width == 0)]
+    if sum_bytes == _ITEM_BYTES and block_rows <= _FEW_ROWS:
+        widths += [width for width in range(_LEAST_WIDTH, 4 * WGMMA_ROWS, _WIDTHS) if columns % width == 0]
+    choices = ((width, splits) for width in widths for splits in range(1, min(steps, _MOST_SPLITS) + 1))
+    width, splits = min(choices, key=lambda choice: bytes_of_all(*choice))
+    fixed = block_rows * depth * _ITEM_BYTES + _MEETING_BYTES if whole_row else 0
+    fixed += (takers - 1) * width * block_rows * _SCALE_BYTES
+    strips = pl.cdiv(width, WGMMA_ROWS)
+    fixed += strips * WGMMA_ROWS * block_rows * sum_bytes if sum_bytes == _ITEM_BYTES else 0
+    stages = min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage(width))
     return Int4Tiles(
         block_rows=block_rows,
+        block_columns=width,
         consumers=strips * takers,
-        splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=bytes_of_all),
+        splits=splits,
         stages=stages // takers * takers,
         block_depth=block_depth,
         whole_row=whole_row,
