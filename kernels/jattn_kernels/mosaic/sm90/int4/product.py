@@ -15,6 +15,7 @@ One row may be a sum that is normed first: the consumers do that together, while
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,12 +42,14 @@ _REGISTERS = {
     4: (32, 112),
 }  # by consumer warpgroups: of a thread of the producer, and of theirs
 _WIDTHS = 32  # that a strip begins at a multiple of
+_SCALE_BYTES = 2  # at least
+_TMA_BYTES = 128  # at whose multiples in shared memory it writes
 _TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, columns, block_depth)
-    scales: Any  # (stages, groups, columns)
+    scales: Any  # (stages, groups or more, columns)
     x: Any  # (stages, block_rows, block_depth); (8, depth) of a row that is whole
     full: Any
     empty: Any
@@ -147,6 +150,12 @@ class _Product:
         return self.depth // self.groups
 
     @property
+    def _groups_held(self) -> int:
+        """Of a stage's scales in shared memory: so many that the next stage's begin where TMA may write."""
+        together = _TMA_BYTES // math.gcd(_TMA_BYTES, self.sizes.block_columns * _SCALE_BYTES)
+        return pl.cdiv(self.products.groups, together) * together
+
+    @property
     def products(self) -> StageProducts:
         """A stage's."""
         return StageProducts(sizes=self.sizes, group_size=self.group_size)
@@ -159,7 +168,7 @@ class _Product:
         strips = sizes.strips
         scratch = _Scratch(
             kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
-            scales=plgpu.SMEM((sizes.stages, self.products.groups, sizes.block_columns), operands.scales.dtype),
+            scales=plgpu.SMEM((sizes.stages, self._groups_held, sizes.block_columns), operands.scales.dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
             full=plgpu.Barrier(num_arrivals=2 if self.whole else 3, **stages),
             empty=plgpu.Barrier(num_arrivals=strips, **stages),
@@ -239,9 +248,9 @@ class _Product:
                     pl.ds(begin, sizes.block_depth),
                     pl.ds(lax.div(begin, self.group_size), self.products.groups),
                 )
-                full = scratch.full.at[stage]
+                full, scales = scratch.full.at[stage], scratch.scales.at[stage, pl.ds(0, self.products.groups)]
                 plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
-                plgpu.copy_gmem_to_smem(operands.scales.at[layer, groups, columns], scratch.scales.at[stage], full)
+                plgpu.copy_gmem_to_smem(operands.scales.at[layer, groups, columns], scales, full)
                 if not self.whole:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 
