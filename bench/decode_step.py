@@ -187,7 +187,7 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     def rows() -> LoopState:
         return dataclasses.replace(
             empty_rows(workload.batch, max_pages=page_table.shape[1], max_stop_ids=_STOP_IDS),
-            page_tables=(jnp.asarray(page_table),) * (1 + len(windows)),
+            page_tables=tuple(jnp.array(page_table) for _ in range(1 + len(windows))),
             last_tokens=jax.random.randint(
                 jax.random.key(0), (workload.batch,), 0, model.config.vocab_size, dtype=jnp.int32
             ),

@@ -10,6 +10,7 @@ from bench import decode_step
 from bench.decode_step import Loop, measured, random_model, set_up
 from bench.step_workload import LLAMA_3_8B, StepWorkload
 from jattn.parallel import Parallel
+from jattn_models.gpt_oss import GptOssForCausalLM
 from jattn_models.llama import LlamaForCausalLM
 
 TOY = LLAMA_3_8B | {
@@ -82,6 +83,15 @@ def test_loop_notices_rows_that_stand_still(model):
     loop._plans = np.full_like(loop._plans, 99)
     with pytest.raises(RuntimeError, match="Rows must grow by a token a step"):
         loop.timed(4)
+
+
+def test_loop_of_a_model_with_windows_has_a_table_for_each_page_list():
+    windowed = random_model(
+        TOY | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 16}, GptOssForCausalLM
+    )
+    setup = set_up(windowed, WORKLOAD, steps=10)
+    assert len(setup.state.page_tables) == 2
+    assert Loop(windowed, WORKLOAD, setup).timed(10) > 0  # where no table is given away twice
 
 
 def test_measured_row_has_the_peers_names(model):
