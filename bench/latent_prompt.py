@@ -49,7 +49,7 @@ class Prompt:
         ids = np.random.default_rng(0).integers(vocab_size, size=self.seqs * self.tokens)
         return {
             "num_pages": num_pages,
-            "page_table": jnp.asarray(page_table),
+            "page_tables": (jnp.asarray(page_table),),
             "tokens": jnp.asarray(ids, jnp.int32),
             "seq_lens": jnp.full((self.seqs,), self.prefix + self.tokens, jnp.int32),
             "cu_q_lens": jnp.arange(self.seqs + 1, dtype=jnp.int32) * self.tokens,

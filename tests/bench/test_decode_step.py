@@ -75,7 +75,7 @@ def test_plans_open_pages_row_by_row_and_leave_the_table_as_it_is(model):
     assert (opened.sum(axis=0) >= 1).all()
     assert opened.sum(axis=1).max() == 1
     for plan in setup.plans:
-        np.testing.assert_array_equal(setup.state.with_pages(plan).page_tables[0], table)
+        np.testing.assert_array_equal(setup.state.with_pages(jnp.asarray(plan)).page_tables[0], table)
 
 
 def test_loop_notices_rows_that_stand_still(model):
