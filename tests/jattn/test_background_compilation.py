@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import threading
+import time
 import types
 
 import pytest
@@ -102,12 +103,17 @@ def test_interpreter_that_ends_waits_for_the_step_under_way(monkeypatch):
             assert gate.wait(60)
         store(*arguments)
 
+    def let_when_told_to_stop(compiling):
+        assert compiling._stopping.wait(60)
+        time.sleep(0.2)
+        gate.set()
+
     monkeypatch.setattr(step_compilation._Kept, "store", when_let)
     with one_variant("plain"):
         compiling = Engine(tiny_model(), SIZES).executor.background
         (end,) = at_exit
         assert begun.wait(60)
-        threading.Timer(0.2, gate.set).start()
+        threading.Thread(target=let_when_told_to_stop, args=(compiling,)).start()
         end()
     assert compiling.left == 1
     assert not at_exit
