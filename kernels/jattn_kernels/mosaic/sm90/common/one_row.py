@@ -10,15 +10,12 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
+from jaxlib.mlir.dialects import arith
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.row_pieces import THREADS, VECTOR, Piece, pieces
+from jattn_kernels.mosaic.sm90.common.tile_stores import COLUMNS, constant, divided, store_registers
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
-
-_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
 def added_up(piece: Piece, parts: Any, row: Any) -> jax.Array:
@@ -87,25 +84,13 @@ def store_in_tile(target: Any, values: jax.Array, piece: Piece) -> None:
     if tiles.interpret_params() is not None:
         target[0, pl.ds(piece.begin, piece.size)] = values
         return
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, _COLUMNS)), swizzling(2 * _COLUMNS)))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, piece.layout))
-    def store(ctx: Any, target: Any, values: Any) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
+    def places(thread: Any) -> Any:
+        def place(i: int) -> Any:
+            vector = arith.addi(thread, constant(piece.begin // VECTOR + i * THREADS))
+            tile, in_row = divided(vector, COLUMNS // VECTOR)
+            return arith.addi(arith.muli(tile, constant(TILED_ROWS * COLUMNS)), arith.muli(in_row, constant(VECTOR)))
 
-        def const(value: int) -> Any:
-            return arith.constant(i32, value)
+        return place
 
-        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(THREADS))
-        pointer, kind = utils.memref_ptr(target), ir.MemRefType(target.type).element_type
-        for i, register in enumerate(values.registers.flat):
-            vector = arith.addi(thread, const(piece.begin // VECTOR + i * THREADS))
-            tile, place = (op(vector, const(_COLUMNS // VECTOR)) for op in (arith.divui, arith.remui))
-            number = arith.addi(arith.muli(tile, const(TILED_ROWS * _COLUMNS)), arith.muli(place, const(VECTOR)))
-            llvm.store(register, utils.getelementptr(pointer, [number], kind))
-
-    run: Any = store
-    run(target, values)
+    store_registers(target, values, piece.layout, places)

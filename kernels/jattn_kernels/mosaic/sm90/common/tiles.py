@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -24,6 +25,12 @@ WARPS = 4  # of a warpgroup
 TILED_ROWS = 8  # rows that lie together in tiled shared memory: what starts and ends there is a multiple
 COPY_ALIGNMENT = 128  # bytes: TMA writes to multiples of them in shared memory, and faults elsewhere
 BEST_COPY_BYTES = 16 * 1024  # a copy twice as large arrives later than two
+
+
+def aligned_rows(rows: int, row_bytes: int) -> int:
+    """The fewest rows, from so many on, behind which a copy into shared memory may begin."""
+    together = COPY_ALIGNMENT // math.gcd(COPY_ALIGNMENT, row_bytes)
+    return pl.cdiv(rows, together) * together
 
 
 def num_sms() -> int:

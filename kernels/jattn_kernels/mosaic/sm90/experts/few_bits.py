@@ -37,9 +37,7 @@ _BLOCK_DEPTH = 128  # of a stage of weights of 8 bits
 _PACKED_DEPTH = 160  # of 4 bits: rows of 80 bytes, of which threads read 8 without waiting for each other
 _MOST_SUMS = 128  # rows of all products that a consumer has under way at once: each takes half a register
 _ROWS_BESIDE = 16  # up to which the next weights are made wider while products are under way: registers, again
-_ROWS_JOINED = (
-    16  # up to which both terms of the rows are columns of one product: a product's weights are what it costs
-)
+_ROWS_JOINED = 16  # up to which both terms of the rows are columns of one product: its weights are what it costs
 
 
 class FewBitsOperands(NamedTuple):

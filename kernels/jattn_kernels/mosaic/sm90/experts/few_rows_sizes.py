@@ -52,8 +52,8 @@ class FewRowsSizes:
 
     @property
     def rows_of_scales(self) -> int:
-        """Rows of 64 scales that a stage has room for."""
-        return _rows_of_scales(self.groups)
+        """Rows of 64 scales that a stage has room for: each stage's begin where a copy may."""
+        return tiles.aligned_rows(self.groups, WGMMA_ROWS)
 
 
 def rows_of_tile(call: ExpertsCall) -> int:
@@ -78,7 +78,7 @@ def _sizes(call: ExpertsCall, *, depth: int, blocks: int, may_split: bool) -> Fe
     groups = fitting[0]
     fixed = 2 * 2 * rows * (depth + _CONSUMERS * WGMMA_ROWS * 4)
     left = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - tiles.REDUCTION_BYTES - fixed
-    stage = (groups * GROUP // 2 + _rows_of_scales(groups)) * WGMMA_ROWS
+    stage = (groups * GROUP // 2 + tiles.aligned_rows(groups, WGMMA_ROWS)) * WGMMA_ROWS
     stages = min(_MOST_STAGES, left // stage) // _CONSUMERS * _CONSUMERS
     if stages < _LEAST_STAGES:
         return None
@@ -92,12 +92,6 @@ def _sizes(call: ExpertsCall, *, depth: int, blocks: int, may_split: bool) -> Fe
         stages=stages,
         registers=_REGISTERS,
     )
-
-
-def _rows_of_scales(groups: int) -> int:
-    """So many that each stage's begin where a copy may."""
-    rows = tiles.COPY_ALIGNMENT // WGMMA_ROWS
-    return -(-groups // rows) * rows
 
 
 def _fewest_splits(units: int, steps: int) -> int:

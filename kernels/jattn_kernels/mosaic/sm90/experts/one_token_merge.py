@@ -11,17 +11,16 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
+from jaxlib.mlir.dialects import arith
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import arrived
-from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.tile_stores import COLUMNS, constant, divided, store_registers
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AT_ONCE, AttentionPhase, SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
 
-_THREADS, _LANES = 128, 32
+_LANES = 32
 _VECTOR = DEPTH // _LANES
 _BY_HEADS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, DEPTH), (_VECTOR,))), (-3,), (-2,), -1)
 _OF_HEADS = _BY_HEADS.reduce(1)
@@ -87,28 +86,16 @@ def _store(target: Any, values: jax.Array) -> None:
         for head in range(values.shape[0]):
             target[0, pl.ds(head * DEPTH, DEPTH)] = values[head]
         return
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, WGMMA_ROWS)), swizzling(2 * WGMMA_ROWS)))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, _BY_HEADS))
-    def store(ctx: Any, target: Any, values: Any) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
+    def places(thread: Any) -> Any:
+        warp, lane = divided(thread, _LANES)
 
-        def const(value: int) -> Any:
-            return arith.constant(i32, value)
+        def place(i: int) -> Any:
+            head = arith.addi(warp, constant(i * WARPS))
+            column = arith.addi(arith.muli(head, constant(DEPTH)), arith.muli(lane, constant(_VECTOR)))
+            tile, in_row = divided(column, COLUMNS)
+            return arith.addi(arith.muli(tile, constant(TILED_ROWS * COLUMNS)), in_row)
 
-        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_THREADS))
-        warp, lane = (op(thread, const(_LANES)) for op in (arith.divui, arith.remui))
-        pointer, kind = utils.memref_ptr(target), ir.MemRefType(target.type).element_type
-        for i, register in enumerate(values.registers.flat):
-            column = arith.addi(
-                arith.muli(arith.addi(warp, const(i * WARPS)), const(DEPTH)), arith.muli(lane, const(_VECTOR))
-            )
-            tile, place = (op(column, const(WGMMA_ROWS)) for op in (arith.divui, arith.remui))
-            number = arith.addi(arith.muli(tile, const(TILED_ROWS * WGMMA_ROWS)), place)
-            llvm.store(register, utils.getelementptr(pointer, [number], kind))
+        return place
 
-    run: Any = store
-    run(target, values)
+    store_registers(target, values, _BY_HEADS, places)

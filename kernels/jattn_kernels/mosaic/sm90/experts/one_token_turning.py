@@ -12,18 +12,17 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm
+from jaxlib.mlir.dialects import arith
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.indexed import store_at
-from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.tile_stores import COLUMNS, constant, divided, store_registers
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch
 from jattn_kernels.mosaic.sm90.rotate_and_write import halves_layout, normed_halves
 from jattn_kernels.spec import AttentionSpec
 
-_THREADS, _LANES = 128, 32
+_LANES = 32
 _HALF = DEPTH // 2
 _VECTOR = _HALF // _LANES
 _CHUNK = 8  # numbers that swizzling moves together
@@ -87,29 +86,17 @@ def _store_rows(target: Any, half: int, values: jax.Array) -> None:
     if tiles.interpret_params() is not None:
         target[:, pl.ds(half * _HALF, _HALF)] = values
         return
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, WGMMA_ROWS)), swizzling(2 * WGMMA_ROWS)))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, _LAYOUT))
-    def store(ctx: Any, target: Any, values: Any) -> None:
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
+    def places(thread: Any) -> Any:
+        warp, lane = divided(thread, _LANES)
+        chunk, in_chunk = divided(arith.muli(lane, constant(_VECTOR)), _CHUNK)
 
-        def const(value: int) -> Any:
-            return arith.constant(i32, value)
+        def place(i: int) -> Any:
+            row = arith.addi(warp, constant(i * WARPS))
+            moved = arith.addi(arith.muli(arith.xori(chunk, row), constant(_CHUNK)), in_chunk)
+            number = arith.addi(arith.muli(row, constant(COLUMNS)), moved)
+            return arith.addi(number, constant(half * TILED_ROWS * COLUMNS))
 
-        thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_THREADS))
-        warp, lane = (op(thread, const(_LANES)) for op in (arith.divui, arith.remui))
-        place = arith.muli(lane, const(_VECTOR))
-        chunk, in_chunk = (op(place, const(_CHUNK)) for op in (arith.divui, arith.remui))
-        pointer, kind = utils.memref_ptr(target), ir.MemRefType(target.type).element_type
-        for i, register in enumerate(values.registers.flat):
-            row = arith.addi(warp, const(i * WARPS))
-            moved = arith.addi(arith.muli(arith.xori(chunk, row), const(_CHUNK)), in_chunk)
-            number = arith.addi(arith.muli(row, const(WGMMA_ROWS)), moved)
-            number = arith.addi(number, const(half * TILED_ROWS * WGMMA_ROWS))
-            llvm.store(register, utils.getelementptr(pointer, [number], kind))
+        return place
 
-    run: Any = store
-    run(target, values)
+    store_registers(target, values, _LAYOUT, places)

@@ -86,5 +86,4 @@ def _with_stages(sizes: ProductTiles, counts: tuple[int, ...], consumers: int, *
 
 def rows_of_scales(side: int) -> int:
     """Rows of so many scales that a stage of weights of 4 bits has room for: each part's begin where a copy may."""
-    groups = 5
-    return next(rows for rows in range(groups, 2 * groups) if rows * side % tiles.COPY_ALIGNMENT == 0)
+    return tiles.aligned_rows(5, side)

@@ -15,7 +15,6 @@ One row may be a sum that is normed first: the consumers do that together, while
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,8 +41,6 @@ _REGISTERS = {
     4: (32, 112),
 }  # by consumer warpgroups: of a thread of the producer, and of theirs
 _WIDTHS = 32  # that a strip begins at a multiple of
-_SCALE_BYTES = 2  # at least
-_TMA_BYTES = 128  # at whose multiples in shared memory it writes
 _TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
@@ -150,12 +147,6 @@ class _Product:
         return self.depth // self.groups
 
     @property
-    def _groups_held(self) -> int:
-        """Of a stage's scales in shared memory: so many that the next stage's begin where TMA may write."""
-        together = _TMA_BYTES // math.gcd(_TMA_BYTES, self.sizes.block_columns * _SCALE_BYTES)
-        return pl.cdiv(self.products.groups, together) * together
-
-    @property
     def products(self) -> StageProducts:
         """A stage's."""
         return StageProducts(sizes=self.sizes, group_size=self.group_size)
@@ -165,10 +156,11 @@ class _Product:
         operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
-        strips = sizes.strips
+        strips, scale_dtype = sizes.strips, operands.scales.dtype
+        groups = tiles.aligned_rows(self.products.groups, sizes.block_columns * jnp.dtype(scale_dtype).itemsize)
         scratch = _Scratch(
             kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
-            scales=plgpu.SMEM((sizes.stages, self._groups_held, sizes.block_columns), operands.scales.dtype),
+            scales=plgpu.SMEM((sizes.stages, groups, sizes.block_columns), scale_dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
             full=plgpu.Barrier(num_arrivals=2 if self.whole else 3, **stages),
             empty=plgpu.Barrier(num_arrivals=strips, **stages),
