@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
+from jattn_kernels.mosaic import layout_search
 from jattn_kernels.mosaic.sm90 import (
     mla_decode,
     mla_extend,
@@ -20,6 +21,8 @@ from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
 from jattn_kernels.operands import MatmulOperands, Operands
+
+layout_search.install()
 
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
