@@ -8,6 +8,7 @@ from jaxtyping import Array, Int
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
 from jattn_kernels.mosaic import layout_search
 from jattn_kernels.mosaic.sm90 import (
+    gated_matmul,
     mla_decode,
     mla_extend,
     mla_write,
@@ -26,6 +27,8 @@ layout_search.install()
 
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
+    if call.gate is not None:
+        return gated_matmul.gated_matmul(call, operands)
     products = {"float8_e4m3fn": fp8.matmul, "int4": int4.matmul}
     return products.get(call.kernel_dtype, skinny_matmul.matmul)(call, operands)
 
