@@ -1,13 +1,13 @@
 """The gate's and the up projection's product of many rows on Hopper, with the activation in its epilogue.
 
-grid (blocks)            an SM each; a cluster of two takes every clusters-th work tile: 256 rows, 128 hidden units
-  producer warpgroup     TMA: the block's 128 rows, and both blocks of columns of the weights, which the cluster shares
+grid (blocks)            an SM each; takes every blocks-th work tile: 128 rows, 128 hidden units
+  producer warpgroup     TMA: the rows, and both blocks of columns of the weights, stages ahead, across work tiles
   consumer warpgroups    64 rows each: the sums of the gate's columns and of the up projection's, then the activation
   full                   producer -> consumers: a stage has arrived
   empty                  consumers -> producer: the stage may be overwritten
 
 Both sums of a hidden unit are in the same registers, so neither is stored: half as much leaves, and nothing reads it
-again. Blocks share what they read of the weights, without which the L2 cache could not bring enough.
+again. Work tiles of the same hidden units are neighbours in time: the L2 cache has their weights from the first on.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from jaxtyping import Array, Float
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
-from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.operands import MatmulOperands
 
 _DTYPES = ("bfloat16", "float16")
 UNITS = 128  # hidden units of a work tile
-_CONSUMERS, _STAGES, _CLUSTER = 2, 4, 2
-_ROWS = _CONSUMERS * WGMMA_ROWS  # of a block's work tile
+_CONSUMERS, _STAGES = 2, 4
+_ROWS = _CONSUMERS * WGMMA_ROWS  # of a work tile
 _DEPTH = 64  # of a stage: what a swizzled row of shared memory holds
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-_MOST_NEIGHBOURS = 8  # work tiles of the same hidden units that are computed at about the same time
+_MOST_NEIGHBOURS = 24  # work tiles of the same hidden units that are computed at about the same time
 
 
 class _Scratch(NamedTuple):
@@ -64,10 +64,10 @@ def refuses(call: MatmulCall) -> str | None:
             f"{call.dtype} rows and {call.kernel_dtype} weights into {call.out_dtype}."
         )
     units = call.columns // 2
-    if call.columns % 2 or call.depth % _DEPTH or units % UNITS:
+    if call.num_rows % TILED_ROWS or call.columns % 2 or call.depth % _DEPTH or units % UNITS:
         return (
-            f"`mosaic` takes an activation after products of a multiple of {_DEPTH} inputs and {UNITS} hidden units, "
-            f"not of {call.depth} and {units}."
+            f"`mosaic` takes an activation after products of a multiple of {TILED_ROWS} rows, {_DEPTH} inputs and "
+            f"{UNITS} hidden units, not of {call.num_rows}, {call.depth} and {units}."
         )
     work_tiles = pl.cdiv(call.num_rows, _ROWS) * units // UNITS
     if call.num_rows <= _ROWS or work_tiles < tiles.num_sms():
@@ -86,18 +86,14 @@ def gated_matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T 
     )
     given = _Operands(operands.x, operands.kernel, operands.layer_index.reshape(1))
     leaves, tree = jax.tree.flatten(given)
-    cluster: dict[str, Any] = {}
-    if product.cluster > 1:
-        cluster = {"cluster": (product.cluster,), "cluster_names": ("cluster",)}
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=[jax.ShapeDtypeStruct((product.rows, product.units), product.dtype)],
-        grid=(product.num_clusters,),
+        grid=(product.num_blocks,),
         grid_names=("block",),
         num_threads=_CONSUMERS + 1,
         reduction_bytes=0,
         kernel_name="gated_matmul",
-        **cluster,
     )
     (out,) = run(*leaves)
     return out
@@ -112,18 +108,12 @@ class _Product:
     dtype: Any
 
     @property
-    def cluster(self) -> int:
-        """Blocks that share weights; the interpreter knows none."""
-        return _CLUSTER if tiles.interpret_params() is None and tiles.num_sms() % _CLUSTER == 0 else 1
-
-    @property
     def steps(self) -> int:
         return pl.cdiv(self.depth, _DEPTH)
 
     @property
     def row_blocks(self) -> int:
-        """Of a cluster's blocks together."""
-        return pl.cdiv(self.rows, _ROWS * self.cluster)
+        return pl.cdiv(self.rows, _ROWS)
 
     @property
     def unit_blocks(self) -> int:
@@ -135,22 +125,18 @@ class _Product:
         return pl.cdiv(self.row_blocks, pl.cdiv(self.row_blocks, _MOST_NEIGHBOURS))
 
     @property
-    def num_clusters(self) -> int:
-        return min(self.row_blocks * self.unit_blocks, tiles.num_sms() // self.cluster)
+    def num_blocks(self) -> int:
+        return min(self.row_blocks * self.unit_blocks, tiles.num_sms())
 
     def body(self, tree: Any, *refs: Any) -> None:
         operands, out = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves]
         stages: dict[str, Any] = {"num_barriers": _STAGES}
-        if self.cluster > 1:
-            empty = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=_CONSUMERS, **stages)
-        else:
-            empty = plgpu.Barrier(num_arrivals=_CONSUMERS, **stages)
         scratch = _Scratch(
             x=tiles.tile((_STAGES, _ROWS, _DEPTH), self.dtype),
             kernel=tiles.tile((_STAGES, 2, _DEPTH, UNITS), self.dtype, copied_columns=_DEPTH),
             out=tiles.tile((_CONSUMERS, WGMMA_ROWS, UNITS), self.dtype, copied_columns=_DEPTH),
             full=plgpu.Barrier(num_arrivals=3, **stages),
-            empty=empty,
+            empty=plgpu.Barrier(num_arrivals=_CONSUMERS, **stages),
         )
 
         def warpgroup(scratch: _Scratch) -> None:
@@ -173,21 +159,17 @@ class _Product:
         own = lax.axis_index("block")
 
         def visit_tile(i, done):
-            group, rest = _divided(own + i * self.num_clusters, self.neighbours * self.unit_blocks)
+            group, rest = _divided(own + i * self.num_blocks, self.neighbours * self.unit_blocks)
             before = group * self.neighbours
             units, row = _divided(rest, jnp.minimum(self.neighbours, self.row_blocks - before))
-            row_block = (before + row) * self.cluster
-            if self.cluster > 1:
-                row_block += lax.axis_index("cluster")
-            visit(_Tile(row_block, units), done)
+            visit(_Tile(before + row, units), done)
             return done + self.steps
 
-        tiles_here = lax.div(self.row_blocks * self.unit_blocks - own + self.num_clusters - 1, self.num_clusters)
+        tiles_here = lax.div(self.row_blocks * self.unit_blocks - own + self.num_blocks - 1, self.num_blocks)
         return lax.fori_loop(0, tiles_here, visit_tile, jnp.int32(0))
 
     def _produce(self, operands: _Operands, scratch: _Scratch) -> None:
         layer = operands.layer[0]
-        shared: dict[str, Any] = {"collective_axes": "cluster"} if self.cluster > 1 else {}
 
         def copy_tile(tile: _Tile, done):
             rows = pl.ds(tile.row_block * _ROWS, _ROWS)
@@ -201,7 +183,7 @@ class _Product:
                 for part in range(2):
                     columns = pl.ds(part * self.units + tile.unit_block * UNITS, UNITS)
                     weights = operands.kernel.at[layer, depth, columns]
-                    plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage, part], full, **shared)
+                    plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage, part], full)
 
         steps = self._for_each_tile(copy_tile)
         wait_for_last(scratch.empty, steps, _STAGES)
