@@ -149,10 +149,9 @@ class Linear(nnx.Module):
 
     def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
         """activation(gate, up) of what it returns, by its kernel or by who reads it."""
-        weights, layer = self._weights()
-        if self.bias is not None:
+        if (plain := self.plain_weights) is None:
             return Ungated(rows=self.splits(x), activation=activation)
-        return matmul_gated(x, weights, activation, layer_index=layer)
+        return matmul_gated(x, plain[0], activation, layer_index=plain[1])
 
     def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
         """`splits` of rows that are added up, and their sum."""
