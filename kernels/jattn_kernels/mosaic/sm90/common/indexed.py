@@ -47,6 +47,38 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
     store_registers(target, *arrays)
 
 
+def set_bits(target: Any, places: jax.Array, bits: jax.Array, layout: Any) -> None:
+    """target[places[i]] |= bits[i] for each i whose place is not below 0, whoever else sets bits of the same number.
+
+    Args:
+        target: int32 [N], in shared memory.
+        places, bits: int32, of this layout.
+    """
+    if tiles.interpret_params() is not None:
+
+        @pl.loop(0, places.shape[0])
+        def add(i):
+            @pl.when(places[i] >= 0)
+            def _():
+                target[places[i]] |= bits[i]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def set_registers(ctx, target, places, bits):
+        del ctx
+        for places_of, bits_of in zip(places.registers.flat, bits.registers.flat, strict=True):
+            for j in range(_count(places_of)):
+                place = _scalar(places_of, j)
+                with mgpu.when(_is_a_place(place)):
+                    pointer = utils.getelementptr(utils.memref_ptr(target), [place], place.type)
+                    kind, order = llvm.AtomicBinOp._or, llvm.AtomicOrdering.monotonic
+                    llvm.atomicrmw(kind, pointer, _scalar(bits_of, j), order)
+
+    run: Any = set_registers
+    run(target, places, bits)
+
+
 def store_at(out: Any, places: jax.Array, values: jax.Array, layout: Any, *, along: int = 0) -> None:
     """Numbers at flat places of an array of any shape; none where the place is below 0.
 

@@ -2,8 +2,8 @@
 
 one block: warpgroups of 64 tokens each
   choice        as in `choice`
-  counts        a thread an expert walks down the table of who goes where, and leaves in it how many came before
-  slots         where each expert's rows begin, the others' rows before; a token's own from its row of the table
+  counts        of an expert those bits that are set, one for each token that goes to it
+  slots         where each expert's rows begin, the others' rows before; a token's own behind those of lower bits
 
 All of it is integer arithmetic, so that the order is always the same.
 """
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float32, Int32
 
 from jattn_kernels.lowering.expert_groups import GROUP, ExpertGroups, most_slots, most_tiles
 from jattn_kernels.mosaic.sm90.common import launch, tiles
-from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
+from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter, set_bits
 from jattn_kernels.mosaic.sm90.experts.choice import (
     OF_EXPERTS,
     OF_TOKENS,
@@ -35,7 +35,8 @@ from jattn_kernels.mosaic.sm90.experts.choice import (
 from jattn_kernels.routing_spec import Routing
 
 _THREADS = 128
-_WALK = 8  # rows of the table that a thread has under way
+_BITS = 32  # of a word
+_WORDS = TOKENS // _BITS
 _TILES = 2**16  # what a tile counts where slots and tiles are in one number; a block has fewer slots
 _MOST_SCORES = 512  # experts times warpgroups: what one block has registers and shared memory for
 _WGMMA = plgpu.Layout.WGMMA
@@ -63,7 +64,8 @@ class RouteOperands(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    logits_and_table: Any  # (warpgroups, 64, E) float32, then (warpgroups, 64 * E_padded) int32
+    logits: Any  # (warpgroups, 64, E)
+    tokens: Any  # (warpgroups, 2 * E_padded): bits of an expert's first 32 tokens, then of the others
     scores: Any  # (warpgroups, k, 64): of the chosen experts
     chosen: Any  # (warpgroups, k, 64)
     counts: Any  # (warpgroups, E_padded): of a warpgroup's tokens
@@ -139,10 +141,8 @@ class _Body:
         operands, outs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), _Outs(*refs[tree.num_leaves :])
         padded, all_of = _padded(self.routing.num_experts), self.warpgroups
         scratch = _Scratch(
-            logits_and_table=tiles.overlaid(
-                tiles.tile((all_of, TOKENS, self.routing.num_experts), jnp.float32),
-                plgpu.SMEM((all_of, TOKENS * padded), jnp.int32),
-            ),
+            logits=tiles.tile((all_of, TOKENS, self.routing.num_experts), jnp.float32),
+            tokens=plgpu.SMEM((all_of, _WORDS * padded), jnp.int32),
             scores=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.float32),
             chosen=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.int32),
             counts=plgpu.SMEM((all_of, padded), jnp.int32),
@@ -167,7 +167,7 @@ class _Body:
 
     def _of_choice(self, scratch: _Scratch, own: Any) -> ChoiceScratch:
         return ChoiceScratch(
-            logits=scratch.logits_and_table[0].at[own],
+            logits=scratch.logits.at[own],
             scores=scratch.scores.at[own],
             chosen=scratch.chosen.at[own],
             arrived=scratch.arrived.at[own],
@@ -185,47 +185,28 @@ class _Body:
             keep_choice(self.routing, self.num_tokens, i, chosen, self._of_choice(scratch, own), own)
 
     def _count(self, scratch: _Scratch, own: Any) -> None:
-        """The table: how many tokens before a token go to an expert; and how many in all."""
-        table, padded = scratch.logits_and_table[1].at[own], _padded(self.routing.num_experts)
-        wide = plgpu.Layout.WG_STRIDED((padded * _WALK,), vec_size=4)
-        num_tokens = jnp.minimum(self.num_tokens - own * TOKENS, TOKENS)
-
-        @pl.loop(0, TOKENS // _WALK)
-        def clear(part):
-            nothing = plgpu.layout_cast(jnp.zeros((padded * _WALK,), jnp.int32), wide)
-            table[pl.ds(part * padded * _WALK, padded * _WALK)] = nothing
-
+        """Who goes to an expert; and how many."""
+        words, padded = scratch.tokens.at[own], _padded(self.routing.num_experts)
+        token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS)
+        layout = plgpu.Layout.WG_STRIDED((_WORDS * padded,), vec_size=1)
+        words[...] = plgpu.layout_cast(jnp.zeros((_WORDS * padded,), jnp.int32), layout)
         plgpu.commit_smem()
 
         @self._for_each_choice
         def mark(i):
-            place = self._place_in_table(i, scratch, own)
-            scatter(table, place, 1, OF_TOKENS)
+            chosen = plgpu.load(scratch.chosen.at[own, i], layout=OF_TOKENS, optimized=False)
+            place = jnp.where(chosen < 0, -1, token // _BITS * padded + chosen)
+            set_bits(words, place, 1 << token % _BITS, OF_TOKENS)
 
         plgpu.commit_smem()
-
-        def pass_tokens(step, before):
-            rows = [pl.ds((step * _WALK + i) * padded, padded) for i in range(_WALK)]
-            goes = [plgpu.load(table.at[row], layout=self._of_experts, optimized=False) for row in rows]
-            for row, each in zip(rows, goes, strict=True):
-                table[row] = before
-                before += each
-            return before
-
-        none = plgpu.layout_cast(jnp.zeros((padded,), jnp.int32), self._of_experts)
-        scratch.counts[own] = lax.fori_loop(0, lax.div(num_tokens + _WALK - 1, _WALK), pass_tokens, none)
+        parts = [words.at[pl.ds(i * padded, padded)] for i in range(_WORDS)]
+        scratch.counts[own] = sum(_ones(plgpu.load(part, layout=self._of_experts, optimized=False)) for part in parts)
         self._sync(scratch.counted)
 
     @property
     def _of_experts(self) -> Any:
         """Layout of a number an expert, some a thread."""
         return plgpu.Layout.WG_STRIDED((_padded(self.routing.num_experts),), vec_size=1)
-
-    def _place_in_table(self, i: Any, scratch: _Scratch, own: Any) -> jax.Array:
-        """Where a choice of each token stands in the table; below 0 for that of no expert."""
-        chosen = plgpu.load(scratch.chosen.at[own, i], layout=OF_TOKENS, optimized=False)
-        token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS)
-        return jnp.where(chosen < 0, -1, token * _padded(self.routing.num_experts) + chosen)
 
     def _begin(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Where an expert's rows of this warpgroup begin; the first warpgroup writes down the tiles too."""
@@ -271,13 +252,18 @@ class _Body:
 
     def _place(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Each row's slot, and the row that a slot has."""
-        token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS) + own * TOKENS
+        words, padded = scratch.tokens.at[own], _padded(self.routing.num_experts)
+        number = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS)
+        token, lower = number + own * TOKENS, (1 << number % _BITS) - 1
+        lowers = jnp.where(number < _BITS, lower, -1), jnp.where(number < _BITS, 0, lower)
 
         @self._for_each_choice
         def place(i):
             chosen = plgpu.load(scratch.chosen.at[own, i], layout=OF_TOKENS, optimized=False)
-            slot = gather(scratch.logits_and_table[1].at[own], self._place_in_table(i, scratch, own), OF_TOKENS)
-            slot = jnp.where(chosen < 0, -1, slot + gather(scratch.begins.at[own], chosen, OF_TOKENS))
+            slot = gather(scratch.begins.at[own], chosen, OF_TOKENS)
+            for word, before in enumerate(lowers):
+                slot += _ones(gather(words, chosen + word * padded, OF_TOKENS) & before)
+            slot = jnp.where(chosen < 0, -1, slot)
             outs.slots[i, pl.ds(own * TOKENS, TOKENS)] = slot
             row = token * self.routing.per_token + i if self.rows_of_choices else token
             scatter(outs.sources, slot, row, OF_TOKENS)
@@ -286,3 +272,11 @@ class _Body:
         """What was written to shared memory before it is read after it."""
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
+
+
+def _ones(words: jax.Array) -> jax.Array:
+    """How many bits are set in each word."""
+    pairs = words - (lax.shift_right_logical(words, 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + (lax.shift_right_logical(pairs, 2) & 0x33333333)
+    bytes_ = (fours + lax.shift_right_logical(fours, 4)) & 0x0F0F0F0F
+    return lax.shift_right_logical(bytes_ * 0x01010101, 24)
