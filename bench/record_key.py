@@ -1,8 +1,8 @@
 """Which device code a GPU record is of: a hash of what is lowered for CUDA, and one of the files that it comes from.
 
 Names and comments leave the first as it is, so that they do not void a record; the second tells at once where no file
-has changed. What mixtures of experts, products with weights, latents and norms are lowered to voids the parts that run
-them, and no others. Of the standard library alone.
+has changed. What mixtures of experts, products with weights, latents, norms and decode over fp8 are lowered to voids
+the parts that run them, and no others. Of the standard library alone.
 """
 
 import dataclasses
@@ -26,17 +26,20 @@ _KINDS = {
     "experts": r"(mixture_of_experts|routed_experts)/",
     "gated products": r"matmul_gated/",
     "products": r"matmul(_splits)?/",
+    "decode over fp8": r"mosaic/paged_decode_.*(fp8|float8)",
     "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",
     "norms": r"(add_)?rms_norm/",
 }
 # What runs in a part beside that; experts in few bits run in none. Of bfloat16 weights steps of mixtures alone have
 # products by kernels of ours: their projections are small enough for them.
 _IN_PARTS = {
+    "decode": {"decode over fp8"},
+    "decode_features": {"decode over fp8"},
     "moe_layer": {"experts"},
     "decode_step": {"norms", "gated products"},
     "decode_step_moe": {"experts", "products", "norms"},
     "decode_step_latent": {"experts", "products", "norms", "latents"},
-    "decode_step_quantized": {"products in few bits", "products", "norms"},
+    "decode_step_quantized": {"products in few bits", "products", "norms", "decode over fp8"},
     "latent": {"latents"},
 }
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
