@@ -1,6 +1,7 @@
 """A server of one's own, measured: it runs in this process on loopback, its client in another."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from jattn.load.own import own_rate
 from jattn.load.steady import SteadyPart
 from jattn.load.workload import Level, Workload
 from jattn.server.in_thread import served_in_thread
-from jattn.server.service import ServiceOptions
+from jattn.server.service import Service, ServiceOptions
 from jattn.serving.frontend.llm import LLM
 
 
@@ -28,7 +29,8 @@ def measured_served(llm: LLM, workload: Workload, levels: Sequence[Level]) -> It
             drawn = dataclasses.replace(workload, seed=workload.seed + number)
             own = service.thread.call(lambda engine, level=level, drawn=drawn: own_rate(engine, drawn, level)).result()
             before = _counts(llm)
-            with SteadyPart(lambda: (service.thread.count()[1], *_idle_seconds(llm)), _most_running(llm, level)) as part:
+            look = functools.partial(_look, llm, service)
+            with SteadyPart(look, most_running=_most_running(llm, level)) as part:
                 row = measured_apart(url, drawn, level)
             launches, found_idle, *idle_seconds = np.subtract(_counts(llm), before).tolist()
             row["found_idle_share"] = round(found_idle / max(1, launches), 4)
@@ -47,6 +49,10 @@ def measured_served(llm: LLM, workload: Workload, levels: Sequence[Level]) -> It
                     "served_share": round(row["output_tokens_per_s"] / own, 4),
                 }
             yield row
+
+
+def _look(llm: LLM, service: Service) -> tuple[int, float, float]:
+    return service.thread.count()[1], *_idle_seconds(llm)
 
 
 def _most_running(llm: LLM, level: Level) -> int:
