@@ -240,6 +240,7 @@ class MatmulCall:
         in_splits: Whether the result may be what adds up to it.
         norm: Of the rows, which the product takes first; None where it takes them as they are.
         activation: Of the rows' halves, likewise.
+        gate: Of the halves of the product's columns: what is returned is half as wide.
         rounded: Whether rows come in fp8, a QuantizedRows.
         biased: Whether a bias is in what the product returns.
         device, modes: As in AttentionCall.
@@ -256,6 +257,7 @@ class MatmulCall:
     in_splits: bool = False
     norm: NormCall | None = None
     activation: Callable[..., Any] | None = None
+    gate: Callable[..., Any] | None = None
     rounded: bool = False
     biased: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())

@@ -1,5 +1,6 @@
 """Projections and the vocabulary, in a dtype or in few bits; each device holds its share of them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jattn.matmul import (
     Unmultiplied,
     adds_up,
     matmul,
+    matmul_gated,
     matmul_splits,
     matmul_splits_of_sum,
     with_bias,
@@ -144,6 +146,12 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
         return matmul_splits(x, weights, bias=bias, layer_index=layer)
+
+    def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
+        """activation(gate, up) of what it returns, by its kernel or by who reads it."""
+        if (plain := self.plain_weights) is None:
+            return Ungated(rows=self.splits(x), activation=activation)
+        return matmul_gated(x, plain[0], activation, layer_index=plain[1])
 
     def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
         """`splits` of rows that are added up, and their sum."""
