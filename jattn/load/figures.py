@@ -28,6 +28,8 @@ _RATES = {
     "found_idle_share": "launches that found the device idle",
     "idle_share_at_least": "time that the device was idle, at least",
     "idle_share_at_most": "time that the device was idle, at most",
+    "steady_idle_share_at_least": "the same while all run, at least",
+    "steady_idle_share_at_most": "the same while all run, at most",
 }
 
 

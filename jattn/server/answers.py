@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from jattn.server.bodies import flag, read_object, shortened, typed
 from jattn.server.errors import ApiError
-from jattn.server.event_stream import KEEP_ALIVE, EventStream, as_json, event, while_connected
+from jattn.server.event_stream import KEEP_ALIVE, EventStream, EventWriter, as_json, while_connected
 from jattn.server.offload import LONG, offloaded
 from jattn.server.output_stream import OutputStream, merged
 from jattn.server.sampling_fields import sampling_params
@@ -122,7 +122,7 @@ async def _whole(
 async def _events(
     service: Service, call: Call, of_prompts: list[list[engine_request.Request]], form: Form
 ) -> AsyncGenerator[bytes]:
-    frame, num_tokens = _frame(call, form.chunk), 0
+    writer, num_tokens = EventWriter(_frame(call, form.chunk)), 0
     async with service.serve(of_prompts) as stream:
         while (deltas := await stream.next(service.options.keep_alive_seconds)) != []:
             if deltas is None:
@@ -132,9 +132,9 @@ async def _events(
                 num_tokens += len(delta.token_ids)
                 for choice in form.chunks(delta):
                     usage = {"usage": _usage(stream, num_tokens)} if call.continuous_usage else {}
-                    yield event(frame | {"choices": [choice]} | usage)
+                    yield writer.event({"choices": [choice]} | usage)
         if call.include_usage:
-            yield event(frame | {"choices": [], "usage": _usage(stream, num_tokens)})
+            yield writer.event({"choices": [], "usage": _usage(stream, num_tokens)})
 
 
 def _wanted(delta: Delta, call: Call) -> Delta:

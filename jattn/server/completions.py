@@ -107,7 +107,9 @@ class CompletionForm:
         self._places: dict[tuple[int, int], _Place] = {}
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        place = self._places.setdefault((delta.index, delta.output_index), _Place())
+        where = delta.index, delta.output_index
+        if (place := self._places.get(where)) is None:
+            place = self._places[where] = _Place()
         echoes = self._echo and not place.begun
         prompt = self._prompts[delta.index]
         shown = echoes or (self._call.return_token_ids and delta.token_ids) or (self._logprobs is not None)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jattn.server.errors import ApiError
+from jattn.server.overdue import Overdue
 
 KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -25,14 +26,31 @@ class ClientGone(ClientDisconnect):
     """Nobody waits for the answer any more."""
 
 
+_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def as_json(content: Any) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")  # a client's own words may hold half of a surrogate pair
+    return _written(content).encode("utf-8", "replace")  # a client's own words may hold half of a surrogate pair
 
 
 def event(content: Any) -> bytes:
     """A server-sent event."""
     return b"data: " + as_json(content) + b"\n\n"
+
+
+class EventWriter:
+    """Writes events that begin alike, without writing that part again each time.
+
+    Args:
+        frame: The fields that they begin with; not empty.
+    """
+
+    def __init__(self, frame: dict[str, Any]):
+        self._begin = b"data: " + as_json(frame)[:-1] + b","
+
+    def event(self, fields: dict[str, Any]) -> bytes:
+        """The event of the frame and some fields more, of other names."""
+        return self._begin + as_json(fields)[1:] + b"\n\n"
 
 
 async def while_connected[Result](receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
@@ -81,6 +99,20 @@ class EventStream(Response):
             await while_connected(receive, self._send_all(scope, receive, send))
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        slow = Overdue(self._slow_client_seconds, task.cancel)
+        try:
+            await self._send_while_taken(scope, receive, send, slow)
+        except asyncio.CancelledError:
+            if not slow.acted:
+                raise
+            task.uncancel()
+            raise ClientGone from None
+        finally:
+            slow.close()
+
+    async def _send_while_taken(self, scope: Scope, receive: Receive, send: Send, slow: Overdue) -> None:
         begun = False
         async with contextlib.aclosing(self._events) as events:
             try:
@@ -88,18 +120,16 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                    await self._send(send, content)
+                    await self._send(send, content, slow)
             except ApiError as error:
                 if not begun:
                     await error.response()(scope, receive, send)
                     return
-                await self._send(send, event(error.content))
-            await self._send(send, _DONE)
+                await self._send(send, event(error.content), slow)
+            await self._send(send, _DONE, slow)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, content: bytes) -> None:
-        try:
-            async with asyncio.timeout(self._slow_client_seconds):
-                await send({"type": "http.response.body", "body": content, "more_body": True})
-        except TimeoutError:
-            raise ClientGone from None
+    async def _send(self, send: Send, content: bytes, slow: Overdue) -> None:
+        slow.begin()
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        slow.end()

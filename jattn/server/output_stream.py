@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from jattn.server.errors import ApiError
+from jattn.server.overdue import Overdue
 from jattn.serving.engine_thread import Progress
 from jattn.serving.frontend.outputs import Delta, SequenceReader
 from jattn.serving.frontend.text import Tokenizer
@@ -28,6 +29,7 @@ class OutputStream:
         self._waiting: list[Delta] = []
         self._error: ApiError | None = None
         self._news = asyncio.Event()
+        self._late: Overdue | None = None
 
     @property
     def unfinished(self) -> list[Request]:
@@ -64,20 +66,29 @@ class OutputStream:
     async def next(self, timeout: float | None = None) -> list[Delta] | None:
         """All deltas that wait, once there are some; none after the last, and None if nothing came for `timeout`.
 
+        Args:
+            timeout: Seconds; the first call's is that of all.
+
         Raises:
             ApiError: The answer has failed.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                while not self._waiting and self._error is None and self.unfinished:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            return None
+        if self._late is None:
+            self._late = Overdue(timeout, self._news.set)
+        self._late.acted = False
+        self._late.begin()
+        while not self._waiting and self._error is None and self.unfinished and not self._late.acted:
+            self._news.clear()
+            await self._news.wait()
+        self._late.end()
         deltas, self._waiting = self._waiting, []
-        if self._error is not None and not deltas:
+        if not deltas and self._error is not None:
             raise self._error
-        return deltas
+        return None if not deltas and self._late.acted else deltas
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        if self._late is not None:
+            self._late.close()
 
     async def all(self) -> AsyncIterator[Delta]:
         while deltas := await self.next():
@@ -87,6 +98,9 @@ class OutputStream:
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:
     """One delta for each sequence, as its deltas come to."""
+    deltas = list(deltas)
+    if len(deltas) == 1:  # so it is with most tokens
+        return deltas
     of_sequences: dict[tuple[int, int], list[Delta]] = {}
     for delta in deltas:
         of_sequences.setdefault((delta.index, delta.output_index), []).append(delta)

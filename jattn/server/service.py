@@ -132,6 +132,7 @@ class Service:
             self.thread.add(requests)
             yield stream
         finally:
+            stream.close()
             if aborted := [request for request in requests if self._streams.pop(request, None)]:
                 self.thread.abort(aborted)
                 for request in aborted:

@@ -11,6 +11,7 @@ import pytest
 from jattn.load.client import Answer, Client
 from jattn.load.figures import figures
 from jattn.load.run import measured
+from jattn.load.steady import SteadyPart
 from jattn.load.workload import Level, Workload
 
 WORKLOAD = Workload(input_len=10, output_len=6, spread=0.5, prefix_len=3, vocab_size=50)
@@ -168,3 +169,34 @@ def test_figures_of_known_times():
     assert row["e2e_ms"]["p50"] == 1125
     assert (row["requests_per_s"], row["output_tokens_per_s"], row["total_tokens_per_s"]) == (1, 2, 17)
     assert (row["failed"], row["errors"]) == (1, {"gone": 1})
+
+
+def steady_part(looks, most_running):
+    """One that has looked at these moments: (time, requests that run, idle seconds at least, at most)."""
+    now = iter([seconds for seconds, *_ in looks])
+    found = iter([tuple(rest) for _, *rest in looks])
+    part = SteadyPart(lambda: next(found), most_running, lambda: next(now))
+    for _ in looks:
+        part.look()
+    return part.idle_shares()
+
+
+def test_steady_part_is_from_the_first_to_the_last_moment_at_which_all_run():
+    looks = [(0, 1, 0.0, 0.0), (1, 4, 0.5, 0.9), (2, 3, 0.7, 1.2), (5, 4, 0.9, 1.7), (9, 2, 4.0, 5.0)]
+    assert steady_part(looks, 4) == pytest.approx((4.0, 0.1, 0.2))
+    assert steady_part(looks, 3) == pytest.approx((4.0, 0.1, 0.2))
+    assert steady_part(looks[:3], 4) is None  # one moment is no time
+    assert steady_part(looks, 5) is None
+
+
+def test_steady_part_looks_on_its_own_while_it_lasts():
+    looked = threading.Event()
+
+    def look():
+        looked.set()
+        return 1, 0.0, 0.0
+
+    with SteadyPart(look, 1):
+        assert looked.wait(10)
+    looked.clear()
+    assert not looked.wait(0.1)

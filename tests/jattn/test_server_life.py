@@ -22,7 +22,7 @@ import pytest
 from jattn.server import app as app_module
 from jattn.server.api_key import OPEN, ApiKeyGuard
 from jattn.server.errors import ApiError
-from jattn.server.event_stream import EventStream
+from jattn.server.event_stream import EventStream, EventWriter, event
 from jattn.serving.request import Request
 from tests.jattn.harness.http_server import CHAT, GREEDY
 from tests.jattn.test_server_completions import assembled, whole
@@ -317,3 +317,8 @@ def test_a_thousand_streams_dropped_at_random_leave_nothing(http_server):
     assert len(set(files)) == 1, files
     assert max(requests) <= 8, requests  # those of the last launches, and no more
     assert whole(http_server.post(COMPLETIONS, GREEDY))
+
+
+def test_an_event_is_what_its_fields_come_to_in_one():
+    frame, fields = {"id": "a\ud800é", "created": 3}, {"choices": [{"text": 'quo"te'}], "usage": None}
+    assert EventWriter(frame).event(fields) == event(frame | fields)

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from jattn.serving.frontend.byte_text import stream_decoder
 from jattn.serving.frontend.stop_strings import StopStrings
-from jattn.serving.frontend.text import StreamDecoder, Tokenizer
+from jattn.serving.frontend.text import Tokenizer
 from jattn.serving.request import FinishReason, Request
 from jattn.serving.steps.logprobs import Logprob
 
@@ -148,7 +149,7 @@ class SequenceReader:
         self.finished = False
         self._tokenizer = tokenizer
         self._index, self._output_index = index, output_index
-        self._decoder = StreamDecoder(tokenizer, params.skip_special_tokens)
+        self._decoder = stream_decoder(tokenizer, params.skip_special_tokens)
         self._stop = StopStrings(params.stop, include=params.include_stop_str_in_output)
         self._num_read = 0
 

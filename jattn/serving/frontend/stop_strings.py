@@ -27,6 +27,8 @@ class StopStrings:
             text: The piece; after a stop string it is lost.
             armed: Whether a string that becomes complete within this piece ends the text.
         """
+        if not self._strings:
+            return text
         if self.found is not None:
             return ""
         seen = len(self._held)

@@ -9,6 +9,10 @@ import tokenizers
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+# GPT-2's alphabet: bytes that are visible characters of Latin 1 stand for themselves, the others for those from 256 on.
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(0x100) if byte not in _VISIBLE]
+_BYTES = {chr(byte): byte for byte in _VISIBLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
@@ -21,6 +25,9 @@ class Tokenizer:
     Raises:
         FileNotFoundError: It does not.
         ValueError: The file is not a tokenizer's.
+
+    Attributes:
+        is_byte_level: Whether the text of tokens is their bytes (`bytes_of`), one after the other.
     """
 
     def __init__(self, folder: Path | str):
@@ -39,6 +46,8 @@ class Tokenizer:
         self._special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         decoder = self._tokenizer.decoder
         self._has_byte_tokens = decoder is not None and decoder.decode(["<0xFF>"]) == _REPLACEMENT
+        self.is_byte_level = isinstance(decoder, tokenizers.decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +89,18 @@ class Tokenizer:
         """The byte that the token stands for (10 for `<0x0A>`); None if it stands for text."""
         token = self.token(token_id) if self._has_byte_tokens else None
         return int(token[3:5], 16) if token and _BYTE_TOKEN.fullmatch(token) else None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes that a byte-level token stands for; none out of the vocabulary."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self.token(token_id) or ""
+            if all(character in _BYTES for character in token):
+                found = bytes(map(_BYTES.__getitem__, token))
+            else:  # an added token, which spells itself
+                found = token.encode()
+            self._bytes[token_id] = found
+        return found
 
 
 class StreamDecoder:
