@@ -278,18 +278,19 @@ class _Product:
                 first_own = lax.rem(taker + takers - lax.rem(done, takers), takers)
                 steps = lax.div(tile.steps - first_own + takers - 1, takers)
 
-            def multiply_step(i, total):
+            def multiply_step(i, carry):
+                total, stage = carry
                 k = i if takers == 1 else first_own + i * takers
-                stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
                 first = (tile.first + k) * self.sizes.block_depth if self.whole else stage
                 total = products.added(total, packed, scratch, stage, first, own, number)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
-                return total
+                following = stage + takers
+                return total, jnp.where(following >= stages, following - stages, following)
 
             none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(0, steps, multiply_step, none)
+            total, _ = lax.fori_loop(0, steps, multiply_step, (none, lax.rem(done + first_own, stages)))
             begin = tile.column_block * self.sizes.block_columns + begin_of_own
             if self.whole:  # rows of the tile past its first are any
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
