@@ -269,6 +269,7 @@ def _packed_of(
         out_dtype=out_dtype.name,
         scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
         group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
+        interleaved=isinstance(kernel, QuantizedKernel) and kernel.interleaved,
         rounded=isinstance(x, QuantizedRows),
         modes=modes_of(operands),
         **facts,

@@ -1,5 +1,6 @@
 """Projections and the vocabulary, in a dtype or in few bits; each device holds its share of them."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -170,12 +171,16 @@ class Linear(nnx.Module):
         return self.kernel.stack_and_layer if self.bias is None and self.scales is None else None
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
-        """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
+        """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'.
+
+        In int4 it is held interleaved, if it may be.
+        """
         kernel, layer = self.kernel.stack_and_layer
         if self.scales is None:
             return kernel, layer
         zero_points = None if self.zero_points is None else self.zero_points.stack_and_layer[0]
-        return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0], zero_points=zero_points), layer
+        held = QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0], zero_points=zero_points)
+        return dataclasses.replace(held, interleaved=held.may_be_interleaved), layer
 
 
 class Vocabulary(nnx.Module):

@@ -81,6 +81,7 @@ def test_text_is_that_of_what_the_weights_stand_for():
     for path, module in nnx.iter_modules(model):
         if getattr(module, "scales", None) is not None:
             kernel = QuantizedKernel(values=module.kernel[...], scales=module.scales[...])
+            kernel = dataclasses.replace(kernel, interleaved=kernel.may_be_interleaved)
             target = plain.layers[path[1]]
             for name in path[2:]:
                 target = getattr(target, name)

@@ -38,6 +38,7 @@ def leaves(checkpoint, *, parallel=ONE_DEVICE, rank=0):
         assert kernel.dtype == jnp.int4
         del found[*path, "scales"]
         kernel = QuantizedKernel(values=kernel, scales=scales, zero_points=found.pop((*path, "zero_points"), None))
+        kernel = dataclasses.replace(kernel, interleaved=kernel.may_be_interleaved)
         found[*path, "kernel"] = jnp.swapaxes(dequantize_groups(kernel, jnp.float32), -1, -2)
     return {path: np.asarray(leaf) for path, leaf in found.items()}, {p: str(x.dtype) for p, x in scaled.items()}
 

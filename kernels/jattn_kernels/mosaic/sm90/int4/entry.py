@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
+from jattn_kernels.interleaved import in_turn
 from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles, choose_tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import in_order
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.splits import Splits, added
 
@@ -39,10 +39,10 @@ def refuses(call: MatmulCall) -> str | None:
             f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {PART_DEPTH} inputs, not "
             f"{size}."
         )
-    if call.norm is not None and not (call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
+    if call.norm is not None and not (call.interleaved and call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
         return (
-            "`mosaic` norms one row before a product with int4 weights, and only if it adds it up too: of at most "
-            f"{_MOST_WHOLE} numbers, a multiple of 1,024. Not {call.num_rows} of {call.depth}."
+            "`mosaic` norms one row before a product with interleaved int4 weights, and only if it adds it up too: of "
+            f"at most {_MOST_WHOLE} numbers, a multiple of 1,024. Not {call.num_rows} of {call.depth}."
         )
     return None
 
@@ -55,7 +55,7 @@ def _tiles(call: MatmulCall) -> Int4Tiles:
         columns=call.columns,
         groups=call.depth // call.group_size,
         sum_bytes=2 if rounds_splits(call) else 4,
-        whole_row=fits(call.num_rows, call.depth, _MOST_WHOLE),
+        whole_row=call.interleaved and fits(call.num_rows, call.depth, _MOST_WHOLE),
     )
 
 
@@ -69,7 +69,8 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     if not sizes.whole_row:
         if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
             x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
-        x = in_order(x)
+        if not call.interleaved:
+            x = in_turn(x)  # multiplied with weights as if these were
     whole = pl.cdiv(call.num_rows, WARPS) * WARPS  # rows that the warps of a reader share out evenly
     parts, of_row = int4_matmul(
         x,

@@ -28,12 +28,12 @@ from jaxtyping import Array, Float, Int32
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
-from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row
+from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row, store_share
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, store_in_order
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed
 
 _REGISTERS = {
     2: (40, 232),
@@ -82,7 +82,7 @@ def int4_matmul(
     """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
     Args:
-        x: With its columns `in_order`; as they are if the row is whole.
+        x: As it is if the kernel is interleaved.
         kernel: int4 [L, F, D].
         scales: Of a group of inputs of each output.
         sizes: Of the work tiles.
@@ -258,7 +258,7 @@ class _Product:
 
         def make_share():
             share, begin = share_of_row(operands.x, operands.row, outs, self.norm, place, number)
-            store_in_order(scratch.x, begin, share, min(self.products.part_depth, _TILED_COLUMNS))
+            store_share(scratch.x, begin, share, min(self.products.part_depth, _TILED_COLUMNS))
 
         place.hold(number, make_share)
 
