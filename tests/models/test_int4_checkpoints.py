@@ -1,5 +1,6 @@
 """Checkpoints in int4 with a scale for each group of inputs: held as stored, whoever wrote them, or refused."""
 
+import dataclasses
 import functools
 
 import jax
