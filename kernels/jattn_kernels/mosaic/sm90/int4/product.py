@@ -55,7 +55,6 @@ class _Scratch(NamedTuple):
     others_free: Any
     out: Any  # (consumers, 1, block_rows, 64), of sums that are rounded; None of others
     wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
-    turns: Any = None  # a consumer's, to multiply; None where all may at any time
     meeting: Meeting | None = None
 
 
@@ -179,8 +178,6 @@ class _Product:
             )
         if self.whole:
             scratch = scratch._replace(meeting=meeting(self.depth, sizes.consumers))
-        if self.products.takes_turns:
-            scratch = scratch._replace(turns=plgpu.Barrier(num_barriers=sizes.consumers))
 
         def warpgroup(scratch: _Scratch) -> None:
             number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
@@ -263,7 +260,7 @@ class _Product:
         place.hold(number, make_share)
 
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
-        stages, products = self.sizes.stages, self.products
+        stages = self.sizes.stages
         strip, taker = self._strip_and_taker(number)
         begin_of_own = strip * WGMMA_ROWS
         if self._overlap:  # the last strip begins in the one before
@@ -284,7 +281,7 @@ class _Product:
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
                 first = (tile.first + k) * self.sizes.block_depth if self.whole else stage
-                total = products.added(total, packed, scratch, stage, first, own, number)
+                total = self.products.added(total, packed, scratch, stage, first, own, number)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
                 following = stage + takers
                 return total, jnp.where(following >= stages, following - stages, following)
@@ -307,9 +304,7 @@ class _Product:
             else:
                 store(total)
 
-        products.begin_turns(scratch, number)
         self._for_each_tile(multiply_tile)
-        products.end_turns(scratch, number)
         if scratch.out is not None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

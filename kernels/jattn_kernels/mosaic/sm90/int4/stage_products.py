@@ -15,7 +15,6 @@ from jattn_kernels.mosaic.sm90.int4.unpacked import unpacked
 
 _ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
 _MOST_UNDER_WAY = 4  # of these products
-_AT_A_TIME = 2  # consumers that multiply, where they take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,32 +45,6 @@ class StageProducts:
         together = min(max(1, _ROWS_UNDER_WAY // self.sizes.block_rows), _MOST_UNDER_WAY)
         return [begins[i : i + together] for i in range(0, len(begins), together)]
 
-    @property
-    def takes_turns(self) -> bool:
-        """Whether consumers multiply in turn, two at a time, so that the others make weights wider meanwhile.
-
-        Else all do the one at the same time, and then the other, as they begin together. Where parts of a stage are
-        under way together, one does both.
-        """
-        return self.sizes.takers == 1 and self.sizes.consumers > _AT_A_TIME and len(self.batches[0]) == 1
-
-    def begin_turns(self, scratch: Any, number: Any) -> None:
-        """The first consumers need not wait for their first turns."""
-        if self.takes_turns:
-            begin = self.sizes.consumers - _AT_A_TIME
-
-            @pl.when(number >= begin)
-            def tell():
-                plgpu.barrier_arrive(scratch.turns.at[number - begin])
-
-    def end_turns(self, scratch: Any, number: Any) -> None:
-        """They are told of turns that they no longer need."""
-        if self.takes_turns:
-
-            @pl.when(number < _AT_A_TIME)
-            def wait():
-                plgpu.barrier_wait(scratch.turns.at[number])
-
     def added(self, total: Any, packed: Any, scratch: Any, stage: Any, first: Any, own: Any, number: Any) -> Any:
         """The sums with a stage's products, each part's times its group's scales.
 
@@ -93,21 +66,14 @@ class StageProducts:
         scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
         factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
 
-        early = self._unpacked(begins[0], packed, scratch, number) if self.takes_turns else None
-        if early is not None:
-            plgpu.barrier_wait(scratch.turns.at[number])
-
         def products(*accumulators):
             for begin, acc in zip(begins, accumulators, strict=True):
                 if self.sizes.whole_row:
                     x = scratch.x.at[:, pl.ds(pl.multiple_of(first + begin, depth), depth)]
                 else:
                     x = scratch.x.at[first, :, pl.ds(begin, depth)]
-                weights = self._unpacked(begin, packed, scratch, number) if early is None else early
-                plgpu.wgmma(acc, weights, x.transpose((1, 0)))
+                plgpu.wgmma(acc, self._unpacked(begin, packed, scratch, number), x.transpose((1, 0)))
             plgpu.wgmma_wait(0)
-            if early is not None:
-                plgpu.barrier_arrive(scratch.turns.at[lax.rem(number + _AT_A_TIME, self.sizes.consumers)])
             return [acc[...] for acc in accumulators]
 
         accumulator = tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows)
