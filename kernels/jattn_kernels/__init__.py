@@ -7,7 +7,15 @@ from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, interleave, quantize_groups
 from jattn_kernels.latent_write import mla_write
-from jattn_kernels.matmul import adds_up, matmul, matmul_splits, matmul_splits_of_sum, multiplied, with_bias
+from jattn_kernels.matmul import (
+    adds_up,
+    matmul,
+    matmul_gated,
+    matmul_splits,
+    matmul_splits_of_sum,
+    multiplied,
+    with_bias,
+)
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
 from jattn_kernels.norm import add_rms_norm, rms_norm, summed_and_normed, taken
@@ -53,6 +61,7 @@ __all__ = [
     "lse_to_base2",
     "make_schedule",
     "matmul",
+    "matmul_gated",
     "matmul_splits",
     "matmul_splits_of_sum",
     "merge_state",

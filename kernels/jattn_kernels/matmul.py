@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -82,6 +83,31 @@ def matmul_splits(
         ValueError, NotImplementedError: As `matmul`.
     """
     return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)[0]
+
+
+def matmul_gated(
+    x: Float[Array, "T D"] | QuantizedRows,
+    kernel: Float[Array, "*L D F"] | QuantizedKernel,
+    activation: Callable[[Array, Array], Array],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T F/2"] | Ungated:
+    """The activation of a product's halves, where its kernel takes it; else what is to be activated.
+
+    Args:
+        activation: Elementwise and hashable, of a gate and what it gates.
+
+    Raises:
+        ValueError, NotImplementedError: As `matmul`.
+    """
+    call, operands = _packed(x, kernel, layer_index, None, implementation)
+    lazy = dataclasses.replace(call, gates=activation)
+    if not serves(lazy, implementation):
+        product = matmul_splits(x, kernel, layer_index=layer_index, implementation=implementation)
+        return Ungated(rows=product, activation=activation)
+    out: Any = _product(choose(lazy, implementation).implementation, lazy, operands)
+    return out
 
 
 def matmul_splits_of_sum(
@@ -269,6 +295,7 @@ def _packed_of(
         out_dtype=out_dtype.name,
         scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
         group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
+        zero_points=operands.zero_points is not None,
         interleaved=isinstance(kernel, QuantizedKernel) and kernel.interleaved,
         rounded=isinstance(x, QuantizedRows),
         modes=modes_of(operands),

@@ -1,6 +1,7 @@
 """Projections and the vocabulary, in a dtype or in few bits; each device holds its share of them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jattn.matmul import (
     Unmultiplied,
     adds_up,
     matmul,
+    matmul_gated,
     matmul_splits,
     matmul_splits_of_sum,
     with_bias,
@@ -145,6 +147,13 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
         return matmul_splits(x, weights, bias=bias, layer_index=layer)
+
+    def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
+        """The activation of its two halves, or what is to be activated by whoever reads it."""
+        if self.bias is not None:
+            return Ungated(rows=self.splits(x), activation=activation)
+        weights, layer = self._weights()
+        return matmul_gated(x, weights, activation, layer_index=layer)
 
     def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
         """`splits` of rows that are added up, and their sum."""

@@ -66,8 +66,8 @@ class GatedMLP(nnx.Module):
         """Whether its first projection's kernel adds such rows up."""
         return self.gate_up_proj.adds_up(x)
 
-    def _activated(self, x: NormedRows) -> Ungated:
-        return Ungated(rows=self.gate_up_proj.splits(x), activation=GATES[self.activation])
+    def _activated(self, x: NormedRows) -> Float[Array, "T F"] | Ungated:
+        return self.gate_up_proj.gated(x, GATES[self.activation])
 
     @property
     def rounds_rows(self) -> bool:

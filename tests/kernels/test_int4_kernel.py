@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import QuantizedKernel, added, interleave, matmul, matmul_splits, reference
+from jattn_kernels import QuantizedKernel, added, interleave, matmul, matmul_gated, matmul_splits, reference
 from jattn_kernels.call import Device
 from jattn_kernels.interleaved import in_turn
 from tests.kernels.harness.interpreter import interpreted
@@ -80,6 +80,41 @@ def test_kernel_without_races(hopper, rows, depth, columns, group_size, options)
     assert_product(out, x, kernel)
 
 
+def silu_gate(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def assert_gated(rows, depth, columns, options):
+    """The activation is that of the oracle's product, whose halves are rounded before it."""
+    x, kernel = operands(rows, depth, columns, 128, **options)
+    x = x / depth**0.5
+
+    def gated_product(x, kernel):
+        return matmul_gated(x, kernel, silu_gate, layer_index=1, implementation="mosaic")
+
+    out = jax.jit(gated_product)(x, kernel)
+    assert out.dtype == x.dtype
+    last = jax.tree.map(lambda leaf: leaf[-1], kernel)
+    values = in_turn(last.values) if last.interleaved else last.values
+    gate, up = np.split(reference.matmul(x, values, last.scales, None), 2, axis=1)
+    exact = gate / (1 + np.exp(-gate)) * up
+    tolerance = float(jnp.finfo(x.dtype).eps) * (1.2 * np.abs(gate * up) + 2 * np.abs(exact) + 1e-3)
+    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= tolerance)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "options"),
+    [
+        (20, 256, 448, {}),  # of both halves' 112 columns two strips share 16
+        (33, 384, 128, {"dtype": "float16"}),  # a strip of each
+        (64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
+    ],
+)
+def test_gated_product_without_races(hopper, rows, depth, columns, options):
+    with interpreted():
+        assert_gated(rows, depth, columns, options)
+
+
 def test_splits_add_up_to_the_product(hopper):
     x, kernel = operands(3, 512, 64, 128)
     with interpreted():
@@ -130,3 +165,10 @@ def test_what_is_not_served_gets_a_sentence(hopper, rows, depth, columns, group_
 def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
     x, kernel = operands(rows, depth, columns, group_size, **options)
     assert_product(of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1)), x, kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 40, 64])
+@pytest.mark.parametrize(("depth", "columns"), [(4096, 28672), (1024, 2560), (512, 3328)])
+def test_gated_product_on_a_gpu(rows, depth, columns):
+    assert_gated(rows, depth, columns, {})

@@ -51,8 +51,9 @@ class StageProducts:
         Args:
             packed: The stage's weights of a consumer, as `load_packed` has loaded them.
             scratch: Of the product.
+            stage: Whose scales are meant, and of which half.
             first: The stage's first input, of a row that is all in shared memory; else the stage.
-            own: The consumer's columns.
+            own: The consumer's columns, of that half's.
             number: Of the consumer.
         """
         for begins in self.batches:
