@@ -169,6 +169,6 @@ def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [17, 40, 64])
-@pytest.mark.parametrize(("depth", "columns"), [(4096, 28672), (1024, 2560), (512, 3328)])
+@pytest.mark.parametrize(("depth", "columns"), [(1024, 28672), (1024, 2560), (512, 3328)])
 def test_gated_product_on_a_gpu(rows, depth, columns):
     assert_gated(rows, depth, columns, {})
