@@ -108,6 +108,7 @@ def assert_gated(rows, depth, columns, options):
         (20, 256, 448, {}),  # of both halves' 112 columns two strips share 16
         (33, 384, 128, {"dtype": "float16"}),  # a strip of each
         (64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
+        (140, 128, 128, {}),  # two blocks of rows
     ],
 )
 def test_gated_product_without_races(hopper, rows, depth, columns, options):
@@ -168,7 +169,7 @@ def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [17, 40, 64])
+@pytest.mark.parametrize("rows", [17, 64, 200])
 @pytest.mark.parametrize(("depth", "columns"), [(1024, 28672), (1024, 2560), (512, 3328)])
 def test_gated_product_on_a_gpu(rows, depth, columns):
     assert_gated(rows, depth, columns, {})

@@ -32,6 +32,7 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row, store_share
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
+from jattn_kernels.mosaic.sm90.int4 import strips
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed
@@ -41,7 +42,6 @@ _REGISTERS = {
     3: (40, 152),
     4: (32, 112),
 }  # by consumer warpgroups: of a thread of the producer, and of theirs
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
 _WIDTHS = 32  # that a strip begins at a multiple of
 _TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
@@ -77,7 +77,7 @@ def int4_matmul(
     *,
     num_rows: int,
     rounded: bool = False,
-    activation: Activation | None = None,
+    activation: strips.Activation | None = None,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
 ) -> tuple[Float[Array, "S R F"], list[Float[Array, "1 D"]]]:
@@ -131,7 +131,7 @@ class _Product:
     columns: int
     groups: int
     norm: NormCall | None
-    activation: Activation | None = None
+    activation: strips.Activation | None = None
 
     @property
     def whole(self) -> bool:
@@ -168,14 +168,14 @@ class _Product:
         operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
-        strips, scale_dtype = sizes.strips, operands.scales.dtype
+        scale_dtype = operands.scales.dtype
         groups = tiles.aligned_rows(self.products.groups, sizes.half_columns * jnp.dtype(scale_dtype).itemsize)
         scratch = _Scratch(
             kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
             scales=plgpu.SMEM((sizes.stages * sizes.halves, groups, sizes.half_columns), scale_dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
             full=plgpu.Barrier(num_arrivals=2 * sizes.halves + (0 if self.whole else 1), **stages),
-            empty=plgpu.Barrier(num_arrivals=strips, **stages),
+            empty=plgpu.Barrier(num_arrivals=sizes.strips, **stages),
             others=None,
             others_full=None,
             others_free=None,
@@ -183,17 +183,9 @@ class _Product:
             wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), operands.x.dtype),
         )
         if sizes.takers > 1:
-            scratch = scratch._replace(
-                others=plgpu.SMEM((strips, sizes.takers - 1, WGMMA_ROWS, sizes.block_rows), jnp.float32),
-                others_full=plgpu.Barrier(num_arrivals=sizes.takers - 1, num_barriers=strips),
-                others_free=plgpu.Barrier(num_barriers=strips),
-            )
+            scratch = scratch._replace(**strips.others(sizes.strips, sizes.takers - 1, sizes.block_rows, jnp.float32))
         if sizes.halves > 1:
-            scratch = scratch._replace(
-                others=plgpu.SMEM((sizes.half_strips, 1, WGMMA_ROWS, sizes.block_rows), self.dtype),
-                others_full=plgpu.Barrier(num_barriers=sizes.half_strips),
-                others_free=plgpu.Barrier(num_barriers=sizes.half_strips),
-            )
+            scratch = scratch._replace(**strips.others(sizes.half_strips, 1, sizes.block_rows, self.dtype))
         if self.whole:
             scratch = scratch._replace(meeting=meeting(self.depth, sizes.consumers))
 
@@ -329,9 +321,10 @@ class _Product:
                 target = scratch.out.at[strip], sums.at[tile.split], first_row, begin
                 store = functools.partial(copy_turned, *target, **shared)
             if takers > 1:
-                self._of_all_takers(total, scratch, number, store)
+                strips.of_all_takers(total, scratch, strip, taker, takers, store)
             elif halves > 1:
-                self._of_both_halves(total, scratch, strip, half, store)
+                assert self.activation is not None
+                strips.of_both_halves(total, scratch, strip, half, self.activation, store)
             else:
                 store(total)
 
@@ -344,44 +337,6 @@ class _Product:
         if self.sizes.takers == 1:
             return number, jnp.int32(0)
         return lax.rem(number, self.sizes.strips), lax.div(number, self.sizes.strips)
-
-    def _of_all_takers(self, total: Any, scratch: _Scratch, number: Any, store: Callable[[Any], None]) -> None:
-        """Stores the sum of what a strip's takers have, which the first one is told by the others."""
-        strip, taker = self._strip_and_taker(number)
-
-        @pl.when(taker > 0)
-        def tell():
-            scratch.others[strip, taker - 1] = total
-            plgpu.barrier_arrive(scratch.others_full.at[strip])
-            plgpu.barrier_wait(scratch.others_free.at[strip])
-
-        @pl.when(taker == 0)
-        def add():
-            plgpu.barrier_wait(scratch.others_full.at[strip])
-            refs = [scratch.others.at[strip, other] for other in range(self.sizes.takers - 1)]
-            others = [plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False) for ref in refs]
-            plgpu.barrier_arrive(scratch.others_free.at[strip])
-            store(functools.reduce(jnp.add, others, total))
-
-    def _of_both_halves(
-        self, total: Any, scratch: _Scratch, strip: Any, half: Any, store: Callable[[Any], None]
-    ) -> None:
-        """Stores the activation of a strip's sums, rounded, and of those that it gates, which another consumer has."""
-        assert self.activation is not None
-        activation = self.activation
-
-        @pl.when(half == 1)
-        def tell():
-            scratch.others[strip, 0] = total.astype(self.dtype)
-            plgpu.barrier_arrive(scratch.others_full.at[strip])
-            plgpu.barrier_wait(scratch.others_free.at[strip])
-
-        @pl.when(half == 0)
-        def gate():
-            plgpu.barrier_wait(scratch.others_full.at[strip])
-            up = plgpu.load(scratch.others.at[strip, 0], layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.barrier_arrive(scratch.others_free.at[strip])
-            store(activation(total.astype(self.dtype).astype(jnp.float32), up.astype(jnp.float32)))
 
 
 def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -14,7 +14,7 @@ _ROWS_OF_LINES = 16  # with 64 their copies take the place of stages: 24.4 us wh
 # Of a work tile: what it takes beside them, as many steps. On an H200 [1, 4096] x [4096, 6144] takes 15.8 us in 4
 # splits, a tile of 4 steps an SM, and 19.8 in 16, 3 tiles of one step.
 _STEPS_MORE = 1
-FEW_ROWS = 64  # up to which there are four consumers, and tiles that give each SM as many columns
+_FEW_ROWS = 64  # up to which there are four consumers, and tiles that give each SM as many columns
 _LEAST_WIDTH, _WIDTHS = 128, 32  # of such tiles, the least and what they differ by
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
@@ -64,9 +64,10 @@ class Int4Tiles:
         return self.strips // self.halves
 
 
-def gated_widths(columns: int) -> list[int]:
-    """Columns of a work tile of both halves, of a product with so many."""
-    return [width for width in range(2 * WGMMA_ROWS, 4 * WGMMA_ROWS + 1, _WIDTHS) if columns % width == 0]
+def gated_widths(rows: int, columns: int) -> list[int]:
+    """Columns that a work tile may have of both halves together, of a product with so many."""
+    most = 4 if rows <= _FEW_ROWS else 2
+    return [width for width in range(2 * WGMMA_ROWS, most * WGMMA_ROWS + 1, _WIDTHS) if columns % width == 0]
 
 
 def choose_tiles(
@@ -79,7 +80,7 @@ def choose_tiles(
         halves: Of the columns; of two there is one split.
     """
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
-    most = 4 if block_rows <= FEW_ROWS else 2
+    most = 4 if block_rows <= _FEW_ROWS else 2
     takers = most if rows == 1 else 1  # timed with no more rows
     takes_lines = block_rows <= _ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
@@ -96,11 +97,11 @@ def choose_tiles(
 
     widths = [strips * WGMMA_ROWS for strips in (4, 2, 1) if strips * takers <= most]
     widths = [next(width for width in widths if columns % width == 0)]
-    if sum_bytes == _ITEM_BYTES and block_rows <= FEW_ROWS:
+    if sum_bytes == _ITEM_BYTES and block_rows <= _FEW_ROWS:
         widths += [width for width in range(_LEAST_WIDTH, 4 * WGMMA_ROWS, _WIDTHS) if columns % width == 0]
     most_splits = min(steps, _MOST_SPLITS)
     if halves > 1:
-        widths, most_splits = gated_widths(columns), 1
+        widths, most_splits = gated_widths(rows, columns), 1
     choices = ((width, splits) for width in widths for splits in range(1, most_splits + 1))
     width, splits = min(choices, key=lambda choice: bytes_of_all(*choice))
     fixed = block_rows * depth * _ITEM_BYTES + _MEETING_BYTES if whole_row else 0
