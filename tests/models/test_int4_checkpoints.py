@@ -51,7 +51,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[path], leaf, err_msg=str(path))
 
 
-OFTEN = ("awq", "gptq", "compressed_zero_points")
+OFTEN = ("awq", "gptq", "compressed_zero_points", "compressed_channel")  # the last one's are interleaved
 
 
 @pytest.mark.parametrize(
