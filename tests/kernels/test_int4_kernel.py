@@ -105,6 +105,7 @@ def assert_gated(rows, depth, columns, options):
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "options"),
     [
+        (3, 512, 128, {}),
         (20, 256, 448, {}),  # of both halves' 112 columns two strips share 16
         (33, 384, 128, {"dtype": "float16"}),  # a strip of each
         (64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
@@ -169,7 +170,7 @@ def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [17, 64, 200])
+@pytest.mark.parametrize("rows", [2, 16, 64, 200])
 @pytest.mark.parametrize(("depth", "columns"), [(1024, 28672), (1024, 2560), (512, 3328)])
 def test_gated_product_on_a_gpu(rows, depth, columns):
     assert_gated(rows, depth, columns, {})
