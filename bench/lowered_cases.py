@@ -69,6 +69,7 @@ def _others() -> Iterator[tuple[str, Hashed]]:
     yield from _mixtures()
     yield from _mixtures_in_few_bits()
     yield from _products()
+    yield from _gated_products()
     norms = [(16, 1024, "bfloat16"), (16, 4096, "bfloat16"), (3, 8192, "float16")]
     for tokens, columns, dtype in norms:
         x, scale = _array((tokens, columns), dtype), _array((2, columns), dtype)
@@ -133,6 +134,15 @@ def _products() -> Iterator[tuple[str, Hashed]]:
         x = _array((rows, 4096), "bfloat16")
         case = functools.partial(lowered_hash, jattn_kernels.matmul, x, held, layer_index=_array((), "int32"))
         yield f"matmul/{held.values.dtype.name}_{rows}", case
+
+
+def _gated_products() -> Iterator[tuple[str, Hashed]]:
+    """Of many rows, with the activation."""
+    for rows, depth, units in ((256, 4096, 14336), (2304, 4096, 14336)):
+        operands = _array((rows, depth), "bfloat16"), _array((2, depth, 2 * units), "bfloat16")
+        face = functools.partial(jattn_kernels.matmul_gated, activation=silu_gate)
+        case = functools.partial(lowered_hash, face, *operands, layer_index=_array((), "int32"))
+        yield f"matmul_gated/{rows}x{depth}x{units}", case
 
 
 def _schedules() -> Iterator[tuple[str, Hashed]]:

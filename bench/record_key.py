@@ -24,6 +24,7 @@ _KINDS = {
     "experts in few bits": r"(mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
     "products in few bits": r"matmul/.*(fp8|float8|int4|blocks)",
     "experts": r"(mixture_of_experts|routed_experts)/",
+    "gated products": r"matmul_gated/",
     "products": r"matmul(_splits)?/",
     "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",
     "norms": r"(add_)?rms_norm/",
@@ -32,7 +33,7 @@ _KINDS = {
 # products by kernels of ours: their projections are small enough for them.
 _IN_PARTS = {
     "moe_layer": {"experts"},
-    "decode_step": {"norms"},
+    "decode_step": {"norms", "gated products"},
     "decode_step_moe": {"experts", "products", "norms"},
     "decode_step_latent": {"experts", "products", "norms", "latents"},
     "decode_step_quantized": {"products in few bits", "products", "norms"},

@@ -241,7 +241,7 @@ class MatmulCall:
         in_splits: Whether the result may be what adds up to it.
         norm: Of the rows, which the product takes first; None where it takes them as they are.
         activation: Of the rows' halves, likewise.
-        gates: Of the result's halves, which the product takes last; None where it leaves them as they are.
+        gate: Of the halves of the product's columns: what is returned is half as wide.
         zero_points: Whether weights have some.
         rounded: Whether rows come in fp8, a QuantizedRows.
         biased: Whether a bias is in what the product returns.
@@ -260,7 +260,7 @@ class MatmulCall:
     in_splits: bool = False
     norm: NormCall | None = None
     activation: Callable[..., Any] | None = None
-    gates: Callable[..., Any] | None = None
+    gate: Callable[..., Any] | None = None
     zero_points: bool = False
     rounded: bool = False
     biased: bool = False

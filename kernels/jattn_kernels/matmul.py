@@ -85,31 +85,6 @@ def matmul_splits(
     return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)[0]
 
 
-def matmul_gated(
-    x: Float[Array, "T D"] | QuantizedRows,
-    kernel: Float[Array, "*L D F"] | QuantizedKernel,
-    activation: Callable[[Array, Array], Array],
-    *,
-    layer_index: Int[Array, ""] | int | None = None,
-    implementation: str | None = None,
-) -> Float[Array, "T F/2"] | Ungated:
-    """The activation of a product's halves, where its kernel takes it; else what is to be activated.
-
-    Args:
-        activation: Elementwise and hashable, of a gate and what it gates.
-
-    Raises:
-        ValueError, NotImplementedError: As `matmul`.
-    """
-    call, operands = _packed(x, kernel, layer_index, None, implementation)
-    lazy = dataclasses.replace(call, gates=activation)
-    if not serves(lazy, implementation):
-        product = matmul_splits(x, kernel, layer_index=layer_index, implementation=implementation)
-        return Ungated(rows=product, activation=activation)
-    out: Any = _product(choose(lazy, implementation).implementation, lazy, operands)
-    return out
-
-
 def matmul_splits_of_sum(
     x: Unnormed,
     kernel: Float[Array, "*L D F"] | QuantizedKernel,
@@ -130,6 +105,32 @@ def matmul_splits_of_sum(
     product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)
     assert rows is not None
     return product, *rows
+
+
+def matmul_gated(
+    x: Float[Array, "T D"] | QuantizedRows,
+    kernel: Float[Array, "*L D F2"] | QuantizedKernel,
+    activation: Callable[[Array, Array], Array],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "T F"] | Ungated:
+    """activation(gate, up) of a product's columns, the gate's first; Ungated where no kernel takes it with the product.
+
+    On Hopper one does for many rows, in float32, and stores the result alone. The one for weights in int4 does for two
+    rows and more, and rounds both halves first.
+
+    Args:
+        activation: Elementwise and hashable.
+
+    Raises:
+        ValueError, NotImplementedError: As `matmul`.
+    """
+    call, operands = _packed(x, kernel, layer_index, None, implementation, gate=activation)
+    if not serves(call, implementation):
+        rows = matmul_splits(x, kernel, layer_index=layer_index, implementation=implementation)
+        return Ungated(rows=rows, activation=activation)
+    return _product(choose(call, implementation).implementation, call, operands)
 
 
 def adds_up(x: Unnormed, kernel: Float[Array, "*L D F"] | QuantizedKernel, *, layer_index: Any = None) -> bool:
@@ -319,4 +320,9 @@ def _product_jvp(implementation, call, primals, tangents):
         raise NotImplementedError(
             "A product with quantised weights has no derivative. Train with weights that are not quantised."
         )
-    return jax.jvp(functools.partial(XLA.run, call), primals, tangents)
+
+    def product(operands: MatmulOperands) -> Any:
+        out = XLA.run(dataclasses.replace(call, gate=None), operands)
+        return out if call.gate is None else gated(Ungated(rows=out, activation=call.gate))
+
+    return jax.jvp(product, primals, tangents)

@@ -149,10 +149,11 @@ class Linear(nnx.Module):
         return matmul_splits(x, weights, bias=bias, layer_index=layer)
 
     def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
-        """The activation of its two halves, or what is to be activated by whoever reads it."""
-        if self.bias is not None:
-            return Ungated(rows=self.splits(x), activation=activation)
+        """activation(gate, up) of what it returns, by its kernel or by who reads it."""
         weights, layer = self._weights()
+        in_eight_bits = isinstance(weights, QuantizedKernel) and weights.dtype != INT4
+        if self.bias is not None or in_eight_bits:
+            return Ungated(rows=self.splits(x), activation=activation)
         return matmul_gated(x, weights, activation, layer_index=layer)
 
     def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:

@@ -6,7 +6,9 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
+from jattn_kernels.mosaic import layout_search
 from jattn_kernels.mosaic.sm90 import (
+    gated_matmul,
     mla_decode,
     mla_extend,
     mla_write,
@@ -21,8 +23,12 @@ from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
 from jattn_kernels.operands import MatmulOperands, Operands
 
+layout_search.install()
+
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
+    if call.gate is not None and call.kernel_dtype != "int4":
+        return gated_matmul.gated_matmul(call, operands)
     products = {"float8_e4m3fn": fp8.matmul, "int4": int4.matmul}
     return products.get(call.kernel_dtype, skinny_matmul.matmul)(call, operands)
 

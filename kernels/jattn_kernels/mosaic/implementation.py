@@ -68,8 +68,10 @@ def refuses(call: Call) -> str | None:
 def _refuses_matmul(call: MatmulCall) -> str | None:
     if call.biased and call.kernel_dtype != call.dtype:
         return "`mosaic` adds no bias to products with weights in few bits."
-    if call.gates is not None and call.kernel_dtype != "int4":
-        return "`mosaic` takes the activation of products with int4 weights alone."
+    if call.gate is not None and call.kernel_dtype != "int4":
+        from jattn_kernels.mosaic.sm90 import gated_matmul
+
+        return gated_matmul.refuses(call)
     if call.kernel_dtype == "float8_e4m3fn":
         from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 

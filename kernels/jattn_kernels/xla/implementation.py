@@ -29,8 +29,8 @@ def refuses(call: Call) -> str | None:
         return "`xla` takes the norm of rows before their product, by itself."
     if isinstance(call, MatmulCall) and call.activation is not None:
         return "`xla` takes the activation of rows before their product, by itself."
-    if isinstance(call, MatmulCall) and call.gates is not None:
-        return "`xla` takes the activation of a product after it, by itself."
+    if isinstance(call, MatmulCall) and call.gate is not None:
+        return "`xla` takes no activation after a product."
     if isinstance(call, MatmulCall) and call.biased:
         return "`xla` adds a bias after a product, by itself."
     if isinstance(call, ExpertsCall) and call.router is not None:

@@ -39,7 +39,7 @@ def refuses(call: MatmulCall) -> str | None:
             f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {PART_DEPTH} inputs, not "
             f"{size}."
         )
-    if call.gates is not None and not _gates(call):
+    if call.gate is not None and not _gates(call):
         return "`mosaic` takes the activation of products of several rows with int4 weights, without zero points."
     if call.norm is not None and not (call.interleaved and call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
         return (
@@ -61,8 +61,8 @@ def _tiles(call: MatmulCall) -> Int4Tiles:
         depth=call.depth,
         columns=call.columns,
         groups=call.depth // call.group_size,
-        sum_bytes=2 if rounds_splits(call) or call.gates is not None else 4,
-        halves=1 if call.gates is None else 2,
+        sum_bytes=2 if rounds_splits(call) or call.gate is not None else 4,
+        halves=1 if call.gate is None else 2,
         whole_row=call.interleaved and fits(call.num_rows, call.depth, _MOST_WHOLE),
     )
 
@@ -87,12 +87,12 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         operands.layer_index,
         sizes,
         num_rows=whole if call.in_splits else call.num_rows,
-        rounded=call.gates is not None or (rounds_splits(call) and operands.zero_points is None),
-        activation=call.gates,
+        rounded=call.gate is not None or (rounds_splits(call) and operands.zero_points is None),
+        activation=call.gate,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
     )
-    if call.gates is not None:
+    if call.gate is not None:
         return parts[0, : call.num_rows]
     result: Any = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     if operands.zero_points is not None:
