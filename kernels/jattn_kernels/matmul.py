@@ -117,8 +117,8 @@ def matmul_gated(
 ) -> Float[Array, "T F"] | Ungated:
     """activation(gate, up) of a product's columns, the gate's first; Ungated where no kernel takes it with the product.
 
-    On Hopper one does for many rows, in float32, and stores the result alone. The one for weights in int4 does for two
-    rows and more, and rounds both halves first.
+    On Hopper one does for many rows, in float32, and stores the result alone. The one for weights in int4 does for 64
+    rows, and rounds both halves first.
 
     Args:
         activation: Elementwise and hashable.

@@ -40,7 +40,7 @@ def refuses(call: MatmulCall) -> str | None:
             f"{size}."
         )
     if call.gate is not None and not _gates(call):
-        return "`mosaic` takes the activation of products of several rows with int4 weights, without zero points."
+        return "`mosaic` takes the activation of products of 57 to 64 rows with int4 weights, without zero points."
     if call.norm is not None and not (call.interleaved and call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
         return (
             "`mosaic` norms one row before a product with interleaved int4 weights, and only if it adds it up too: of "
@@ -51,7 +51,7 @@ def refuses(call: MatmulCall) -> str | None:
 
 def _gates(call: MatmulCall) -> bool:
     plain = call.norm is None and not call.zero_points and call.out_dtype == call.dtype
-    return plain and call.num_rows > 1 and bool(gated_widths(call.num_rows, call.columns))
+    return plain and bool(gated_widths(call.num_rows, call.columns))
 
 
 def _tiles(call: MatmulCall) -> Int4Tiles:
