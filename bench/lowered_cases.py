@@ -134,6 +134,14 @@ def _products() -> Iterator[tuple[str, Hashed]]:
         x = _array((rows, 4096), "bfloat16")
         case = functools.partial(lowered_hash, jattn_kernels.matmul, x, held, layer_index=_array((), "int32"))
         yield f"matmul/{held.values.dtype.name}_{rows}", case
+    held, x = QuantizedKernel(values=packed, scales=of_groups, interleaved=True), _array((64, 4096), "bfloat16")
+    in_int4 = {
+        "splits": jattn_kernels.matmul_splits,
+        "gated": functools.partial(jattn_kernels.matmul_gated, activation=silu_gate),
+    }
+    for name, face in in_int4.items():
+        case = functools.partial(lowered_hash, face, x, held, layer_index=_array((), "int32"))
+        yield f"matmul/int4_64_{name}", case
 
 
 def _gated_products() -> Iterator[tuple[str, Hashed]]:
