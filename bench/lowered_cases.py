@@ -130,10 +130,18 @@ def _products() -> Iterator[tuple[str, Hashed]]:
     given = _array((3, 4096), "bfloat16"), sums, _array((4096,), "bfloat16")
     yield "matmul/fp8_rows_of_a_norm", functools.partial(lowered_hash, add_norm, *given)
     packed, of_groups = _array((2, 6144, 4096), "int4"), _array((2, 32, 6144), "bfloat16")
-    for rows, held in ((512, kernel), (1, QuantizedKernel(values=packed, scales=of_groups))):
+    for rows, held in ((512, kernel), (1, QuantizedKernel(values=packed, scales=of_groups, interleaved=True))):
         x = _array((rows, 4096), "bfloat16")
         case = functools.partial(lowered_hash, jattn_kernels.matmul, x, held, layer_index=_array((), "int32"))
         yield f"matmul/{held.values.dtype.name}_{rows}", case
+    held, x = QuantizedKernel(values=packed, scales=of_groups, interleaved=True), _array((64, 4096), "bfloat16")
+    in_int4 = {
+        "splits": jattn_kernels.matmul_splits,
+        "gated": functools.partial(jattn_kernels.matmul_gated, activation=silu_gate),
+    }
+    for name, face in in_int4.items():
+        case = functools.partial(lowered_hash, face, x, held, layer_index=_array((), "int32"))
+        yield f"matmul/int4_64_{name}", case
 
 
 def _gated_products() -> Iterator[tuple[str, Hashed]]:

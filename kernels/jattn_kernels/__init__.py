@@ -5,7 +5,7 @@ from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts
 from jattn_kernels.experts_of_sum import routed_experts_of_sum
 from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
-from jattn_kernels.int4 import dequantize_groups, quantize_groups
+from jattn_kernels.int4 import dequantize_groups, interleave, quantize_groups
 from jattn_kernels.latent_write import mla_write
 from jattn_kernels.matmul import (
     adds_up,
@@ -55,6 +55,7 @@ __all__ = [
     "are_multiplied_by_a_kernel",
     "copy_pages",
     "dequantize_groups",
+    "interleave",
     "kept_tokens",
     "lse_from_base2",
     "lse_to_base2",

@@ -237,10 +237,12 @@ class MatmulCall:
         out_dtype: Name of the result's; products are summed in float32.
         scales: What of quantised weights has a scale of its own; None of weights that are not.
         group_size: Inputs that share a scale, of groups; else None.
+        interleaved: Whether the weights' inputs are, as of a QuantizedKernel.
         in_splits: Whether the result may be what adds up to it.
         norm: Of the rows, which the product takes first; None where it takes them as they are.
         activation: Of the rows' halves, likewise.
         gate: Of the halves of the product's columns: what is returned is half as wide.
+        zero_points: Whether weights have some.
         rounded: Whether rows come in fp8, a QuantizedRows.
         biased: Whether a bias is in what the product returns.
         device, modes: As in AttentionCall.
@@ -254,10 +256,12 @@ class MatmulCall:
     out_dtype: str
     scales: ScalesKind | None = None
     group_size: int | None = None
+    interleaved: bool = False
     in_splits: bool = False
     norm: NormCall | None = None
     activation: Callable[..., Any] | None = None
     gate: Callable[..., Any] | None = None
+    zero_points: bool = False
     rounded: bool = False
     biased: bool = False
     device: Device = dataclasses.field(default_factory=lambda: default_device())

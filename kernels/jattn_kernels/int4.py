@@ -1,10 +1,12 @@
 """Weights in int4 with a scale for each group of inputs of an output: rounded to that, and what they stand for."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Shaped
 
+from jattn_kernels.interleaved import in_turn, interleaved
 from jattn_kernels.quantized import INT4, QuantizedKernel
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_sizes
 
@@ -50,10 +52,21 @@ def quantize_groups(kernel: Float[Array, "*L F D"], group_size: int) -> Quantize
     return QuantizedKernel(values=values, scales=jnp.swapaxes(scales[..., 0], -1, -2).astype(jnp.bfloat16))
 
 
+def interleave(kernel: QuantizedKernel) -> QuantizedKernel:
+    """Weights in int4 with their inputs in the order in which Hopper's kernel multiplies them fastest.
+
+    As they are if their groups are of no multiple of 32 inputs, or if they lie so already.
+    """
+    if kernel.interleaved or not kernel.may_be_interleaved:
+        return kernel
+    return dataclasses.replace(kernel, values=interleaved(kernel.values), interleaved=True)
+
+
 def dequantize_groups(kernel: QuantizedKernel, dtype: Any) -> Float[Array, "*L F D"]:
     """What weights in int4 stand for, computed in float32 and rounded once."""
     *outputs, depth = kernel.values.shape
-    values = kernel.values.astype(jnp.float32).reshape(*outputs, kernel.scales.shape[-2], -1)
+    values = in_turn(kernel.values) if kernel.interleaved else kernel.values
+    values = values.astype(jnp.float32).reshape(*outputs, kernel.scales.shape[-2], -1)
 
     def of_each(groups: Shaped[Array, "*L G F"]) -> Float32[Array, "*L F G g"]:
         return jnp.broadcast_to(jnp.swapaxes(groups, -1, -2).astype(jnp.float32)[..., None], values.shape)

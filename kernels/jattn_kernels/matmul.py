@@ -117,7 +117,8 @@ def matmul_gated(
 ) -> Float[Array, "T F"] | Ungated:
     """activation(gate, up) of a product's columns, the gate's first; Ungated where no kernel takes it with the product.
 
-    On Hopper one does for many rows, in float32, and stores the result alone.
+    On Hopper one does for many rows, in float32, and stores the result alone. The one for weights in int4 does for 64
+    rows, and rounds both halves first.
 
     Args:
         activation: Elementwise and hashable.
@@ -295,6 +296,8 @@ def _packed_of(
         out_dtype=out_dtype.name,
         scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
         group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
+        zero_points=operands.zero_points is not None,
+        interleaved=isinstance(kernel, QuantizedKernel) and kernel.interleaved,
         rounded=isinstance(x, QuantizedRows),
         modes=modes_of(operands),
         **facts,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int8, Shaped
 
+from jattn_kernels.interleaved import INPUTS
 from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays
 
 FP8 = jnp.float8_e4m3fn
@@ -39,11 +40,13 @@ class QuantizedKernel:
             D / G inputs of an output, those of neighbouring outputs together, as they are read; of mxfp4 likewise, of
             32 inputs, uint8: exponents of two, 127 more.
         zero_points: Of int4, as many: what is taken from a number before it is scaled; None of 0 alone.
+        interleaved: Of int4, whether the inputs lie in the order of `interleaved.py`; static. Rows do not.
     """
 
     values: Shaped[Array, "*L F D"]
     scales: Float[Array, "*L SF SD"]
     zero_points: Int8[Array, "*L SF SD"] | None = None
+    interleaved: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,6 +78,11 @@ class QuantizedKernel:
     def group_size(self) -> int | None:
         """Inputs that share a scale, of groups; None of others."""
         return self.shape[-2] // self.scales.shape[-2] if self.scales_kind == "group" else None
+
+    @property
+    def may_be_interleaved(self) -> bool:
+        """Whether it is in int4, and no group of inputs lies apart then."""
+        return self.dtype == INT4 and self.shape[-2] % (self.scales.shape[-2] * INPUTS) == 0
 
 
 @typing.no_type_check
@@ -166,6 +174,11 @@ def check_quantized(kernel: QuantizedKernel, name: str = "kernel", axes: tuple[s
                 f"values.dtype={values.dtype}, scales.shape={scales.shape}, zero_points.dtype={zero_points.dtype}, "
                 f"zero_points.shape={zero_points.shape}."
             )
+    if kernel.interleaved and not kernel.may_be_interleaved:
+        raise ValueError(
+            f"`{name}` may be interleaved only in int4, with groups of a multiple of {INPUTS} inputs. Got "
+            f"values.dtype={values.dtype}, values.shape={values.shape}, scales.shape={scales.shape}."
+        )
     alike = values.ndim == scales.ndim and values.ndim >= 2 and values.shape[:-2] == scales.shape[:-2]
     blocks = scales.shape[-2:][:: -1 if in_int4 else 1]
     divide = alike and not any(not few or many % few for many, few in zip(values.shape[-2:], blocks, strict=True))

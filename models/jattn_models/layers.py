@@ -1,5 +1,6 @@
 """Projections and the vocabulary, in a dtype or in few bits; each device holds its share of them."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -149,9 +150,11 @@ class Linear(nnx.Module):
 
     def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
         """activation(gate, up) of what it returns, by its kernel or by who reads it."""
-        if (plain := self.plain_weights) is None:
+        weights, layer = self._weights()
+        in_eight_bits = isinstance(weights, QuantizedKernel) and weights.dtype != INT4
+        if self.bias is not None or in_eight_bits:
             return Ungated(rows=self.splits(x), activation=activation)
-        return matmul_gated(x, plain[0], activation, layer_index=plain[1])
+        return matmul_gated(x, weights, activation, layer_index=layer)
 
     def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
         """`splits` of rows that are added up, and their sum."""
@@ -178,12 +181,16 @@ class Linear(nnx.Module):
         return self.kernel.stack_and_layer if self.bias is None and self.scales is None else None
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
-        """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'."""
+        """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'.
+
+        In int4 it is held interleaved, if it may be.
+        """
         kernel, layer = self.kernel.stack_and_layer
         if self.scales is None:
             return kernel, layer
         zero_points = None if self.zero_points is None else self.zero_points.stack_and_layer[0]
-        return QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0], zero_points=zero_points), layer
+        held = QuantizedKernel(values=kernel, scales=self.scales.stack_and_layer[0], zero_points=zero_points)
+        return dataclasses.replace(held, interleaved=held.may_be_interleaved), layer
 
 
 class Vocabulary(nnx.Module):

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from jattn.matmul import INT4, MXFP4, NUMBERS_OF_BYTE
+from jattn.matmul import INT4, MXFP4, NUMBERS_OF_BYTE, interleave
 from jattn_models.mxfp4 import read_bytes
 from jattn_models.sharding import ONLY_RANK, Rank, Sharded, pieces, whole_shape
 from jattn_models.stored_tensors import StoredTensors
@@ -172,7 +172,7 @@ def _quantized(
     for part in _parts((inputs, outputs), source, rank, transposed=True):
         rows, columns = part.shape
         if in_int4:
-            kernel = stored.read_in_int4(part.name, (rows, columns), part.piece, group_size)
+            kernel = _interleaved(stored.read_in_int4(part.name, (rows, columns), part.piece, group_size))
         elif in_blocks:
             kernel = stored.read_in_blocks(part.name, (rows, columns), part.piece)
         else:
@@ -214,6 +214,9 @@ def _shape_in_bytes(leaf: jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], Any]:
     if leaf.dtype != INT4:
         return leaf.shape, leaf.dtype
     return (*leaf.shape[:-1], leaf.shape[-1] // 2), jnp.uint8
+
+
+_interleaved = jax.jit(interleave)  # on the device
 
 
 @jax.jit

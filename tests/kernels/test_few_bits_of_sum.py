@@ -108,7 +108,7 @@ def test_product_of_a_sum_lowers_for_cuda(monkeypatch, depth, columns, in_fp8):
     of_scales, dtype = ((2, columns, 1), "float32") if in_fp8 else ((2, depth // 128, columns), "bfloat16")
     kernel: Any = QuantizedKernel
     values = jax.ShapeDtypeStruct((2, columns, depth), "float8_e4m3fn" if in_fp8 else "int4")
-    kernel = kernel(values=values, scales=jax.ShapeDtypeStruct(of_scales, dtype))
+    kernel = kernel(values=values, scales=jax.ShapeDtypeStruct(of_scales, dtype), interleaved=not in_fp8)
 
     def product(rows, parts, scale, kernel, layer):
         additions = tuple(Splits(parts=part, num_rows=1, dtype=rows.dtype) for part in parts)

@@ -1,5 +1,6 @@
 """Products with weights in int4 against the oracle and exact weights, and rounding to them."""
 
+import dataclasses
 import functools
 import inspect
 import re
@@ -9,8 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import QuantizedKernel, dequantize_groups, matmul, mixture_of_experts, quantize_groups, reference
+from jattn_kernels import (
+    QuantizedKernel,
+    Ungated,
+    dequantize_groups,
+    interleave,
+    matmul,
+    matmul_gated,
+    mixture_of_experts,
+    quantize_groups,
+    reference,
+)
 from jattn_kernels.call import Device
+from jattn_kernels.ungated import gated
 
 ROWS, DEPTH, COLUMNS = 3, 48, 24
 ROUNDINGS = {"float32": 2.0**-22, "bfloat16": 2.0**-8, "float16": 2.0**-10}  # of a weight's size
@@ -84,6 +96,35 @@ def test_layer_of_a_stack_is_read_where_it_lies(zero_points):
     for layer in range(3):
         alone = jax.tree.map(lambda leaf: leaf[layer], stack)  # noqa: B023
         np.testing.assert_array_equal(matmul(x, stack, layer_index=layer), matmul(x, alone))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interleaved_weights_are_the_same_weights(dtype):
+    rng = np.random.default_rng(4)
+    x, weights = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((5, 96), (2, 24, 96)))
+    kernel = quantize_groups(weights, 32)
+    held = interleave(kernel)
+    for pair, thread, side in np.ndindex(4, 4, 2):  # the tensor cores' order of 32 inputs, and a thread's of 8
+        place, own = 8 * thread + 4 * side + pair, 8 * pair + 2 * thread + side
+        np.testing.assert_array_equal(held.values[..., place::32], kernel.values[..., own::32])
+    assert (held.interleaved, interleave(held) is held) == (True, True)
+    np.testing.assert_array_equal(dequantize_groups(held, dtype), dequantize_groups(kernel, dtype))
+    np.testing.assert_array_equal(matmul(x, held, layer_index=1), matmul(x, kernel, layer_index=1))
+
+
+def test_weights_in_smaller_groups_are_not_interleaved():
+    x, kernel = operands()
+    assert interleave(kernel) is kernel
+    with pytest.raises(ValueError, match="may be interleaved only in int4, with groups of a multiple of 32 inputs"):
+        matmul(x, dataclasses.replace(kernel, interleaved=True))
+
+
+def test_activation_of_a_product_is_taken_after_it_by_xla():
+    x, kernel = operands(20)
+    ungated = matmul_gated(x, kernel, jnp.multiply)
+    assert isinstance(ungated, Ungated)
+    gate, up = np.split(np.asarray(matmul(x, kernel)), 2, axis=1)
+    np.testing.assert_array_equal(gated(ungated), gate * up)
 
 
 def test_rows_may_have_any_axes():

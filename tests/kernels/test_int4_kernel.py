@@ -5,31 +5,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import QuantizedKernel, added, matmul, matmul_splits, reference
+from jattn_kernels import QuantizedKernel, added, interleave, matmul, matmul_gated, matmul_splits, reference
 from jattn_kernels.call import Device
+from jattn_kernels.interleaved import in_turn
+from jattn_kernels.ungated import Ungated
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
 
 
-def operands(rows, depth, columns, group_size, *, zero_points=False, layers=2, dtype="bfloat16", scales="bfloat16"):
+def operands(
+    rows,
+    depth,
+    columns,
+    group_size,
+    *,
+    zero_points=False,
+    layers=2,
+    dtype="bfloat16",
+    scales="bfloat16",
+    is_interleaved=True,
+):
     """Rows, and the weights of some layers: NaN scales in all but the last."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
     shape = (layers, depth // group_size, columns)
     factors = np.exp(rng.standard_normal(shape)) * rng.choice([-1, 1], shape)
     factors[:-1] = np.nan
-    return x, QuantizedKernel(
+    kernel = QuantizedKernel(
         values=jnp.asarray(rng.integers(-8, 8, (layers, columns, depth)), jnp.int4),
         scales=jnp.asarray(factors, scales),
         zero_points=jnp.asarray(rng.integers(-8, 9, shape), jnp.int8) if zero_points else None,
     )
+    return x, interleave(kernel) if is_interleaved else kernel
 
 
 def assert_product(out, x, kernel):
     """`out` is the oracle's of the last layer, to its own last place and what a sum in float32 loses."""
     last = jax.tree.map(lambda leaf: leaf[-1], kernel)
-    expected = reference.matmul(x, last.values, last.scales, last.zero_points)
-    weights = reference.matmul(jnp.eye(x.shape[1], dtype=jnp.float32), last.values, last.scales, None)
+    values = in_turn(last.values) if last.interleaved else last.values
+    expected = reference.matmul(x, values, last.scales, last.zero_points)
+    weights = reference.matmul(jnp.eye(x.shape[1], dtype=jnp.float32), values, last.scales, None)
     size = np.abs(np.asarray(x, np.float64)) @ np.abs(weights)
     if last.zero_points is not None:
         size *= 2
@@ -48,6 +63,9 @@ def hopper(monkeypatch):
     [
         (1, 512, 128, 128, {}),
         (1, 1024, 128, 32, {}),  # a row that is in shared memory all the time
+        (1, 1024, 64, 64, {"is_interleaved": False}),
+        (24, 1024, 256, 128, {}),  # consumers take turns
+        (40, 640, 448, 128, {"is_interleaved": False}),
         (2, 1024, 320, 128, {}),  # blocks have even shares, five blocks of columns
         (3, 256, 64, 32, {"dtype": "float16", "zero_points": True}),
         (20, 256, 192, 64, {"scales": "float32"}),
@@ -61,6 +79,50 @@ def test_kernel_without_races(hopper, rows, depth, columns, group_size, options)
         out = of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1))
     assert out.dtype == x.dtype
     assert_product(out, x, kernel)
+
+
+def silu_gate(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def assert_gated(rows, depth, columns, options):
+    """The activation is that of the oracle's product, whose halves are rounded before it."""
+    x, kernel = operands(rows, depth, columns, 128, **options)
+    x = x / depth**0.5
+
+    def gated_product(x, kernel):
+        return matmul_gated(x, kernel, silu_gate, layer_index=1, implementation="mosaic")
+
+    out = jax.jit(gated_product)(x, kernel)
+    assert out.dtype == x.dtype
+    last = jax.tree.map(lambda leaf: leaf[-1], kernel)
+    values = in_turn(last.values) if last.interleaved else last.values
+    gate, up = np.split(reference.matmul(x, values, last.scales, None), 2, axis=1)
+    exact = gate / (1 + np.exp(-gate)) * up
+    tolerance = float(jnp.finfo(x.dtype).eps) * (1.2 * np.abs(gate * up) + 2 * np.abs(exact) + 1e-3)
+    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= tolerance)
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "options"),
+    [
+        (60, 512, 448, {}),  # of both halves' 112 columns two strips share 16; 256 inputs a stage
+        (64, 384, 128, {"dtype": "float16"}),  # a strip of each
+        (64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
+    ],
+)
+def test_gated_product_without_races(hopper, rows, depth, columns, options):
+    with interpreted():
+        assert_gated(rows, depth, columns, options)
+
+
+@pytest.mark.parametrize("rows", [56, 65])
+def test_other_rows_are_activated_by_who_reads_them(hopper, rows):
+    x, kernel = operands(rows, 256, 448, 128)
+    with interpreted():
+        ungated = matmul_gated(x, kernel, silu_gate, layer_index=1)
+    assert isinstance(ungated, Ungated)
+    assert ungated.shape == (rows, 224)
 
 
 def test_splits_add_up_to_the_product(hopper):
@@ -77,7 +139,7 @@ def test_kernel_is_lowered_for_cuda(monkeypatch, rows, depth, columns, group_siz
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
     values = jax.ShapeDtypeStruct((2, columns, depth), jnp.int4)
     scales = jax.ShapeDtypeStruct((2, depth // group_size, columns), jnp.bfloat16)
-    kernel = QuantizedKernel(values=values, scales=scales)
+    kernel = QuantizedKernel(values=values, scales=scales, interleaved=True)
     x = jax.ShapeDtypeStruct((rows, depth), jnp.bfloat16)
     traced = of_last_layer(matmul, implementation="mosaic").trace(x, kernel, jax.ShapeDtypeStruct((), jnp.int32))
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
@@ -106,9 +168,17 @@ def test_what_is_not_served_gets_a_sentence(hopper, rows, depth, columns, group_
         (4096, 6144, 128, {}),
         (2048, 4096, 64, {"dtype": "float16", "zero_points": True}),
         (384, 320, 32, {"scales": "float32"}),
+        (2048, 6144, 128, {"is_interleaved": False}),
         (14336, 1024, 14336, {}),
     ],
 )
 def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
     x, kernel = operands(rows, depth, columns, group_size, **options)
     assert_product(of_last_layer(matmul, implementation="mosaic")(x, kernel, jnp.int32(1)), x, kernel)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [57, 64])
+@pytest.mark.parametrize(("depth", "columns"), [(1024, 28672), (1024, 2560), (512, 3328)])
+def test_gated_product_on_a_gpu(rows, depth, columns):
+    assert_gated(rows, depth, columns, {})

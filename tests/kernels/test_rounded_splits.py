@@ -62,6 +62,7 @@ def assert_splits(monkeypatch, form, rows, depth, columns) -> Any:
     ("form", "rows", "depth", "columns", "width"),
     [
         ("int4", 20, 512, 192, 192),
+        ("int4", 64, 512, 192, 192),  # 256 inputs a stage
         ("int4", 33, 256, 448, 224),  # of four strips the last two share 32 columns
         ("int4", 140, 128, 128, 128),  # two blocks of rows
         ("fp8", 20, 1024, 384, 96),  # two strips share 32 columns

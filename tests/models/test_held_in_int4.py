@@ -10,7 +10,7 @@ from flax import nnx
 
 import jattn
 from jattn.checkpoint import Checkpoint
-from jattn.matmul import QuantizedKernel, dequantize_groups, quantize_groups
+from jattn.matmul import QuantizedKernel, dequantize_groups, interleave, quantize_groups
 from jattn.model import load_model, model_without_weights
 from jattn.serving.config import EngineConfig
 from jattn.serving.engine import Engine
@@ -48,7 +48,7 @@ def test_projections_are_rounded_while_loading_and_nothing_else_is(case):
             if path[-1] == "kernel" and leaf.ndim == 3 and path[-2] not in ("router", "shared_gate"):
                 assert path[0] != "layers" or group_size_of(leaf.shape[-2]) < 8, path
             continue
-        expected = rounded_groups(jnp.swapaxes(leaf, -1, -2), group_size=group_size_of(leaf.shape[-2]))
+        expected = interleave(rounded_groups(jnp.swapaxes(leaf, -1, -2), group_size=group_size_of(leaf.shape[-2])))
         np.testing.assert_array_equal(found[path], expected.values, err_msg=str(path))
         np.testing.assert_array_equal(found[*path[:-1], "scales"], expected.scales, err_msg=str(path))
 
@@ -81,6 +81,7 @@ def test_text_is_that_of_what_the_weights_stand_for():
     for path, module in nnx.iter_modules(model):
         if getattr(module, "scales", None) is not None:
             kernel = QuantizedKernel(values=module.kernel[...], scales=module.scales[...])
+            kernel = dataclasses.replace(kernel, interleaved=kernel.may_be_interleaved)
             target = plain.layers[path[1]]
             for name in path[2:]:
                 target = getattr(target, name)

@@ -1,5 +1,6 @@
 """Checkpoints in int4 with a scale for each group of inputs: held as stored, whoever wrote them, or refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -38,6 +39,7 @@ def leaves(checkpoint, *, parallel=ONE_DEVICE, rank=0):
         assert kernel.dtype == jnp.int4
         del found[*path, "scales"]
         kernel = QuantizedKernel(values=kernel, scales=scales, zero_points=found.pop((*path, "zero_points"), None))
+        kernel = dataclasses.replace(kernel, interleaved=kernel.may_be_interleaved)
         found[*path, "kernel"] = jnp.swapaxes(dequantize_groups(kernel, jnp.float32), -1, -2)
     return {path: np.asarray(leaf) for path, leaf in found.items()}, {p: str(x.dtype) for p, x in scaled.items()}
 
@@ -49,7 +51,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[path], leaf, err_msg=str(path))
 
 
-OFTEN = ("awq", "gptq", "compressed_zero_points")
+OFTEN = ("awq", "gptq", "compressed_zero_points", "compressed_channel")  # the last one's are interleaved
 
 
 @pytest.mark.parametrize(

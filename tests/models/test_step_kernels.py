@@ -102,6 +102,16 @@ def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
     assert num_kernels(step_of_model(model, "greedy")) == 2 * 7 + 1
 
 
+def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
+    """Of 64 rows: no kernel puts them in an order, and none takes the activation of what gate and up left."""
+    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
+    hold_projections(model, "int4")
+    text = step_of_model(model, "greedy", rows=64)
+    assert not re.search(r"stablehlo\.transpose.*tensor<64x\d+x4x4x2x", text)
+    assert not re.search(r"tensor<64x28672x", text)
+    assert re.search(r"tensor<1x64x14336xbf16>", text)
+
+
 def test_xla_adds_up_no_splits(step):
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2048), (2048, 5120)))
     assert sums_of_splits(lowered(matmul, x, kernel))

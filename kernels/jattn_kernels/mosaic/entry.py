@@ -27,7 +27,7 @@ layout_search.install()
 
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
-    if call.gate is not None:
+    if call.gate is not None and call.kernel_dtype != "int4":
         return gated_matmul.gated_matmul(call, operands)
     products = {"float8_e4m3fn": fp8.matmul, "int4": int4.matmul}
     return products.get(call.kernel_dtype, skinny_matmul.matmul)(call, operands)

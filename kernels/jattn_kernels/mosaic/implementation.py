@@ -68,7 +68,7 @@ def refuses(call: Call) -> str | None:
 def _refuses_matmul(call: MatmulCall) -> str | None:
     if call.biased and call.kernel_dtype != call.dtype:
         return "`mosaic` adds no bias to products with weights in few bits."
-    if call.gate is not None:
+    if call.gate is not None and call.kernel_dtype != "int4":
         from jattn_kernels.mosaic.sm90 import gated_matmul
 
         return gated_matmul.refuses(call)

@@ -17,7 +17,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
     if call.scales in ("channel", "block"):
         return quantized_matmul(call, operands)
     x = operands.x
-    kernel = _kernel_in_groups(operands) if call.scales == "group" else _of_layer(operands.kernel, operands)
+    kernel = _kernel_in_groups(call, operands) if call.scales == "group" else _of_layer(operands.kernel, operands)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(x: Float[Array, "T D"]) -> Float[Array, "T F"]:
@@ -29,11 +29,12 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "T F"]:
     return of_padded(product, x) if is_widened or is_a_sum else product(x)
 
 
-def _kernel_in_groups(operands: MatmulOperands) -> Float[Array, "D F"]:
+def _kernel_in_groups(call: MatmulCall, operands: MatmulOperands) -> Float[Array, "D F"]:
     """A layer's weights in int4, dequantised to the dtype of the rows."""
     parts = (operands.kernel, operands.scales, operands.zero_points)
     values, scales, zero_points = jax.tree.map(lambda stack: _of_layer(stack, operands), parts)
-    return dequantize_groups(QuantizedKernel(values=values, scales=scales, zero_points=zero_points), operands.x.dtype).T
+    kernel = QuantizedKernel(values=values, scales=scales, zero_points=zero_points, interleaved=call.interleaved)
+    return dequantize_groups(kernel, operands.x.dtype).T
 
 
 def _of_layer(stack: Shaped[Array, "L _ _"], operands: MatmulOperands) -> Shaped[Array, "_ _"]:

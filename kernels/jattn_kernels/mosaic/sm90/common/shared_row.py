@@ -23,7 +23,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
 from jattn_kernels.operands import NormOperands
 
 FEWEST_ROWS = 17  # of which several warpgroups share each: fewer were not timed
-_LANES = 32
+_LANES, _WORD = 32, 4
 
 
 class RowOperands(NamedTuple):
@@ -201,17 +201,17 @@ def _store_of_warps(target: Any, values: jax.Array, add: Callable[[Any, Any], An
     run(target, values)
 
 
-def store_share(
-    target: Any, begin: Any, values: jax.Array, width: int, words: Callable[[Any, Any], list[tuple[Any, Any]]]
-) -> None:
+def store_share(target: Any, begin: Any, values: jax.Array, width: int) -> None:
     """Stores a share as a tile's first row, no number of which is moved by swizzling.
 
     Args:
         target: (8, columns), tiled, in shared memory.
         begin: The share's first column.
         width: Columns that lie together in the tile.
-        words: Of a thread's values and their first column, MLIR's both, what is stored and at which columns.
     """
+    if tiles.interpret_params() is not None:
+        target[0, pl.ds(begin, values.shape[0])] = values
+        return
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
     itemsize = jnp.dtype(target.dtype).itemsize
@@ -221,13 +221,15 @@ def store_share(
     def store(ctx: Any, target: Any, begin: Any, values: Any) -> None:
         del ctx
         pointer, kind = utils.memref_ptr(target), ir.IntegerType.get_signless(8 * itemsize)
+        words = ir.VectorType.get((VECTOR * itemsize // 4,), ir.IntegerType.get_signless(32))
         thread = arith.remui(_thread(), constant(THREADS))
         first = arith.addi(begin.registers.item(), arith.muli(thread, constant(VECTOR)))
         for i, register in enumerate(values.registers.flat):
-            for column, word in words(register, arith.addi(first, constant(i * LEAST))):
-                tile, rest = (op(column, constant(width)) for op in (arith.divui, arith.remui))
-                place = arith.addi(arith.muli(tile, constant(TILED_ROWS * width)), rest)
-                llvm.store(word, utils.getelementptr(pointer, [place], kind))
+            tile, rest = (
+                op(arith.addi(first, constant(i * LEAST)), constant(width)) for op in (arith.divui, arith.remui)
+            )
+            place = arith.addi(arith.muli(tile, constant(TILED_ROWS * width)), rest)
+            llvm.store(utils.bitcast(register, words), utils.getelementptr(pointer, [place], kind))
 
     run: Any = store
     run(target, begin, values)

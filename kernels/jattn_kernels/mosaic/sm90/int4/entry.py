@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
+from jattn_kernels.interleaved import in_turn
 from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.int4.product import int4_matmul
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles, choose_tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import in_order
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles, choose_tiles, gated_widths
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.splits import Splits, added
 
@@ -39,12 +39,19 @@ def refuses(call: MatmulCall) -> str | None:
             f"`mosaic` takes int4 weights in groups of {_LEAST_GROUP}, 64 or a multiple of {PART_DEPTH} inputs, not "
             f"{size}."
         )
-    if call.norm is not None and not (call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
+    if call.gate is not None and not _gates(call):
+        return "`mosaic` takes the activation of products of 57 to 64 rows with int4 weights, without zero points."
+    if call.norm is not None and not (call.interleaved and call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
         return (
-            "`mosaic` norms one row before a product with int4 weights, and only if it adds it up too: of at most "
-            f"{_MOST_WHOLE} numbers, a multiple of 1,024. Not {call.num_rows} of {call.depth}."
+            "`mosaic` norms one row before a product with interleaved int4 weights, and only if it adds it up too: of "
+            f"at most {_MOST_WHOLE} numbers, a multiple of 1,024. Not {call.num_rows} of {call.depth}."
         )
     return None
+
+
+def _gates(call: MatmulCall) -> bool:
+    plain = call.norm is None and not call.zero_points and call.out_dtype == call.dtype
+    return plain and bool(gated_widths(call.num_rows, call.columns))
 
 
 def _tiles(call: MatmulCall) -> Int4Tiles:
@@ -54,8 +61,9 @@ def _tiles(call: MatmulCall) -> Int4Tiles:
         depth=call.depth,
         columns=call.columns,
         groups=call.depth // call.group_size,
-        sum_bytes=2 if rounds_splits(call) else 4,
-        whole_row=fits(call.num_rows, call.depth, _MOST_WHOLE),
+        sum_bytes=2 if rounds_splits(call) or call.gate is not None else 4,
+        halves=1 if call.gate is None else 2,
+        whole_row=call.interleaved and fits(call.num_rows, call.depth, _MOST_WHOLE),
     )
 
 
@@ -69,7 +77,8 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     if not sizes.whole_row:
         if call.num_rows > TILED_ROWS:  # TMA copies whole tiles, unless there is less than one
             x = jnp.pad(x, ((0, -call.num_rows % TILED_ROWS), (0, 0)))
-        x = in_order(x)
+        if not call.interleaved:
+            x = in_turn(x)  # multiplied with weights as if these were
     whole = pl.cdiv(call.num_rows, WARPS) * WARPS  # rows that the warps of a reader share out evenly
     parts, of_row = int4_matmul(
         x,
@@ -78,10 +87,13 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         operands.layer_index,
         sizes,
         num_rows=whole if call.in_splits else call.num_rows,
-        rounded=rounds_splits(call) and operands.zero_points is None,
+        rounded=call.gate is not None or (rounds_splits(call) and operands.zero_points is None),
+        activation=call.gate,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
     )
+    if call.gate is not None:
+        return parts[0, : call.num_rows]
     result: Any = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     if operands.zero_points is not None:
         normed = dataclasses.replace(operands, x=of_row[1]) if of_row else operands

@@ -15,6 +15,7 @@ One row may be a sum that is normed first: the consumers do that together, while
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,12 +29,13 @@ from jaxtyping import Array, Float, Int32
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
-from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row
+from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row, store_share
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
+from jattn_kernels.mosaic.sm90.int4 import strips
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, store_in_order
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed
 
 _REGISTERS = {
     2: (40, 232),
@@ -50,10 +52,10 @@ class _Scratch(NamedTuple):
     x: Any  # (stages, block_rows, block_depth); (8, depth) of a row that is whole
     full: Any
     empty: Any
-    others: Any  # (strips, takers - 1, 64, block_rows): what all but a strip's first taker have; None of one taker
+    others: Any  # (strips, takers - 1, 64, block_rows): what all but a strip's first taker have, or its gated half does
     others_full: Any
     others_free: Any
-    out: Any  # (consumers, 1, block_rows, 64), of sums that are rounded; None of others
+    out: Any  # (strips, 1, block_rows, 64), of sums that are rounded; None of others
     wide: Any  # (consumers, columns, block_depth): where the interpreter keeps wider weights; None on a GPU
     meeting: Meeting | None = None
 
@@ -75,18 +77,20 @@ def int4_matmul(
     *,
     num_rows: int,
     rounded: bool = False,
+    activation: strips.Activation | None = None,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
 ) -> tuple[Float[Array, "S R F"], list[Float[Array, "1 D"]]]:
     """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
     Args:
-        x: With its columns `in_order`; as they are if the row is whole.
+        x: As it is if the kernel is interleaved.
         kernel: int4 [L, F, D].
         scales: Of a group of inputs of each output.
         sizes: Of the work tiles.
         num_rows: Of the result; those past x's are 0.
         rounded: Whether each split's sums are rounded to x's dtype; the result has whole tiles of rows then.
+        activation: Of the rounded halves of the only split, which is stored in place of them.
         norm, row: Of one row that is added up and normed first, what is done and what with.
     """
     depth, columns = x.shape[1], kernel.shape[1]
@@ -94,10 +98,17 @@ def int4_matmul(
         num_rows = pl.cdiv(num_rows, sizes.block_rows) * sizes.block_rows
     dtype = x.dtype if rounded else jnp.dtype(jnp.float32)
     product = _Product(
-        sizes=sizes, dtype=dtype, rows=num_rows, depth=depth, columns=columns, groups=scales.shape[1], norm=norm
+        sizes=sizes,
+        dtype=dtype,
+        rows=num_rows,
+        depth=depth,
+        columns=columns,
+        groups=scales.shape[1],
+        norm=norm,
+        activation=activation,
     )
     leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
-    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns), dtype)
+    sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns // sizes.halves), dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=[sums] if norm is None else [sums, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
@@ -120,6 +131,7 @@ class _Product:
     columns: int
     groups: int
     norm: NormCall | None
+    activation: strips.Activation | None = None
 
     @property
     def whole(self) -> bool:
@@ -156,14 +168,14 @@ class _Product:
         operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
-        strips, scale_dtype = sizes.strips, operands.scales.dtype
-        groups = tiles.aligned_rows(self.products.groups, sizes.block_columns * jnp.dtype(scale_dtype).itemsize)
+        scale_dtype = operands.scales.dtype
+        groups = tiles.aligned_rows(self.products.groups, sizes.half_columns * jnp.dtype(scale_dtype).itemsize)
         scratch = _Scratch(
             kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
-            scales=plgpu.SMEM((sizes.stages, groups, sizes.block_columns), scale_dtype),
+            scales=plgpu.SMEM((sizes.stages * sizes.halves, groups, sizes.half_columns), scale_dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
-            full=plgpu.Barrier(num_arrivals=2 if self.whole else 3, **stages),
-            empty=plgpu.Barrier(num_arrivals=strips, **stages),
+            full=plgpu.Barrier(num_arrivals=2 * sizes.halves + (0 if self.whole else 1), **stages),
+            empty=plgpu.Barrier(num_arrivals=sizes.strips, **stages),
             others=None,
             others_full=None,
             others_free=None,
@@ -171,11 +183,9 @@ class _Product:
             wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, sizes.block_depth), operands.x.dtype),
         )
         if sizes.takers > 1:
-            scratch = scratch._replace(
-                others=plgpu.SMEM((strips, sizes.takers - 1, WGMMA_ROWS, sizes.block_rows), jnp.float32),
-                others_full=plgpu.Barrier(num_arrivals=sizes.takers - 1, num_barriers=strips),
-                others_free=plgpu.Barrier(num_barriers=strips),
-            )
+            scratch = scratch._replace(**strips.others(sizes.strips, sizes.takers - 1, sizes.block_rows, jnp.float32))
+        if sizes.halves > 1:
+            scratch = scratch._replace(**strips.others(sizes.half_strips, 1, sizes.block_rows, self.dtype))
         if self.whole:
             scratch = scratch._replace(meeting=meeting(self.depth, sizes.consumers))
 
@@ -200,14 +210,14 @@ class _Product:
 
     @property
     def _overlap(self) -> int:
-        """Columns that a work tile's last two strips have in common."""
-        return -self.sizes.block_columns % WGMMA_ROWS
+        """Columns that the last two strips of a work tile's half have in common."""
+        return -self.sizes.half_columns % WGMMA_ROWS
 
     def _out_tile(self) -> Any:
         if self.dtype == jnp.float32:
             return None
-        shape = self.sizes.consumers, 1, self.sizes.block_rows, WGMMA_ROWS
-        return tiles.tile(shape, self.dtype, copied_columns=_WIDTHS if self._overlap else WGMMA_ROWS)
+        shape = self.sizes.half_strips, 1, self.sizes.block_rows, WGMMA_ROWS
+        return tiles.tile(shape, self.dtype, copied_columns=math.gcd(self._overlap, WGMMA_ROWS))
 
     def _for_each_tile(self, visit: Callable[[ProductTile, Any], None]) -> Any:
         """Calls `visit(work tile, steps before it)` for each of the block's; the steps in all."""
@@ -228,7 +238,6 @@ class _Product:
         sizes, layer = self.sizes, operands.layer[0]
 
         def copy_tile(tile: ProductTile, done):
-            columns = pl.ds(tile.column_block * sizes.block_columns, sizes.block_columns)
             rows = pl.ds(tile.row_block * sizes.block_rows, sizes.block_rows)
 
             @pl.loop(0, tile.steps)
@@ -240,9 +249,15 @@ class _Product:
                     pl.ds(begin, sizes.block_depth),
                     pl.ds(lax.div(begin, self.group_size), self.products.groups),
                 )
-                full, scales = scratch.full.at[stage], scratch.scales.at[stage, pl.ds(0, self.products.groups)]
-                plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], scratch.kernel.at[stage], full)
-                plgpu.copy_gmem_to_smem(operands.scales.at[layer, groups, columns], scales, full)
+                full, width = scratch.full.at[stage], sizes.half_columns
+                for half in range(sizes.halves):
+                    columns = pl.ds(half * (self.columns // sizes.halves) + tile.column_block * width, width)
+                    kernel = scratch.kernel.at[stage]
+                    if sizes.halves > 1:
+                        kernel = scratch.kernel.at[stage, pl.ds(half * width, width)]
+                    scales = scratch.scales.at[stage * sizes.halves + half, pl.ds(0, self.products.groups)]
+                    plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], kernel, full)
+                    plgpu.copy_gmem_to_smem(operands.scales.at[layer, groups, columns], scales, full)
                 if not self.whole:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 
@@ -255,18 +270,24 @@ class _Product:
 
         def make_share():
             share, begin = share_of_row(operands.x, operands.row, outs, self.norm, place, number)
-            store_in_order(scratch.x, begin, share, min(self.products.part_depth, _TILED_COLUMNS))
+            store_share(scratch.x, begin, share, min(self.products.part_depth, _TILED_COLUMNS))
 
         place.hold(number, make_share)
 
     def _consume(self, sums: Any, scratch: _Scratch, number: Any) -> None:
         stages = self.sizes.stages
         strip, taker = self._strip_and_taker(number)
-        begin_of_own = strip * WGMMA_ROWS
+        halves, half_strips, half = self.sizes.halves, self.sizes.half_strips, 0
+        if halves > 1:
+            half, strip = lax.div(strip, half_strips), lax.rem(strip, half_strips)
+        begin_of_own, multiple = strip * WGMMA_ROWS, math.gcd(_WIDTHS, self.sizes.half_columns)
         if self._overlap:  # the last strip begins in the one before
-            begin_of_own = jnp.minimum(begin_of_own, self.sizes.block_columns - WGMMA_ROWS)
-        begin_of_own = pl.multiple_of(begin_of_own, _WIDTHS)
-        own = pl.ds(begin_of_own, WGMMA_ROWS)
+            begin_of_own = jnp.minimum(begin_of_own, self.sizes.half_columns - WGMMA_ROWS)
+        begin_of_own = pl.multiple_of(begin_of_own, multiple)
+        own, of_scales = (
+            pl.ds(pl.multiple_of(begin, multiple), WGMMA_ROWS)
+            for begin in (half * self.sizes.half_columns + begin_of_own, begin_of_own)
+        )
         shape, takers = (WGMMA_ROWS, self.sizes.block_rows), self.sizes.takers
 
         def multiply_tile(tile: ProductTile, done):
@@ -275,19 +296,20 @@ class _Product:
                 first_own = lax.rem(taker + takers - lax.rem(done, takers), takers)
                 steps = lax.div(tile.steps - first_own + takers - 1, takers)
 
-            def multiply_step(i, total):
+            def multiply_step(i, carry):
+                total, stage = carry
                 k = i if takers == 1 else first_own + i * takers
-                stage = lax.rem(done + k, stages)
                 plgpu.barrier_wait(scratch.full.at[stage])
                 packed = load_packed(scratch.kernel.at[stage, own])
                 first = (tile.first + k) * self.sizes.block_depth if self.whole else stage
-                total = self.products.added(total, packed, scratch, stage, first, own, number)
+                total = self.products.added(total, packed, scratch, stage * halves + half, first, of_scales, number)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
-                return total
+                following = stage + takers
+                return total, jnp.where(following >= stages, following - stages, following)
 
             none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(0, steps, multiply_step, none)
-            begin = tile.column_block * self.sizes.block_columns + begin_of_own
+            total, _ = lax.fori_loop(0, steps, multiply_step, (none, lax.rem(done + first_own, stages)))
+            begin = tile.column_block * self.sizes.half_columns + begin_of_own
             if self.whole:  # rows of the tile past its first are any
                 row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
                 total = jnp.where(row == 0, total, 0.0)
@@ -295,11 +317,14 @@ class _Product:
             if scratch.out is None:
                 store = functools.partial(store_turned, sums, tile.split, first_row, begin)
             else:
-                shared = {"overlap": self._overlap, "is_last": strip == self.sizes.strips - 1}
-                target = scratch.out.at[number], sums.at[tile.split], first_row, begin
+                shared = {"overlap": self._overlap, "is_last": strip == half_strips - 1}
+                target = scratch.out.at[strip], sums.at[tile.split], first_row, begin
                 store = functools.partial(copy_turned, *target, **shared)
             if takers > 1:
-                self._of_all_takers(total, scratch, number, store)
+                strips.of_all_takers(total, scratch, strip, taker, takers, store)
+            elif halves > 1:
+                assert self.activation is not None
+                strips.of_both_halves(total, scratch, strip, half, self.activation, store)
             else:
                 store(total)
 
@@ -312,24 +337,6 @@ class _Product:
         if self.sizes.takers == 1:
             return number, jnp.int32(0)
         return lax.rem(number, self.sizes.strips), lax.div(number, self.sizes.strips)
-
-    def _of_all_takers(self, total: Any, scratch: _Scratch, number: Any, store: Callable[[Any], None]) -> None:
-        """Stores the sum of what a strip's takers have, which the first one is told by the others."""
-        strip, taker = self._strip_and_taker(number)
-
-        @pl.when(taker > 0)
-        def tell():
-            scratch.others[strip, taker - 1] = total
-            plgpu.barrier_arrive(scratch.others_full.at[strip])
-            plgpu.barrier_wait(scratch.others_free.at[strip])
-
-        @pl.when(taker == 0)
-        def add():
-            plgpu.barrier_wait(scratch.others_full.at[strip])
-            refs = [scratch.others.at[strip, other] for other in range(self.sizes.takers - 1)]
-            others = [plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False) for ref in refs]
-            plgpu.barrier_arrive(scratch.others_free.at[strip])
-            store(functools.reduce(jnp.add, others, total))
 
 
 def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:

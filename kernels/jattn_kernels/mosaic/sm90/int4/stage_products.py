@@ -10,7 +10,7 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, Int4Tiles
+from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, ROWS_OF_LINES, Int4Tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import unpacked
 
 _ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
@@ -43,6 +43,8 @@ class StageProducts:
         """Where parts begin, those together that are under way at the same time."""
         begins = range(0, self.sizes.block_depth, self.part_depth)
         together = min(max(1, _ROWS_UNDER_WAY // self.sizes.block_rows), _MOST_UNDER_WAY)
+        if self.sizes.block_depth > PART_DEPTH and self.sizes.block_rows > ROWS_OF_LINES:
+            together = 1  # four consumers have registers for no more
         return [begins[i : i + together] for i in range(0, len(begins), together)]
 
     def added(self, total: Any, packed: Any, scratch: Any, stage: Any, first: Any, own: Any, number: Any) -> Any:
@@ -51,8 +53,9 @@ class StageProducts:
         Args:
             packed: The stage's weights of a consumer, as `load_packed` has loaded them.
             scratch: Of the product.
+            stage: Whose scales are meant, and of which half.
             first: The stage's first input, of a row that is all in shared memory; else the stage.
-            own: The consumer's columns.
+            own: The consumer's columns, of that half's.
             number: Of the consumer.
         """
         for begins in self.batches:

@@ -10,7 +10,8 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 PART_DEPTH = 128  # inputs whose weights are made wider at a time; a stage has one such part or two
 _WHOLE_LINE = 256  # inputs of 128 bytes: what memory brings at once
 _MOST_ROWS = 128  # of a work tile: more of them and their sums do not fit the registers beside the weights
-_ROWS_OF_LINES = 16  # with 64 their copies take the place of stages: 24.4 us where 128 inputs a stage take 23.4
+ROWS_OF_LINES = 16  # up to which that is so; of 64 it is where there are stages enough, with others it was not timed
+_STAGES_ENOUGH = 3  # with two of 256 inputs 24.4 us where five of 128 take 23.4
 # Of a work tile: what it takes beside them, as many steps. On an H200 [1, 4096] x [4096, 6144] takes 15.8 us in 4
 # splits, a tile of 4 steps an SM, and 19.8 in 16, 3 tiles of one step.
 _STEPS_MORE = 1
@@ -35,6 +36,7 @@ class Int4Tiles:
         block_depth: Inputs of a stage.
         whole_row: Whether x is one row, all of it in shared memory all the time.
         takers: Consumers of the same columns, each of which takes every so many-th stage.
+        halves: 2 where a work tile has as many columns of either half, which are a gate and what it gates; else 1.
     """
 
     block_rows: int
@@ -45,25 +47,48 @@ class Int4Tiles:
     block_depth: int = PART_DEPTH
     whole_row: bool = False
     takers: int = 1
+    halves: int = 1
 
     @property
     def strips(self) -> int:
         """Of 64 columns of the result, in a work tile."""
         return self.consumers // self.takers
 
+    @property
+    def half_columns(self) -> int:
+        """Of a half, in a work tile."""
+        return self.block_columns // self.halves
+
+    @property
+    def half_strips(self) -> int:
+        """Likewise."""
+        return self.strips // self.halves
+
+
+def gated_widths(rows: int, columns: int) -> list[int]:
+    """Columns that a work tile may have of both halves together, of a product with so many.
+
+    None but of a whole tile of 64 rows: of 256 such a product takes as much longer as its activation does by itself,
+    and fewer were not timed.
+    """
+    if pl.cdiv(rows, TILED_ROWS) * TILED_ROWS != _FEW_ROWS:
+        return []
+    return [width for width in range(2 * WGMMA_ROWS, 4 * WGMMA_ROWS + 1, _WIDTHS) if columns % width == 0]
+
 
 def choose_tiles(
-    *, rows: int, depth: int, columns: int, groups: int, sum_bytes: int = 4, whole_row: bool = False
+    *, rows: int, depth: int, columns: int, groups: int, sum_bytes: int = 4, whole_row: bool = False, halves: int = 1
 ) -> Int4Tiles:
     """As many rows in a work tile as there are, and splits enough for all SMs.
 
     Args:
         sum_bytes: Of a sum that is stored; those of two are staged in shared memory.
+        halves: Of the columns; of two there is one split.
     """
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
     most = 4 if block_rows <= _FEW_ROWS else 2
     takers = most if rows == 1 else 1  # timed with no more rows
-    takes_lines = block_rows <= _ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
+    takes_lines = block_rows <= ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
     of_column = block_depth // 2 + pl.cdiv(groups * block_depth, depth) * _SCALE_BYTES
     steps, sms = pl.cdiv(depth, block_depth), tiles.num_sms()
@@ -80,13 +105,20 @@ def choose_tiles(
     widths = [next(width for width in widths if columns % width == 0)]
     if sum_bytes == _ITEM_BYTES and block_rows <= _FEW_ROWS:
         widths += [width for width in range(_LEAST_WIDTH, 4 * WGMMA_ROWS, _WIDTHS) if columns % width == 0]
-    choices = ((width, splits) for width in widths for splits in range(1, min(steps, _MOST_SPLITS) + 1))
+    most_splits = min(steps, _MOST_SPLITS)
+    if halves > 1:
+        widths, most_splits = gated_widths(rows, columns), 1
+    choices = ((width, splits) for width in widths for splits in range(1, most_splits + 1))
     width, splits = min(choices, key=lambda choice: bytes_of_all(*choice))
     fixed = block_rows * depth * _ITEM_BYTES + _MEETING_BYTES if whole_row else 0
     fixed += (takers - 1) * width * block_rows * _SCALE_BYTES
-    strips = pl.cdiv(width, WGMMA_ROWS)
+    strips = halves * pl.cdiv(width // halves, WGMMA_ROWS)
     fixed += strips * WGMMA_ROWS * block_rows * sum_bytes if sum_bytes == _ITEM_BYTES else 0
     stages = min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage(width))
+    fits = stages >= 2 * _STAGES_ENOUGH and splits * _WHOLE_LINE <= depth
+    fits = fits and depth // groups >= PART_DEPTH and _divides(_WHOLE_LINE, depth, depth // groups)
+    if fits and block_rows == _FEW_ROWS and sum_bytes == _ITEM_BYTES:
+        block_depth, stages = _WHOLE_LINE, stages // 2
     return Int4Tiles(
         block_rows=block_rows,
         block_columns=width,
@@ -96,6 +128,7 @@ def choose_tiles(
         block_depth=block_depth,
         whole_row=whole_row,
         takers=takers,
+        halves=halves,
     )
 
 
