@@ -14,7 +14,7 @@ from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults, merge_splits
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles, turns_values
 from tests.kernels.harness.interpreter import interpreted
 
 _SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
@@ -29,6 +29,27 @@ def test_some_tiles_fit_for_every_group_and_number_of_tokens(head_dim, rope_thet
         assert sizes.stages >= max(2, sizes.warpgroups)
         assert sizes.stages % sizes.warpgroups == 0
         assert sizes.blocks_per_sm * sizes.shared_memory_bytes(spec, kv_itemsize) <= tiles.SHARED_MEMORY_BYTES
+
+
+@pytest.mark.parametrize(
+    ("facts", "num_tokens", "kv_itemsize", "arrangement"),
+    [
+        ({}, 1, 1, (4, 2, 1)),
+        ({}, 1, 2, (3, 2, 1)),
+        ({"num_q_heads": 32}, 4, 1, (4, 2, 1)),  # 16 rows
+        ({"num_q_heads": 32}, 5, 1, (8, 1, 2)),
+        ({"head_dim": 192, "v_head_dim": 128}, 1, 1, (4, 2, 1)),
+        ({"head_dim": 256}, 1, 1, (2, 1, 2)),
+        ({"head_dim": 64}, 1, 1, (9, 1, 3)),
+        ({"rope_theta": 1e4}, 1, 1, (8, 1, 2)),
+    ],
+    ids=str,
+)
+def test_two_blocks_share_an_sm_where_one_warpgroup_keeps_up(facts, num_tokens, kv_itemsize, arrangement):
+    spec = AttentionSpec(**{"num_q_heads": 8, "num_kv_heads": 8, "head_dim": 128} | facts)
+    sizes = choose_decode_tiles(spec, kv_itemsize, num_tokens)
+    assert (sizes.stages, sizes.blocks_per_sm, sizes.warpgroups) == arrangement
+    assert turns_values(spec, kv_itemsize, sizes.block_rows) == (kv_itemsize == 1 and sizes.blocks_per_sm == 2)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import PageCopies
-from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, value_columns
+from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, turns_values, value_columns
 from jattn_kernels.spec import AttentionSpec
 
 _NARROW_TILE_COLUMNS = 128  # of 8-bit values
@@ -51,7 +51,19 @@ class DecodeConfig:
     @property
     def dequantises(self) -> bool:
         """Whether tiles of values are dequantised before their products, and those of keys if they are rotated too."""
-        return self.kv_dtype != self.dtype
+        return self.kv_dtype != self.dtype and not self.turns
+
+    @property
+    def turns(self) -> bool:
+        """Whether values are dequantised into registers, from which wgmma takes them; the interpreter cannot."""
+        sizes, itemsize = self.sizes, self.kv_dtype.itemsize
+        can = turns_values(self.spec, itemsize, sizes.block_rows, latent=sizes.latent)
+        return can and tiles.interpret_params() is None
+
+    @property
+    def stacks(self) -> bool:
+        """Whether the parts of queries are columns of one product, whose sums are added up after it."""
+        return self.q_parts > 1 and self.turns
 
     @property
     def rotates(self) -> bool:
@@ -66,7 +78,7 @@ class DecodeConfig:
         """
         if self.sizes.latent and not self.dequantises:
             return 2 * self.sizes.block_rows // tiles.TILED_ROWS
-        return self.q_parts if self.spec.head_dim > _NARROW_TILE_COLUMNS else 1
+        return self.q_parts if self.stacks or self.spec.head_dim > _NARROW_TILE_COLUMNS else 1
 
     @property
     def copies(self) -> PageCopies:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common import tiles, turned_values
 from jattn_kernels.mosaic.sm90.common.convert import (
     Rotation,
     dequantise,
@@ -130,18 +131,31 @@ class Consumer:
             def scores(ref):
                 if config.rotates:
                     plgpu.wgmma(ref, self._converted.keys, self._converted.queries.transpose((1, 0)))
+                elif config.stacks:
+                    plgpu.wgmma(ref, k_smem.at[stage], q_smem.transpose((1, 0)))
                 else:
                     for part in range(config.q_parts):
                         plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[part].transpose((1, 0)))
+                if config.turns:
+                    plgpu.barrier_wait(v_full.at[stage])
+                    keys_left = work_tile.end_key - tile * block_kv
+                    pl.when(keys_left < block_kv)(lambda: turned_values.zero_rows_from(v_smem.at[stage], keys_left))
+                    columns = turned_values.turned(v_smem.at[stage])
+                    plgpu.barrier_arrive(v_empty.at[stage])
+                    return ref[...], columns
                 if config.dequantises and latent:
                     dequantise_tile(v_smem.at[stage, :, pl.ds(0, config.width)], values)
                 elif config.dequantises:
                     plgpu.barrier_wait(v_full.at[stage])
                     dequantise(v_smem.at[stage], values)
                     plgpu.barrier_arrive(v_empty.at[stage])
-                return ref[...]
+                return ref[...], None
 
-            s = pl.run_scoped(scores, tiles.accumulator(*self._shape))
+            columns = self._shape[1] * (config.q_parts if config.stacks else 1)
+            s, turned = pl.run_scoped(scores, tiles.accumulator(block_kv, columns))
+            if config.stacks:
+                parts = [s[:, begin : begin + self._shape[1]] for begin in range(0, columns, self._shape[1])]
+                s = functools.reduce(operator.add, parts)
             if not config.rotates and (config.dequantises or not latent):
                 plgpu.barrier_arrive(k_empty.at[stage])
             distance = None if rows.position is None else key - self._spread(rows.position)
@@ -156,6 +170,9 @@ class Consumer:
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
             l_i = l_i * self._spread(alpha) + p  # summed over the keys in the end
+            if config.turns:
+                acc = tiles.accumulate(acc, turned, self._p_smem.transpose((1, 0)))
+                return _State(acc, m_new, l_i), following
             if not config.dequantises and not latent:
                 plgpu.barrier_wait(v_full.at[stage])
             keys_left = work_tile.end_key - tile * block_kv
@@ -306,7 +323,10 @@ class Consumer:
         if self._operands.out_factor is not None:
             out = out * self._operands.out_factor[head]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile's
-        out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+        if config.turns:
+            turned_values.store_product(plgpu.layout_cast(out, plgpu.Layout.WGMMA), out_smem)
+        else:
+            out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
         lse_smem[...] = log_sum / LOG2E
         plgpu.commit_smem()
 

@@ -111,6 +111,8 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
     return SharedMemory(
         q=plgpu.SMEM((2, *queries[::-1]), jnp.float32)
         if config.rotates
+        else tiles.tile((2, config.q_parts * block_rows, spec.head_dim), config.kv_dtype)
+        if config.stacks
         else tiles.tile((2, config.q_parts, *queries), config.kv_dtype),
         pages=pages,
         converted=Converted(

@@ -46,7 +46,8 @@ def _copy_share(
             if config.q_copies > 1:
                 for part in range(config.q_parts):
                     q = operands.q.at[now.sequence, part, rows]
-                    plgpu.copy_gmem_to_smem(q, scratch.q.at[slot, part], scratch.q_full.at[slot])
+                    own_place = pl.ds(part * block_rows, block_rows) if config.stacks else part
+                    plgpu.copy_gmem_to_smem(q, scratch.q.at[slot, own_place], scratch.q_full.at[slot])
                 return
             q = operands.q.at[now.sequence, rows] if config.rotates else operands.q.at[now.sequence, :, rows]
             plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])

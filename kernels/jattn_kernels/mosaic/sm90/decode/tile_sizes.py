@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import SHARED_MEMORY_BYTES, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.turned_values import COLUMNS as TURNED_COLUMNS
 from jattn_kernels.mosaic.sm90.decode.autotuned import VARIABLE, Arrangement, Shape, tuned
 from jattn_kernels.spec import AttentionSpec
 
@@ -41,10 +42,11 @@ class DecodeTiles:
     def shared_memory_bytes(self, spec: AttentionSpec, kv_itemsize: int) -> int:
         """Bytes of one block."""
         width, dim, rotates = value_columns(spec), spec.head_dim, spec.rope_theta is not None
-        dequantises = kv_itemsize < _WGMMA_BYTES
+        is_narrow = kv_itemsize < _WGMMA_BYTES
+        dequantises = is_narrow and not turns_values(spec, kv_itemsize, self.block_rows, latent=self.latent)
         copied = kv_itemsize * self.stages * self.block_kv * (dim if self.latent else dim + width)
         most_q_bytes = _LATENT_Q_BYTES if self.latent else _MOST_Q_BYTES
-        queries = 2 * self.block_rows * dim * (most_q_bytes if rotates or dequantises else _WGMMA_BYTES)
+        queries = 2 * self.block_rows * dim * (most_q_bytes if rotates or is_narrow else _WGMMA_BYTES)
         # Of each consumer warpgroup: probabilities, and what is converted.
         own = self.block_rows * self.block_kv + (self.block_rows * dim if rotates else 0)
         own += (self.block_kv * dim if rotates else 0) + (self.block_kv * width if dequantises else 0)
@@ -75,7 +77,7 @@ def choose_decode_tiles(spec: AttentionSpec, kv_itemsize: int, num_tokens: int, 
             if told.stages % told.warpgroups or not _fits(sizes, spec, kv_itemsize):
                 raise ValueError(f"Sizes that ${VARIABLE} tells do not fit a GPU of Hopper. Got {told} for {shape}.")
             return sizes
-        for arrangement in _by_rule(spec, kv_itemsize, block_rows):
+        for arrangement in _by_rule(spec, kv_itemsize, block_rows, latent=latent):
             sizes = _arranged(spec, block_rows, arrangement, latent=latent)
             if _fits(sizes, spec, kv_itemsize):
                 return sizes
@@ -99,11 +101,11 @@ def arrangements(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> list
     return [one for one in every if _fits(_arranged(spec, block_rows, one), spec, kv_itemsize)]
 
 
-def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> Iterator[Arrangement]:
+def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int, *, latent: bool) -> Iterator[Arrangement]:
     """Arrangements of blocks of so many rows, the best ones first."""
     if block_rows > _FEW_ROWS or spec.rope_theta is not None:
         blocks = ((1, 2), (1, 1))
-    elif kv_itemsize < _WGMMA_BYTES:
+    elif kv_itemsize < _WGMMA_BYTES and not turns_values(spec, kv_itemsize, block_rows, latent=latent):
         blocks = ((1, 3), (1, 2), (1, 1))
     else:  # All that there is to do is to attend few rows: one warpgroup keeps up with the memory.
         blocks = ((2, 1), (1, 1))
@@ -126,6 +128,12 @@ def _most_rows(spec: AttentionSpec, num_tokens: int) -> int:
     """Rows of a block that has all of a head's, or as many as it may."""
     rows = num_tokens * spec.group_size
     return min(rows + -rows % tiles.TILED_ROWS, WGMMA_ROWS)
+
+
+def turns_values(spec: AttentionSpec, kv_itemsize: int, block_rows: int, *, latent: bool = False) -> bool:
+    """Whether wgmma takes values of 8 bits from registers, so that they need no room but as they were copied."""
+    is_plain = not latent and spec.rope_theta is None and spec.value_dim == TURNED_COLUMNS
+    return is_plain and kv_itemsize < _WGMMA_BYTES and block_rows <= _FEW_ROWS
 
 
 def value_columns(spec: AttentionSpec) -> int:
