@@ -34,11 +34,11 @@ def test_some_tiles_fit_for_every_group_and_number_of_tokens(head_dim, rope_thet
 @pytest.mark.parametrize(
     ("facts", "num_tokens", "kv_itemsize", "arrangement"),
     [
-        ({}, 1, 1, (4, 2, 1)),
+        ({}, 1, 1, (3, 2, 1)),
         ({}, 1, 2, (3, 2, 1)),
-        ({"num_q_heads": 32}, 4, 1, (4, 2, 1)),  # 16 rows
+        ({"num_q_heads": 32}, 4, 1, (3, 2, 1)),  # 16 rows
         ({"num_q_heads": 32}, 5, 1, (8, 1, 2)),
-        ({"head_dim": 192, "v_head_dim": 128}, 1, 1, (4, 2, 1)),
+        ({"head_dim": 192, "v_head_dim": 128}, 1, 1, (3, 2, 1)),
         ({"head_dim": 256}, 1, 1, (2, 1, 2)),
         ({"head_dim": 64}, 1, 1, (9, 1, 3)),
         ({"rope_theta": 1e4}, 1, 1, (8, 1, 2)),

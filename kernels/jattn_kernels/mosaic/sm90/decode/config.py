@@ -11,6 +11,12 @@ from jattn_kernels.spec import AttentionSpec
 _NARROW_TILE_COLUMNS = 128  # of 8-bit values
 
 
+def turns(spec: AttentionSpec, kv_dtype: Any, sizes: DecodeTiles) -> bool:
+    """Whether values are dequantised into registers, from which wgmma takes them; the interpreter cannot."""
+    can = turns_values(spec, kv_dtype.itemsize, sizes.block_rows, latent=sizes.latent)
+    return can and tiles.interpret_params() is None
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
     """The static facts of one kernel.
@@ -23,6 +29,7 @@ class DecodeConfig:
         kv_dtype: Of keys and values in shared memory.
         out_dtype: Of the output.
         q_parts: How many numbers of fp8 stand for one of a query, where its products with keys are of fp8.
+        whole_queries: Whether queries come as they are, and become sums of fp8 numbers in the kernel.
         packed: Whether latents are packed, and converted on their way into shared memory.
     """
 
@@ -36,6 +43,7 @@ class DecodeConfig:
     kv_dtype: Any
     out_dtype: Any
     q_parts: int = 1
+    whole_queries: bool = False
     packed: bool = False
 
     @property
@@ -55,10 +63,8 @@ class DecodeConfig:
 
     @property
     def turns(self) -> bool:
-        """Whether values are dequantised into registers, from which wgmma takes them; the interpreter cannot."""
-        sizes, itemsize = self.sizes, self.kv_dtype.itemsize
-        can = turns_values(self.spec, itemsize, sizes.block_rows, latent=sizes.latent)
-        return can and tiles.interpret_params() is None
+        """As the function of this name."""
+        return turns(self.spec, self.kv_dtype, self.sizes)
 
     @property
     def stacks(self) -> bool:
@@ -78,6 +84,8 @@ class DecodeConfig:
         """
         if self.sizes.latent and not self.dequantises:
             return 2 * self.sizes.block_rows // tiles.TILED_ROWS
+        if self.whole_queries:
+            return 1
         return self.q_parts if self.stacks or self.spec.head_dim > _NARROW_TILE_COLUMNS else 1
 
     @property
@@ -134,6 +142,7 @@ class SharedMemory(NamedTuple):
 
     Attributes:
         q: Two work tiles' queries.
+        q_split: Of queries that come whole: the parts, and what each row of them is to be multiplied with.
         pages: `stages` tiles of keys, and of values; of keys alone if they hold the values. So are barriers.
         converted: A `Converted` of each consumer warpgroup.
         p: Probabilities of each consumer warpgroup.
@@ -146,6 +155,7 @@ class SharedMemory(NamedTuple):
     """
 
     q: Any  # [2, parts, block_rows, H]; rotated: float32 [2, H, block_rows]
+    q_split: Any  # [warpgroups, parts * block_rows, H], float32 [warpgroups, block_rows]
     pages: Any  # [stages, block_kv, H], [stages, block_kv, Hv]
     converted: Any  # [warpgroups, ...] each
     p: Any  # [warpgroups, block_rows, block_kv]

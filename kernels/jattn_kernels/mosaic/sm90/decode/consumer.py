@@ -20,6 +20,7 @@ from jattn_kernels.mosaic.sm90.common.convert import (
     rotate_queries_back,
 )
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.common.split_rows import split_rows
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.decode.producer import steps_of
@@ -58,6 +59,7 @@ class Consumer:
         own = lax.axis_index("warpgroup")
         self._converted = jax.tree.map(lambda ref: ref.at[own], scratch.converted)
         self._p_smem = scratch.p.at[own]
+        self._q_split = jax.tree.map(lambda ref: ref.at[own], scratch.q_split)
         self._scratch = scratch
         self._shape = (config.sizes.block_kv, config.sizes.block_rows)
         self._head, self._row_block = lax.axis_index("head"), lax.axis_index("rows")
@@ -77,9 +79,13 @@ class Consumer:
                 self._of_rows(self._operands.position, now),
             )
             plgpu.barrier_wait(scratch.q_full.at[slot])
-            q_smem = scratch.q.at[slot]
-            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, done)
-            plgpu.barrier_arrive(scratch.q_empty.at[slot])
+            q_smem, sizes = scratch.q.at[slot], None
+            if self._config.whole_queries:
+                q_smem, sizes = self._split_queries(q_smem)
+                plgpu.barrier_arrive(scratch.q_empty.at[slot])
+            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, sizes, done)
+            if not self._config.whole_queries:
+                plgpu.barrier_arrive(scratch.q_empty.at[slot])
             if self._number:
                 self._send_partial(state, is_first=number == begin)
             else:
@@ -95,7 +101,7 @@ class Consumer:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, done) -> _State:
+    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, sizes, done) -> _State:
         """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on."""
         config, scratch, operands = self._config, self._scratch, self._operands
         block_kv, stages, warpgroups = self._shape[0], config.sizes.stages, config.sizes.warpgroups
@@ -106,6 +112,8 @@ class Consumer:
         if operands.logit_factor is not None:
             of = jnp.minimum(work_tile.sequence, operands.logit_factor.shape[0] - 1)
             factor = operands.logit_factor[of, self._head]
+        if sizes is not None:
+            factor = sizes if factor is None else sizes * factor
 
         def stage_of(step):
             return lax.rem(done + step * warpgroups + self._number, stages)
@@ -299,6 +307,14 @@ class Consumer:
         queries = tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False) for part in halves)
         plgpu.commit_smem()  # the next ones are copied there, and not every warpgroup has a tile to rotate before
         return queries
+
+    def _split_queries(self, whole):
+        """Parts of queries that came whole, and what is to be multiplied with their products."""
+        parts, sizes = self._q_split
+        plgpu.commit_smem()  # all warps are done with those of the last work tile
+        split_rows(whole, parts, sizes)
+        plgpu.commit_smem()
+        return parts, self._spread(plgpu.load(sizes, layout=_OF_ROWS, optimized=False))
 
     def _visible(self, key, rows: _Rows, mask):
         """Which keys of a tile each row sees."""

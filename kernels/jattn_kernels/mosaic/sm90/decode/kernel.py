@@ -108,12 +108,22 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
             plgpu.SMEM((warpgroups - 1, block_rows), jnp.float32),
         )
         partials_barrier = plgpu.Barrier(num_barriers=warpgroups - 1)
+    stacked = (config.q_parts * block_rows, spec.head_dim)
+    q_split = None
+    if config.whole_queries:
+        q_split = (
+            tiles.tile((warpgroups, *stacked), config.kv_dtype),
+            plgpu.SMEM((warpgroups, block_rows), jnp.float32),
+        )
     return SharedMemory(
         q=plgpu.SMEM((2, *queries[::-1]), jnp.float32)
         if config.rotates
-        else tiles.tile((2, config.q_parts * block_rows, spec.head_dim), config.kv_dtype)
+        else plgpu.SMEM((2, *queries), config.out_dtype)
+        if config.whole_queries
+        else tiles.tile((2, *stacked), config.kv_dtype)
         if config.stacks
         else tiles.tile((2, config.q_parts, *queries), config.kv_dtype),
+        q_split=q_split,
         pages=pages,
         converted=Converted(
             tiles.tile((warpgroups, *queries), dtype) if config.rotates else None,

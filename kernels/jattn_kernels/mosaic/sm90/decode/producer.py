@@ -43,6 +43,10 @@ def _copy_share(
             if operands.q_pe is not None:
                 copy_latent_queries(config, operands, scratch, now.sequence, block * block_rows, slot)
                 return
+            if config.whole_queries:
+                q = operands.q.at[now.sequence, 0, rows]
+                plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
+                return
             if config.q_copies > 1:
                 for part in range(config.q_parts):
                     q = operands.q.at[now.sequence, part, rows]

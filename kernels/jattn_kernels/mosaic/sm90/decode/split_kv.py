@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, AttentionOptions
-from jattn_kernels.lowering.fp8_parts import in_parts, in_range
+from jattn_kernels.lowering.fp8_parts import in_parts, in_range, num_parts
 from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, seen_by_some
 from jattn_kernels.lowering.mask_words import mask_words_by_key
 from jattn_kernels.lowering.rope import rotate, shrink_of
@@ -19,8 +19,9 @@ from jattn_kernels.mosaic.sm90.common.convert import rotation_of
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.common.operands import stacked
+from jattn_kernels.mosaic.sm90.common.split_rows import COLUMNS as ROW_COLUMNS
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, num_sms
-from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands
+from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, turns
 from jattn_kernels.mosaic.sm90.decode.kernel import decode
 from jattn_kernels.mosaic.sm90.decode.rows import by_head, padded
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, choose_decode_tiles, value_columns
@@ -64,6 +65,7 @@ def paged_decode(
     q_rows, logit_factor = _queries(
         q, options, bounds.position, dtype=dtype, kv_dtype=kv_dtype, spec=spec, sizes=sizes, shared=shared
     )
+    whole = spec.rope_theta is None and kv_dtype.itemsize == 1 and q_rows.dtype == q.dtype != kv_dtype
     config = DecodeConfig(
         spec,
         sizes,
@@ -74,7 +76,8 @@ def paged_decode(
         dtype=jnp.dtype(dtype),
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
-        q_parts=q_rows.shape[1] if spec.rope_theta is None else 1,
+        q_parts=1 if spec.rope_theta is not None else num_parts(q.dtype, kv_dtype) if whole else q_rows.shape[1],
+        whole_queries=whole,
         packed=packed,
     )
     schedule = options.schedule
@@ -153,7 +156,10 @@ def _queries(
     if kv_dtype.itemsize == 1 and spec.rope_theta is None:
         rows_stay = q.shape[1] == 1 and (shared or spec.group_size % sizes.block_rows == 0)
         if rows_stay and supports(q.dtype, kv_dtype, spec):
-            return split_queries(q[:, 0], kv_dtype, logit_factors(options, spec) if scaled else None, spec)
+            factor = logit_factors(options, spec) if scaled else None
+            if spec.head_dim == ROW_COLUMNS and turns(spec, kv_dtype, sizes):
+                return rows_of(q)[:, None], factor
+            return split_queries(q[:, 0], kv_dtype, factor, spec)
         parts, size = in_parts(q, kv_dtype, spec)
     else:
         whole, size = in_range(q, dtype, spec)

@@ -14,6 +14,7 @@ _FEW_ROWS = 16
 _WGMMA_BYTES = 2  # of a number in a product
 _MOST_Q_BYTES, _LATENT_Q_BYTES = 4, 2  # of a query's number: float32, or up to four of 8 bits; two for latents
 _MOST_STAGES = {1: 4, 2: 8, 3: 9}  # for so many consumer warpgroups
+_MOST_TURNED = 3  # of tiles whose values wgmma takes from registers: with a fourth all copies arrive later
 _TILES_PER_SPLIT = 16  # where results must not depend on the batch
 
 
@@ -103,14 +104,15 @@ def arrangements(spec: AttentionSpec, kv_itemsize: int, block_rows: int) -> list
 
 def _by_rule(spec: AttentionSpec, kv_itemsize: int, block_rows: int, *, latent: bool) -> Iterator[Arrangement]:
     """Arrangements of blocks of so many rows, the best ones first."""
+    turned = turns_values(spec, kv_itemsize, block_rows, latent=latent)
     if block_rows > _FEW_ROWS or spec.rope_theta is not None:
         blocks = ((1, 2), (1, 1))
-    elif kv_itemsize < _WGMMA_BYTES and not turns_values(spec, kv_itemsize, block_rows, latent=latent):
+    elif kv_itemsize < _WGMMA_BYTES and not turned:
         blocks = ((1, 3), (1, 2), (1, 1))
     else:  # All that there is to do is to attend few rows: one warpgroup keeps up with the memory.
         blocks = ((2, 1), (1, 1))
     for blocks_per_sm, warpgroups in blocks:
-        for stages in range(_MOST_STAGES[warpgroups], 1, -warpgroups):
+        for stages in range(_MOST_TURNED if turned else _MOST_STAGES[warpgroups], 1, -warpgroups):
             yield Arrangement(stages, blocks_per_sm, warpgroups)
 
 
