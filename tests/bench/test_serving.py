@@ -5,12 +5,14 @@ import tempfile
 from pathlib import Path
 
 from bench import client_limit, serving
+from jattn.load import steady
 from jattn.serving.frontend.text import Tokenizer
 from tests.bench.test_decode_step import TOY
 from tests.jattn.harness.tiny import one_variant
 
 
 def test_served_rate_stands_beside_the_engines_own(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(steady, "_LOOK_SECONDS", 0.0005)  # a run takes some 20 ms
     monkeypatch.setitem(serving.SHAPES, "toy", (TOY, serving.LlamaForCausalLM))
     sizes = "--input-len 12 --output-len 6 --range 0.5 --prefix-len 16 --prefill-tokens 64"
     with one_variant("greedy"):
@@ -24,8 +26,8 @@ def test_served_rate_stands_beside_the_engines_own(monkeypatch, capsys, tmp_path
         assert 5 * 3 <= row["output_tokens"] <= 5 * 9
         assert row["served_share"] == round(row["output_tokens_per_s"] / row["own_output_tokens_per_s"], 4)
         assert 0 <= row["found_idle_share"] <= 1
-        assert 0 <= row["idle_share_at_least"] <= row["idle_share_at_most"] < 1
-        if row["concurrency"] == 1:  # three may be too short together to be seen twice
+        assert 0 <= row["idle_share_at_least"] <= row["idle_share_at_most"]  # with the warm-up's: perhaps above 1
+        if row["concurrency"] == 1:  # three may be together for too short a time to be seen twice
             assert row["steady_seconds"] > 0
             assert 0 <= row["steady_idle_share_at_least"] <= row["steady_idle_share_at_most"]
         assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p99"]
