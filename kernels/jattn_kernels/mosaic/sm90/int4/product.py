@@ -80,7 +80,7 @@ def int4_matmul(
     activation: strips.Activation | None = None,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
-) -> tuple[Float[Array, "S R F"], list[Float[Array, "1 D"]]]:
+) -> tuple[Float[Array, "S R O"], list[Float[Array, "1 D"]]]:
     """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
     Args:
