@@ -70,7 +70,8 @@ class Model(NamedTuple):
             met = 1.0
             # [layers, experts, inputs, outputs]; of attention those with four axes have heads for experts.
             if experts is not None and leaf.ndim == 4 and "attention" not in jax.tree_util.keystr(path):
-                met = _share_met(experts.routing, batch)
+                all_of, shared = leaf.shape[1], max(0, leaf.shape[1] - experts.routing.num_experts)
+                met = (_share_met(experts.routing, batch) * (all_of - shared) + shared) / all_of
             total += bytes_on_one(leaf) * met
         tokens = self.config.vocab_size // self.parallel.size
         embedding = tokens * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize

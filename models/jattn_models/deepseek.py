@@ -156,9 +156,7 @@ class DeepseekV2ForCausalLM(Decoder):
         if not kind.sparse:
             return tensors
         assert config.experts is not None
-        assert config.experts.shared_size is not None
-        tensors |= tensor_names.of_mixture(config.experts.intermediate_size)
-        tensors |= tensor_names.of_gated_mlp(("mlp", "shared"), "mlp.shared_experts", config.experts.shared_size)
+        tensors |= tensor_names.of_mixture_beside_shared(config.experts, "mlp.shared_experts")
         if config.experts.choice_biased:
             tensors["mlp", "router", "choice_bias"] = tensor_names.whole("mlp.gate.e_score_correction_bias")
         return tensors

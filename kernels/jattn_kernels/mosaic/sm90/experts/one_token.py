@@ -73,7 +73,7 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     phases = ExpertPhases.of(call)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = router_phases(call.router, call.num_experts)
+        router = router_phases(call.router, call.routing.num_experts)
         before = () if router.attention is None else (_ATTEND,)
         kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
@@ -238,7 +238,7 @@ class _OneToken:
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
         """Where blocks find each other's attention, product, logits, what experts return, and hidden units; or None."""
-        router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
+        router, is_one, per_token = self.router, len(self.phases) > 1, self.experts.per_token
         hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
             count = Count(operands.logits.at[0, 1] if is_one else None)

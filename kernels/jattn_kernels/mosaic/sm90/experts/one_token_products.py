@@ -28,6 +28,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 # the others what splits of attention are.
 ROWS_OF_EXPERTS = 4
 ROWS_LEFT = ROWS_OF_EXPERTS + 9
+MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _THREADS, _VECTOR = 128, 4  # numbers that a thread stores at once
 _PAIR = 2  # the gate's columns and the other half's
 
@@ -68,17 +69,30 @@ class ExpertPhases:
         return pl.cdiv(self.column_blocks, tiles.num_sms())
 
     @property
+    def _of_neighbours(self) -> bool:
+        """Whether a block's units of the second product are neighbours, of one choice: where it has no room for more."""
+        of_choice = self.columns // WGMMA_ROWS
+        return told_width(self.units, self.most_units) > MOST_DEPTH and of_choice % self.most_units == 0
+
+    @property
+    def _most_choices(self) -> int:
+        """That a block's units of the second product are of."""
+        return 1 if self._of_neighbours else self.most_units
+
+    @property
     def told_width(self) -> int:
         """Numbers of hidden units that tell by themselves, of a block's units."""
-        return told_width(self.units, self.most_units)
+        return told_width(self.units, self._most_choices)
 
     def told_hidden(self, ref: Any, begin: int, stride: int, dtype: Any) -> ToldHidden:
         """Hidden units in memory, from a flat place on, with a stride from one choice to the next."""
-        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self.most_units, dtype)
+        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self._most_choices, dtype)
 
     def _count(self, of_second: bool) -> Any:
         """The block's units of a product."""
         units = self.column_blocks if of_second else self.hidden_blocks
+        if of_second and self._of_neighbours:
+            return jnp.clip(units - self._begin(True) * self.most_units, 0, self.most_units)
         return lax.div(units - self._begin(of_second) + tiles.num_sms() - 1, tiles.num_sms())
 
     def _begin(self, of_second: bool) -> Any:
@@ -89,7 +103,10 @@ class ExpertPhases:
     def _unit(self, of_second: bool, number: Any) -> tuple[Any, Any]:
         """The choice and the block of columns of the block's n-th unit."""
         blocks = (self.columns if of_second else self.units) // WGMMA_ROWS
-        unit = self._begin(of_second) + number * tiles.num_sms()
+        if of_second and self._of_neighbours:
+            unit = self._begin(True) * self.most_units + number
+        else:
+            unit = self._begin(of_second) + number * tiles.num_sms()
         return lax.div(unit, blocks), lax.rem(unit, blocks)
 
     def _for_each(self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any) -> Any:
