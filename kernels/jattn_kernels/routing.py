@@ -11,10 +11,10 @@ from jattn_kernels.shapes.routing import check_routing
 def route(
     logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, " E"] | None = None
 ) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
-    """The weights and the numbers of each token's experts, the best first; of equals the lower number. Shared ones before.
+    """The weights and the numbers of each token's experts, the best first; of equals the lower number.
 
-    All is computed in float32. No expert is chosen from a group that the token may not choose from, also where what is
-    left are scores of -inf.
+    Shared ones stand before those. All is computed in float32. No expert is chosen from a group that the token may not
+    choose from, also where what is left are scores of -inf.
 
     Args:
         bias: Added to the scores for the choice alone, of groups as of experts; never in the weights.

@@ -12,7 +12,7 @@ from jattn_kernels.routing_spec import Routing
 def route(
     logits: Float[Any, "T E"], routing: Routing, *, bias: Float[Any, " E"] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The float64 weights and the numbers of each token's experts, best first; of equals the lower number. Shared before."""
+    """The float64 weights and the numbers of each token's experts, best first behind shared ones; equals by number."""
     bias = np.zeros(routing.num_experts) if bias is None else np.asarray(bias, np.float64)
     rows = [_route_one(row, routing, bias) for row in np.asarray(logits, np.float64)]
     shared = [routing.num_experts + number for number in range(routing.shared)]

@@ -70,7 +70,7 @@ class ExpertPhases:
 
     @property
     def _of_neighbours(self) -> bool:
-        """Whether a block's units of the second product are neighbours, of one choice: where it has no room for more."""
+        """Whether a block's units of the second product are neighbours, of one choice: there is no room for more."""
         of_choice = self.columns // WGMMA_ROWS
         return told_width(self.units, self.most_units) > MOST_DEPTH and of_choice % self.most_units == 0
 

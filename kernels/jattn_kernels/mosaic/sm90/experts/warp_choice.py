@@ -84,7 +84,9 @@ def choose_by_warps(
     _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (key, none))
     factor = factor_of(routing, of_chosen, total)
     for shared in range(routing.shared):
-        keep(shared, plgpu.layout_cast(jnp.full((shape[0],), routing.num_experts + shared, jnp.int32), layout.reduce(1)))
+        keep(
+            shared, plgpu.layout_cast(jnp.full((shape[0],), routing.num_experts + shared, jnp.int32), layout.reduce(1))
+        )
     plgpu.commit_smem()
 
     @pl.loop(0, routing.per_token)
