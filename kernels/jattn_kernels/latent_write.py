@@ -33,7 +33,7 @@ def mla_write(
     """
     check_raw_latents(latents)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
-    num_tokens, width = latents.rows.shape
+    num_tokens, width = latents.rows.shape[0], latents.width
     wanted = row_width(latent_pages, latents.compressed, width - latents.compressed)
     if facts.head_dim != wanted:
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import Experts
@@ -64,18 +63,26 @@ def of_model[Config: DecoderConfig](
     for number, (layers, kind) in enumerate(config.stacks):
         for path, source in layer_tensors(config, kind).items():
             source = source if isinstance(source, Source) else Source(source)
-            names = {_OF_LAYER + name: width for name, width in source.parts.items()}
-            joined = source.joined
-            if joined is not None:
-                joined = dataclasses.replace(joined, parts=tuple(_OF_LAYER + name for name in joined.parts))
-            numbers = {"layer": layers}
-            if config.experts is not None and any("{expert}" in name for name in names):
-                numbers["expert"] = range(config.experts.routing.num_experts)
             if by_expert and kind.sparse and path[:2] in _OF_EXPERTS:
-                source, joined = dataclasses.replace(source, sharded="experts"), None
-            facts: dict[str, Any] = {"parts": names, "numbers": numbers, "joined": joined}
-            sources[("layers", number, *path)] = dataclasses.replace(source, **facts)
+                source = dataclasses.replace(source, sharded="experts", joined=None)
+            sources[("layers", number, *path)] = _of_layers(config, layers, source)
     return sources
+
+
+def _of_layers(config: DecoderConfig, layers: range, source: Source) -> Source:
+    """The source of a leaf of all these layers, given that of one."""
+    numbers, joined, beside = {"layer": layers}, source.joined, source.beside
+    if config.experts is not None and any("{expert}" in name for name in source.parts):
+        numbers["expert"] = range(config.experts.routing.num_experts)
+    if joined is not None:
+        joined = dataclasses.replace(joined, parts=tuple(_OF_LAYER + name for name in joined.parts))
+    return dataclasses.replace(
+        source,
+        parts={_OF_LAYER + name: width for name, width in source.parts.items()},
+        numbers=numbers,
+        joined=joined,
+        beside=None if beside is None else _of_layers(config, layers, beside),
+    )
 
 
 def of_layer(config: DecoderConfig) -> dict[Path, Source]:

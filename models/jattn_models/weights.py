@@ -63,6 +63,7 @@ class Source:
         alternating: Whether one tensor's blocks lie in it output by output, each block's first, each block's second.
         unit: Outputs that no two devices split, those of a head: of fewer heads than devices several have the same.
         joined: Experts behind those that have a number each; None for none.
+        beside: Whose outputs stand behind these, of which each part's width is given then; None for none.
     """
 
     parts: Mapping[str, Widths]
@@ -72,6 +73,7 @@ class Source:
     alternating: bool = False
     unit: int = 1
     joined: Joined | None = None
+    beside: "Source | None" = None
 
     def on(self, rank: Rank) -> "Source":
         """The source of a device's leaf, where that has some of the experts whole, a tensor each."""
@@ -94,6 +96,8 @@ class Source:
         yield from (self.name(part, place) for place in self.places() for part in self.parts)
         if self.joined is not None:
             yield from (self.name(part, place) for place in self.joined_places() for part in self.joined.parts)
+        if self.beside is not None:
+            yield from self.beside.names()
 
     def joined_places(self) -> Iterator[tuple[int, ...]]:
         """The leading indices but for the expert's, of tensors that have several."""
@@ -259,6 +263,14 @@ def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bo
         share: The leaf's shape without its leading axes; of a kernel [inputs, outputs].
         transposed: Whether its tensors are [outputs, inputs].
     """
+    if source.beside is not None:
+        own = sum(width for part in source.parts for width in source.blocks(part, 0))
+        own //= rank.size if source.sharded == "outputs" else 1
+        alone = dataclasses.replace(source, beside=None)
+        yield from _parts((share[0], own), alone, rank, transposed=transposed)
+        for part in _parts((share[0], share[1] - own), source.beside, rank, transposed=transposed):
+            yield part._replace(start=own + part.start)
+        return
     if source.of_heads is not None:
         yield from _parts_of_heads(share, source, source.of_heads, rank)
         return
@@ -280,9 +292,7 @@ def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bo
         yield from _parts_joined(shape, source, source.joined, rank, order)
 
 
-def _parts_joined(
-    shape: tuple[int, ...], source: Source, joined: Joined, rank: Rank, order: slice
-) -> Iterator[_Part]:
+def _parts_joined(shape: tuple[int, ...], source: Source, joined: Joined, rank: Rank, order: slice) -> Iterator[_Part]:
     """Those of the experts behind the others.
 
     Args:
