@@ -41,17 +41,21 @@ class ExpertPhases:
         per_token: Experts.
         units: Hidden units of an expert.
         columns: Of the token.
+        shared: Numbers of the experts that are not chosen; the first of those `per_token`.
     """
 
     per_token: int
     units: int
     columns: int
     activation: Callable[[Any, Any], Any]
+    shared: range = range(0)
 
     @classmethod
     def of(cls, call: ExpertsCall) -> "ExpertPhases":
         """Those of a call."""
-        return cls(call.per_token, call.units, call.hidden_size, call.activation)
+        routing = call.routing
+        shared = range(0) if routing is None else range(routing.num_experts, routing.all_experts)
+        return cls(call.per_token, call.units, call.hidden_size, call.activation, shared)
 
     @property
     def hidden_blocks(self) -> int:
@@ -109,19 +113,35 @@ class ExpertPhases:
             unit = self._begin(of_second) + number * tiles.num_sms()
         return lax.div(unit, blocks), lax.rem(unit, blocks)
 
-    def _for_each(self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any) -> Any:
-        """Calls `visit(choice, block of columns, carry)` for each unit of the block's; the last carry."""
+    @property
+    def _count_of_shared(self) -> Any:
+        """The block's units of the first product of experts that are not chosen, which come first."""
+        units, own, sms = len(self.shared) * (self.units // WGMMA_ROWS), lax.axis_index("block"), tiles.num_sms()
+        return jnp.maximum(lax.div(units - own + sms - 1, sms), 0)
+
+    def _for_each(
+        self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any, *, of_shared: bool = False
+    ) -> Any:
+        """Calls `visit(choice, block of columns, carry)` for each unit of the block's; the last carry.
+
+        Args:
+            of_shared: Of the first product whether of experts that are not chosen, or of the others.
+        """
 
         def step(number, carry):
             return visit(*self._unit(of_second, number), carry)
 
-        return lax.fori_loop(0, self._count(of_second), step, start)
+        if of_shared:
+            return lax.fori_loop(0, self._count_of_shared, step, start)
+        first = self._count_of_shared if self.shared and not of_second else 0
+        return lax.fori_loop(first, self._count(of_second), step, start)
 
-    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
+    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any, *, of_shared: bool = False) -> Any:
+        """Asks for weights; of experts that are not chosen before the others are known."""
         layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
-            expert = scratch.experts[choice, 0]
+            expert = self.shared.start + choice if of_shared else scratch.experts[choice, 0]
 
             def copy_step(k, done):
                 for part in range(_PAIR):
@@ -132,7 +152,7 @@ class ExpertPhases:
 
             return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
 
-        return self._for_each(False, copy_unit, done)
+        return self._for_each(False, copy_unit, done, of_shared=of_shared)
 
     def produce_second(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
@@ -148,8 +168,16 @@ class ExpertPhases:
 
         return self._for_each(True, copy_unit, done)
 
-    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, ring: Ring, done: Any) -> Any:
-        """Stores the block's hidden units."""
+    def consume_first(
+        self,
+        hidden: CountedHidden | ToldHidden,
+        scratch: Scratch,
+        ring: Ring,
+        done: Any,
+        *,
+        of_shared: bool = False,
+    ) -> Any:
+        """Stores the block's hidden units, as `produce_first` has them."""
         steps = self.columns // DEPTH * _PAIR
 
         def multiply_unit(choice, block, done):
@@ -176,7 +204,7 @@ class ExpertPhases:
             hidden.store(choice, block, self.activation(*results))
             return done + steps
 
-        return self._for_each(False, multiply_unit, done)
+        return self._for_each(False, multiply_unit, done, of_shared=of_shared)
 
     def clear(self, parts: Any) -> None:
         """Stores the block's share of the zeros below what experts return."""
