@@ -61,12 +61,12 @@ def absorb_and_write(
     assert call.absorbed is not None
     num_tokens, dtype = latents.rows.shape[0], latents.dtype
     made, rows = LatentRows.of(operands)
-    in_splits = isinstance(queries.rows, Splits) and num_tokens <= TILED_ROWS
-    body = _Body(made, num_tokens, spec.num_q_heads, call.absorbed, spec.value_dim, in_splits)
+    splits = queries.rows if isinstance(queries.rows, Splits) and num_tokens <= TILED_ROWS else None
+    body = _Body(made, num_tokens, spec.num_q_heads, call.absorbed, spec.value_dim, splits is not None)
     whole = ((0, -num_tokens % (WARPS if num_tokens <= TILED_ROWS else TILED_ROWS)), (0, 0))
     has_layers = queries.layer_index is not None
     given = _Refs(
-        queries=queries.rows.parts if in_splits else jnp.pad(added(queries.rows), whole),
+        queries=jnp.pad(added(queries.rows), whole) if splits is None else splits.parts,
         k_up=queries.k_up if has_layers else queries.k_up[None],
         k_layer=jnp.asarray(queries.layer_index if has_layers else 0, jnp.int32).reshape(1),
         cos=jnp.pad(latents.cos, whole),
