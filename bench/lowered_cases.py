@@ -15,6 +15,7 @@ from jattn_kernels import (
     NextProduct,
     QuantizedKernel,
     RawLatents,
+    RawQueries,
     Routing,
     Splits,
     Unattended,
@@ -101,6 +102,11 @@ def _others() -> Iterator[tuple[str, Hashed]]:
     ):
         raw = RawLatents(rows=rows, scale=_array((512,), "bfloat16"), cos=angle, sin=angle, eps=1e-6)
         yield f"mla_write/{name}", functools.partial(lowered_hash, jattn_kernels.mla_write, raw, latent, slots)
+    rows = Splits(parts=_array((2, 8, 3648), "float32"), num_rows=8, dtype=jnp.dtype("bfloat16"))
+    raw = RawLatents(rows=rows, scale=_array((512,), "bfloat16"), cos=angle, sin=angle, eps=1e-6, begin=3072)
+    queries = RawQueries(rows=rows, k_up=_array((16, 128, 512), "bfloat16"), rope_dim=64)
+    absorbed = functools.partial(lowered_hash, jattn_kernels.absorb_and_write, queries, raw, latent, slots)
+    yield "mla_write/absorbed", absorbed
     yield "copy_pages", functools.partial(lowered_hash, jattn_kernels.copy_pages, pages, slots, slots)
 
 
@@ -241,8 +247,23 @@ def _mixtures() -> Iterator[tuple[str, Hashed]]:
         name = f"{implementation}_{tokens}"
         yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
         yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
+    yield from _beside_shared()
     yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks, attends=False)
     yield "routed_experts/of_attention_1", functools.partial(_mixture_of_sum, routing, stacks, attends=True)
+
+
+def _beside_shared() -> Iterator[tuple[str, Hashed]]:
+    """DeepSeek-V2-Lite's sizes: few tokens, and more."""
+    routing, hidden, units = Routing(num_experts=64, per_token=6, shared=2), 2048, 1408
+    stacks = {
+        "gate_up": _array((2, routing.all_experts, hidden, 2 * units), "bfloat16"),
+        "down": _array((2, routing.all_experts, units, hidden), "bfloat16"),
+        "layer_index": _array((), "int32"),
+    }
+    for tokens in (1, 8, 64):
+        x, logits = _array((tokens, hidden), "bfloat16"), _array((tokens, routing.num_experts), "float32")
+        routed = functools.partial(jattn_kernels.routed_experts, routing=routing)
+        yield f"routed_experts/shared_{tokens}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
 
 
 def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) -> str:

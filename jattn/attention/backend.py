@@ -15,7 +15,7 @@ from jattn.kv_pool import KVPool
 from jattn.matmul import Splits, Unattended, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
-from jattn_kernels import RawLatents
+from jattn_kernels import RawLatents, RawQueries
 
 
 @typing.runtime_checkable
@@ -92,6 +92,17 @@ class SavesLatents(Protocol):
         self, latents: RawLatents, layer: AttentionLayer, metadata: Any, pool: KVPool
     ) -> tuple[Float[Array, "T 1 W"], KVPool] | None:
         """The rows, and the pool that has them; None if it does not serve the layer."""
+        ...
+
+
+@typing.runtime_checkable
+class AttendsProjected(Protocol):
+    """A backend that can absorb queries as it saves latent rows, and attend."""
+
+    def attend_projected(
+        self, queries: RawQueries, latents: RawLatents, layer: AttentionLayer, metadata: Any, pool: KVPool
+    ) -> tuple[Float[Array, "T N C"], KVPool] | None:
+        """Means of rows for each head, and the pool with the rows; None if it does not do so here."""
         ...
 
 
@@ -173,6 +184,35 @@ def forward_rotary(
         qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
     q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
     return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
+
+
+def forward_projected_latent(
+    backend: AttentionBackend,
+    queries: RawQueries,
+    latents: RawLatents,
+    heads: LatentHeads,
+    layer: AttentionLayer,
+    forward_batch: ForwardBatch,
+    metadata: Any,
+    pool: Any,
+) -> tuple[Float[Array, "T N V"], Any]:
+    """`forward_latent` of what projections give: a kernel may make all of it at once.
+
+    Args:
+        latents: Also has the angles that queries turn by.
+        heads: Its keys' projection is that of the queries.
+
+    Raises:
+        ValueError: As `forward_latent`.
+    """
+    instance("layer", layer, AttentionLayer)
+    if layer.kv == "latent" and isinstance(backend, AttendsProjected):
+        attended = backend.attend_projected(queries, latents, layer, metadata, pool)
+        if attended is not None:
+            out, pool = attended
+            return heads.values(out), pool
+    parts = queries.heads(latents.cos, latents.sin)
+    return forward_latent(backend, *parts, latents, heads, layer, forward_batch, metadata, pool)
 
 
 def forward_latent(

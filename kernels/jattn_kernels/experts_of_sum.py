@@ -27,8 +27,8 @@ def routed_experts_of_sum(
     x: Unnormed,
     router: Float[Array, "*L D E"],
     routing: Routing,
-    gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
-    down: Float[Array, "*L E F D"] | QuantizedKernel,
+    gate_up: Float[Array, "*L A D F2"] | QuantizedKernel,
+    down: Float[Array, "*L A F D"] | QuantizedKernel,
     *,
     router_bias: Float[Array, "*L E"] | None = None,
     choice_bias: Float[Array, " E"] | None = None,
@@ -108,7 +108,7 @@ def _in_one(
     )
     left = first[0]
     assert isinstance(left, Splits)
-    facts |= {"per_token": routing.per_token, "routing": routing}
+    facts |= {"per_token": routing.choices, "routing": routing}
     facts["router"] = RouterCall(
         norm=norm_call,
         left=(left.parts.shape[0], left.parts.shape[1]),

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.raw_latents import RawLatents
+from jattn_kernels.raw_queries import RawQueries
 from jattn_kernels.splits import Splits
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
@@ -160,12 +161,17 @@ class RotaryOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentRowOperands:
-    """All arrays of the write of latent rows into pages."""
+    """All arrays of the write of latent rows into pages.
+
+    Attributes:
+        queries: That are to be absorbed beside it; None for none.
+    """
 
     latents: RawLatents
     pages: Shaped[Array, "*L P page_size bytes"]
     slots: Int[Array, " T"]
     layer_index: Int[Array, ""] | int | None = None
+    queries: RawQueries | None = None
 
 
 @typing.no_type_check

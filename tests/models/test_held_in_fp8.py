@@ -61,7 +61,7 @@ def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
     for path, leaf in expected.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=str(path))
     in_few_bits = {path[-2] for path, leaf in found.items() if leaf.dtype == jnp.float8_e4m3fn}
-    assert in_few_bits <= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "q_proj", "kv_a_proj", "q_a_proj"}
+    assert in_few_bits <= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "q_proj", "in_proj"}
     wide = {path[-2:] for path, leaf in found.items() if leaf.dtype == jnp.bfloat16}
     assert {("vocabulary", "embedding"), ("norm", "scale")} <= wide
     if case == "qwen2_moe":

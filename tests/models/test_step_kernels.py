@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench.step_workload import LLAMA_3_8B, QWEN3_30B_A3B
+from bench.step_workload import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jattn.backend import BackendOptions, backend_class
 from jattn.kv_pool import make_pool
 from jattn.matmul import matmul
@@ -17,6 +17,7 @@ from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import Device
 from jattn_kernels.triton import implementation, launch
+from jattn_models.deepseek import DeepseekV2ForCausalLM
 from jattn_models.few_bits import hold_projections
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
@@ -42,8 +43,8 @@ def step_of(variant):
     return step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B), variant)
 
 
-def two_layers(model_class, shapes):
-    config = model_class.config_class.from_dict(shapes | {"num_hidden_layers": 2})
+def two_layers(model_class, shapes, *, layers=2):
+    config = model_class.config_class.from_dict(shapes | {"num_hidden_layers": layers})
     return nnx.eval_shape(lambda: model_class(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
@@ -129,3 +130,15 @@ def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
     step = step_of("plain")
     assert len(re.findall(r"custom_call @keep_tokens", step)) == 1
     assert not re.search(r"stablehlo\.(case|if|while)\b", step)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 5 + 4 + 1), (8, 6 + 10 + 1)])
+def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
+    """Of a dense layer and two sparse ones of DeepSeek-V2-Lite, which are a loop's body where there are several tokens.
+
+    A layer has its first product, queries with the write, decode, its merge; a dense one o's product and a norm. Then
+    one token's mixture is one kernel, and has the first product of the layer after it. Eight tokens take six: o, norm,
+    router, routing and the experts' two products, shared ones among them.
+    """
+    text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=3), "greedy", rows=rows)
+    assert num_kernels(text) == kernels

@@ -11,6 +11,7 @@ from jattn_kernels.mosaic.sm90 import (
     gated_matmul,
     mla_decode,
     mla_extend,
+    mla_queries,
     mla_write,
     paged_decode,
     rms_norm,
@@ -21,7 +22,7 @@ from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
-from jattn_kernels.operands import MatmulOperands, Operands
+from jattn_kernels.operands import LatentRowOperands, MatmulOperands, Operands
 
 layout_search.install()
 
@@ -33,13 +34,18 @@ def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     return products.get(call.kernel_dtype, skinny_matmul.matmul)(call, operands)
 
 
+def _mla_write(call: AttentionCall, operands: LatentRowOperands) -> Any:
+    run = mla_write.mla_write if operands.queries is None else mla_queries.absorb_and_write
+    return run(call, operands)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.paged_decode,
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
     "mla_decode": mla_decode.mla_decode,
     "mla_extend": mla_extend.mla_extend,
-    "mla_write": mla_write.mla_write,
+    "mla_write": _mla_write,
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,

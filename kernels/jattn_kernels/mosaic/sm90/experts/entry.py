@@ -224,7 +224,8 @@ def _in_order(
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     """Weights, a row a choice, and rows in order: by one kernel, as far as one block can do it."""
     routing, num_tokens, num_experts = call.routing, call.num_tokens, call.num_experts
-    in_one_block = route.fits(num_tokens, num_experts)
+    shared = 0 if routing is None else routing.shared
+    in_one_block = route.fits(num_tokens, num_experts - shared, shared)
     facts: dict[str, Any] = {"rows_of_choices": call.weighs_inputs, "block_rows": block_rows}
     if routing is None:
         routing = Routing(num_experts=num_experts, per_token=call.per_token)
