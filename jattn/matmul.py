@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn_kernels import (
+    Ahead,
     NextProduct,
     QuantizedKernel,
     QuantizedRows,
@@ -35,6 +36,7 @@ __all__ = [
     "MXFP4",
     "MXFP4_GROUP",
     "NUMBERS_OF_BYTE",
+    "Ahead",
     "NextProduct",
     "QuantizedKernel",
     "QuantizedRows",

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jattn_kernels.ahead import Ahead
 from jattn_kernels.call import MatmulCall, modes_of
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
@@ -69,6 +70,7 @@ def matmul_splits(
     bias: Float[Array, "*L F"] | None = None,
     layer_index: Int[Array, ""] | int | None = None,
     out_dtype: Any = None,
+    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "T F"] | Splits:
     """`matmul`, or what adds up to it, where a kernel splits the depth: for who can add it up while reading it.
@@ -78,11 +80,12 @@ def matmul_splits(
 
     Args:
         bias: Added to each row: by such a kernel before the sum is rounded, else after.
+        ahead: Weights that are read next, in this order; a kernel for weights in few bits asks memory for some.
 
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
-    return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)[0]
+    return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation, ahead)[0]
 
 
 def matmul_splits_of_sum(
@@ -92,6 +95,7 @@ def matmul_splits_of_sum(
     bias: Float[Array, "*L F"] | None = None,
     layer_index: Int[Array, ""] | int | None = None,
     out_dtype: Any = None,
+    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"], Float[Array, "T D"]]:
     """`matmul_splits` of rows that are added up, their sum, and its norm.
@@ -102,7 +106,7 @@ def matmul_splits_of_sum(
     if not isinstance(x, Unnormed) or not x.additions:
         got = "none" if isinstance(x, Unnormed) else type(x).__name__
         raise ValueError(f"`x` must be Unnormed, with some `additions`. Got {got}: use `matmul_splits`.")
-    product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)
+    product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation, ahead)
     assert rows is not None
     return product, *rows
 
@@ -113,6 +117,7 @@ def matmul_gated(
     activation: Callable[[Array, Array], Array],
     *,
     layer_index: Int[Array, ""] | int | None = None,
+    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "T F"] | Ungated:
     """activation(gate, up) of a product's columns, the gate's first; Ungated where no kernel takes it with the product.
@@ -122,14 +127,16 @@ def matmul_gated(
 
     Args:
         activation: Elementwise and hashable.
+        ahead: As of `matmul_splits`.
 
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
     call, operands = _packed(x, kernel, layer_index, None, implementation, gate=activation)
     if not serves(call, implementation):
-        rows = matmul_splits(x, kernel, layer_index=layer_index, implementation=implementation)
+        rows = matmul_splits(x, kernel, layer_index=layer_index, ahead=ahead, implementation=implementation)
         return Ungated(rows=rows, activation=activation)
+    operands = dataclasses.replace(operands, ahead=ahead)
     return _product(choose(call, implementation).implementation, call, operands)
 
 
@@ -143,11 +150,18 @@ def adds_up(x: Unnormed, kernel: Float[Array, "*L D F"] | QuantizedKernel, *, la
 
 
 def _in_splits(
-    x: Any, kernel: Any, bias: Any, layer_index: Any, out_dtype: Any, implementation: str | None
+    x: Any,
+    kernel: Any,
+    bias: Any,
+    layer_index: Any,
+    out_dtype: Any,
+    implementation: str | None,
+    ahead: tuple[Ahead, ...],
 ) -> tuple[Float[Array, "T F"] | Splits, tuple[Float[Array, "T D"], Float[Array, "T D"]] | None]:
     """The product; and of rows that were added up their sum, and its norm."""
     rows = x.rows if isinstance(x, Unnormed) else x
     call, operands = _packed(rows, kernel, layer_index, out_dtype, implementation, in_splits=True)
+    operands = dataclasses.replace(operands, ahead=ahead)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
     of_sum: Any = None

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.interleaved import in_turn
+from jattn_kernels.mosaic.sm90.common.asked_ahead import AheadOperands
 from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
@@ -91,6 +92,7 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         activation=call.gate,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
+        ahead=AheadOperands.of(operands.ahead),
     )
     if call.gate is not None:
         return parts[0, : call.num_rows]
