@@ -65,8 +65,8 @@ class GatedMLP(nnx.Module):
         self, x: Unnormed, ahead: tuple[Ahead, ...] = ()
     ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
         """The same of rows that are added up, and their sum."""
-        product, total = self.gate_up_proj.splits_of_sum(x, self.down_proj.ahead())
-        return self.down_proj.splits(Ungated(rows=product, activation=GATES[self.activation]), ahead), total
+        hidden, total = self.gate_up_proj.gated_of_sum(x, GATES[self.activation], self.down_proj.ahead())
+        return self.down_proj.splits(hidden, ahead), total
 
     def ahead(self) -> tuple[Ahead, ...]:
         """The weights that it reads first."""

@@ -112,6 +112,14 @@ def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
     assert re.search(r"tensor<1x64x14336xbf16>", text)
 
 
+def test_the_activation_of_one_row_is_of_its_product_in_int4(hopper):
+    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
+    hold_projections(model, "int4")
+    text = step_of_model(model, "greedy")
+    assert not re.search(r"tensor<(?:\d+x)?\d+x28672x(?:f32|bf16)>", text)
+    assert re.search(r"tensor<1x1x14336xbf16>", text)
+
+
 def test_xla_adds_up_no_splits(step):
     x, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 2048), (2048, 5120)))
     assert sums_of_splits(lowered(matmul, x, kernel))
