@@ -116,7 +116,7 @@ def test_the_activation_of_one_row_is_of_its_product_in_int4(hopper):
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, "int4")
     text = step_of_model(model, "greedy")
-    assert not re.search(r"tensor<(?:\d+x)?\d+x28672x(?:f32|bf16)>", text)
+    assert not re.search(r"tensor<(?:\d+x)?[14]x28672x", text)
     assert re.search(r"tensor<1x1x14336xbf16>", text)
 
 
