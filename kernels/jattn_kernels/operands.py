@@ -206,16 +206,18 @@ class NextOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenOperands:
-    """All arrays of the attention of one token that decodes, whose key and value are to be written first.
+    """All arrays of the attention of one token a sequence that decodes, whose key and value are to be written first.
 
     Attributes:
         rotary: Of queries, the key and the value; `qkv` are Splits.
         page_table, seq_lens: As of AttentionOperands.
+        schedule: The implementation's own work list, or None.
     """
 
     rotary: RotaryOperands
-    page_table: Int[Array, "1 max_pages"]
-    seq_lens: Int[Array, "1"]
+    page_table: Int[Array, "B max_pages"]
+    seq_lens: Int[Array, " B"]
+    schedule: Any = None
 
 
 @typing.no_type_check
@@ -314,6 +316,7 @@ class FiltersOperands:
 Operands = (
     AttentionOperands
     | RotaryOperands
+    | TokenOperands
     | LatentRowOperands
     | NormOperands
     | ExpertsOperands

@@ -21,8 +21,10 @@ from jattn_kernels.mosaic.sm90.common.convert import (
 )
 from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
 from jattn_kernels.mosaic.sm90.common.split_rows import split_rows
+from jattn_kernels.mosaic.sm90.common.token_heads import turn_queries
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
+from jattn_kernels.mosaic.sm90.decode.new_token import NewToken
 from jattn_kernels.mosaic.sm90.decode.producer import steps_of
 
 _THREADS = 128
@@ -78,13 +80,18 @@ class Consumer:
                 now.end_key if self._operands.end is None else self._of_rows(self._operands.end, now),
                 self._of_rows(self._operands.position, now),
             )
-            plgpu.barrier_wait(scratch.q_full.at[slot])
-            q_smem, sizes = scratch.q.at[slot], None
+            q_smem, sizes, new = scratch.q.at[slot], None, None
+            if self._config.projected:
+                new = self._make_queries(q_smem.at[0], now)
+            else:
+                plgpu.barrier_wait(scratch.q_full.at[slot])
             if self._config.whole_queries:
                 q_smem, sizes = self._split_queries(q_smem)
                 plgpu.barrier_arrive(scratch.q_empty.at[slot])
-            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, sizes, done)
-            if not self._config.whole_queries:
+            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, sizes, done, new)
+            if new is not None:
+                new.write()
+            elif not self._config.whole_queries:
                 plgpu.barrier_arrive(scratch.q_empty.at[slot])
             if self._number:
                 self._send_partial(state, is_first=number == begin)
@@ -101,8 +108,22 @@ class Consumer:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, sizes, done) -> _State:
-        """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on."""
+    def _make_queries(self, q_smem, now: WorkTile) -> NewToken:
+        """Queries of a work tile, and its token's key and value, of what a projection has left."""
+        block = lax.div(self._head, self._config.heads_per_block)
+        token = now.sequence if self._operands.slots.shape[0] > 1 else 0  # known before the schedule is read
+        turn_queries(self._operands.heads, q_smem, token, block * self._shape[1])
+        new = NewToken(self._config, self._operands, self._scratch, self._head, now)
+        new.make()
+        plgpu.commit_smem()
+        return new
+
+    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, sizes, done, new: NewToken | None = None) -> _State:
+        """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on.
+
+        Args:
+            new: The sequence's own token, where it is made here.
+        """
         config, scratch, operands = self._config, self._scratch, self._operands
         block_kv, stages, warpgroups = self._shape[0], config.sizes.stages, config.sizes.warpgroups
         (k_smem, *_), (k_full, *_), (k_empty, *_) = scratch.pages, scratch.full, scratch.empty
@@ -132,6 +153,8 @@ class Consumer:
             if config.rotates:
                 rotate_queries_back(rows.queries, self._converted.queries, tile_rotation)
             plgpu.barrier_wait(k_full.at[stage])
+            if new is not None:
+                new.put(k_smem.at[stage], 0, tile)
             if config.rotates:
                 self._rotate_keys(k_smem.at[stage])
                 plgpu.barrier_arrive(k_empty.at[stage])
@@ -183,6 +206,8 @@ class Consumer:
                 return _State(acc, m_new, l_i), following
             if not config.dequantises and not latent:
                 plgpu.barrier_wait(v_full.at[stage])
+            if new is not None:
+                new.put(v_smem.at[stage], 1, tile)
             keys_left = work_tile.end_key - tile * block_kv
             pl.when(keys_left < block_kv)(lambda: self._zero_rows_from(values, keys_left))
             acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))
