@@ -30,6 +30,7 @@ from jattn_kernels import (
 from jattn_kernels.mxfp4 import GROUP as MXFP4_GROUP
 from jattn_kernels.mxfp4 import dequantize_mxfp4
 from jattn_kernels.quantized import FP8, INT4, MXFP4, NUMBERS_OF_BYTE
+from jattn_kernels.unattended import attended_at_once
 
 __all__ = [
     "FP8",
@@ -47,6 +48,7 @@ __all__ = [
     "Unmultiplied",
     "added",
     "adds_up",
+    "attended_at_once",
     "dequantize_groups",
     "dequantize_mxfp4",
     "interleave",

@@ -67,16 +67,8 @@ Pages = tuple[Float[Array, "L ..."], Float[Array, "L ..."]]
 
 def attended(rows: Unattended) -> tuple[Float[Array, "T D"], Pages]:
     """The rows that are meant, and the pages with the tokens' keys and values, by one kernel or two."""
-    if isinstance(rows.qkv, Splits):
-        call, operands = unattended_call(rows)
-        call = dataclasses.replace(call, operation="projected_decode")
-        if serves(call, rows.implementation):
-            chosen = choose(call, rows.implementation).implementation
-            if rows.schedule is not None:
-                work = work_of(rows.schedule, dataclasses.replace(call, operation="paged_decode"), chosen.name)
-                operands = dataclasses.replace(operands, schedule=work)
-            out, *pages = chosen.run(call, operands)
-            return out.reshape(rows.shape), tuple(pages)
+    if (result := attended_at_once(rows)) is not None:
+        return result
     q, k_pages, v_pages = rotate_and_write(
         rows.qkv,
         rows.cos,
@@ -103,6 +95,22 @@ def attended(rows: Unattended) -> tuple[Float[Array, "T D"], Pages]:
     )
     assert not isinstance(out, tuple)
     return out.reshape(rows.shape), (k_pages, v_pages)
+
+
+def attended_at_once(rows: Unattended) -> tuple[Float[Array, "T D"], Pages] | None:
+    """The same by one kernel, but for the merge of splits; None if there is none."""
+    if not isinstance(rows.qkv, Splits):
+        return None
+    call, operands = unattended_call(rows)
+    call = dataclasses.replace(call, operation="projected_decode")
+    if not serves(call, rows.implementation):
+        return None
+    chosen = choose(call, rows.implementation).implementation
+    if rows.schedule is not None:
+        work = work_of(rows.schedule, dataclasses.replace(call, operation="paged_decode"), chosen.name)
+        operands = dataclasses.replace(operands, schedule=work)
+    out, *pages = chosen.run(call, operands)
+    return out.reshape(rows.shape), tuple(pages)
 
 
 def unattended_call(rows: Unattended) -> tuple[AttentionCall, TokenOperands]:

@@ -110,7 +110,7 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
     assert_alike(*found)
 
 
-def ungated(linear, x, activation):
+def ungated(linear, x, activation, ahead=()):
     return Ungated(rows=linear.splits(x), activation=activation)
 
 

@@ -96,10 +96,10 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
-    """A layer has four products, rotation, attention, its merge."""
+    """A layer has four products, attention that turns its heads, its merge."""
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
-    assert num_kernels(step_of_model(model, "greedy")) == 2 * 7 + 1
+    assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 1
 
 
 def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
