@@ -24,7 +24,16 @@ def hopper(monkeypatch):
 
 
 def unattended(
-    seq_lens, dtype="bfloat16", *, group=4, kv_heads=2, page_size=16, normed=False, rounded=False, max_len=None, **facts
+    seq_lens,
+    dtype="bfloat16",
+    *,
+    kv_dtype=None,
+    group=4,
+    kv_heads=2,
+    page_size=16,
+    normed=False,
+    rounded=False,
+    **facts,
 ):
     """Tokens at the ends of their sequences; NaN wherever there is no key, in the other layer too, and for their own.
 
@@ -32,7 +41,7 @@ def unattended(
     """
     batch, heads = len(seq_lens), group * kv_heads
     spec = AttentionSpec(num_q_heads=heads, num_kv_heads=kv_heads, head_dim=WIDTH, sm_scale=0.1, **facts)
-    width = -(-(max_len or max(seq_lens)) // page_size) + 1
+    width = -(-max(seq_lens) // page_size) + 1
     shape = (LAYERS, batch * width + 1, page_size, kv_heads, WIDTH)
     table = 1 + jax.random.permutation(jax.random.key(20), batch * width).reshape(batch, width).astype(jnp.int32)
     has_place = [int(length > 0 and (batch == 1 or number < batch - 1)) for number, length in enumerate(seq_lens)]
@@ -43,7 +52,7 @@ def unattended(
 
     def filled(key):
         numbers = jnp.where(is_owned[:, :, None, None], jax.random.normal(jax.random.key(key), shape), jnp.nan)
-        numbers = numbers.at[:-1].set(jnp.nan).astype(dtype)
+        numbers = numbers.at[:-1].set(jnp.nan).astype(kv_dtype or dtype)
         return numbers if spec.page_layout == "NHD" else numbers.swapaxes(2, 3)
 
     rows = -(-batch // 4) * 4
@@ -85,6 +94,8 @@ def assert_as_in_turn(rows):
         ((70, 129), {"group": 8, "kv_heads": 1, "page_size": 64, "page_layout": "HND", "normed": True}),
         ((33, 20), {"group": 1, "kv_heads": 8, "dtype": "float16"}),
         ((300, 90), {"page_size": 128, "window_left": 70}),
+        ((130, 1, 77), {"kv_dtype": "float8_e4m3fn", "rounded": True}),
+        ((65,), {"kv_dtype": "float8_e5m2", "group": 8, "dtype": "float16"}),
     ],
 )
 def test_decode_of_a_projection_without_races(hopper, seq_lens, options):
@@ -116,7 +127,15 @@ def test_other_rows_are_turned_by_a_kernel_of_their_own(hopper, change):
 
 
 @pytest.mark.parametrize("batch", [1, 64])
-@pytest.mark.parametrize("options", [{}, {"group": 8, "kv_heads": 4, "normed": True, "page_layout": "HND"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"group": 8, "kv_heads": 4, "normed": True, "page_layout": "HND"},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtype": "float8_e5m2", "group": 1, "dtype": "float16"},
+    ],
+)
 def test_it_is_two_kernels_for_cuda(monkeypatch, batch, options):
     """That, and the merge of splits."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
@@ -137,7 +156,14 @@ def test_it_asks_for_weights_that_are_read_next(monkeypatch, batch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"group": 8, "kv_heads": 4, "normed": True, "page_layout": "HND"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"group": 8, "kv_heads": 4, "normed": True, "page_layout": "HND"},
+        {"kv_dtype": "float8_e4m3fn", "rounded": True},
+    ],
+)
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
 @pytest.mark.parametrize("seq_lens", [(1,), (1024,), (5000,), tuple(range(0, 4096, 67))])
 def test_decode_of_a_projection_on_a_gpu(options, page_size, seq_lens):

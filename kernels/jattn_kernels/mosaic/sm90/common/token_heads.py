@@ -67,11 +67,19 @@ def _norms_in_halves(norms: HeadNorms) -> HeadNorms:
     return HeadNorms(**stacks, layer_index=number.reshape(1), eps=norms.eps, offset=norms.offset)
 
 
-def turn_queries(heads: TokenHeads, target: Any, token: Any, first: Any) -> None:
-    """Eight query heads of a token, from one on, into a tile (8, 128); `commit_smem` is left to the caller."""
+def turn_queries(heads: TokenHeads, target: Any, token: Any, first: Any, *, tiled: bool = True) -> None:
+    """Eight query heads of a token, from one on, into `target`, (8, 128); `commit_smem` is left to the caller.
+
+    Args:
+        tiled: Whether that is a tile as wgmma reads it.
+    """
     scale = None if heads.norms is None else heads.norms.q_scale
     for half, numbers in enumerate(_turned(heads, token, first, TILED_ROWS, scale, target.dtype)):
-        _store_rows(target, half, numbers)
+        if tiled:
+            _store_rows(target, half, numbers)
+            continue
+        row, column = (plgpu.broadcasted_iota(jnp.int32, numbers.shape, axis, layout=_LAYOUT) for axis in range(2))
+        store_at(target, row * DEPTH + half * _HALF + column, numbers, _LAYOUT, along=1)
 
 
 def turn_key(heads: TokenHeads, spec: AttentionSpec, target: Any, token: Any, head: Any) -> None:

@@ -74,12 +74,13 @@ class Consumer:
             )
             q_smem, sizes, new = scratch.q.at[slot], None, None
             if self._config.projected:
-                new = self._make_queries(q_smem.at[0], now)
+                new = self._make_queries(q_smem if self._config.whole_queries else q_smem.at[0], now)
             else:
                 plgpu.barrier_wait(scratch.q_full.at[slot])
             if self._config.whole_queries:
                 q_smem, sizes = self._split_queries(q_smem)
-                plgpu.barrier_arrive(scratch.q_empty.at[slot])
+                if new is None:
+                    plgpu.barrier_arrive(scratch.q_empty.at[slot])
             state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, sizes, done, new)
             if new is not None:
                 new.write()
@@ -104,7 +105,8 @@ class Consumer:
         """Queries of a work tile, and its token's key and value, of what a projection has left."""
         block = lax.div(self._head, self._config.heads_per_block)
         token = now.sequence if self._operands.slots.shape[0] > 1 else 0  # known before the schedule is read
-        turn_queries(self._operands.heads, q_smem, token, block * self._shape[1])
+        tiled = not self._config.whole_queries
+        turn_queries(self._operands.heads, q_smem, token, block * self._shape[1], tiled=tiled)
         new = NewToken(self._config, self._operands, self._scratch, self._head, now)
         new.make()
         plgpu.commit_smem()
@@ -134,6 +136,10 @@ class Consumer:
         def tile_of(step):
             return work_tile.first + step * warpgroups + self._number
 
+        def put_value(stage, tile):
+            if new is not None:
+                new.put(v_smem.at[stage], 1, tile)
+
         def attend_tile(step, carry):
             (acc, m_i, l_i), (mask, tile_rotation) = carry
             tile, stage = tile_of(step), stage_of(step)
@@ -158,9 +164,13 @@ class Consumer:
                     plgpu.wgmma(ref, k_smem.at[stage], q_smem.transpose((1, 0)))
                 else:
                     for part in range(config.q_parts):
-                        plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[part].transpose((1, 0)))
+                        own = part
+                        if config.whole_queries:  # by the interpreter
+                            own = pl.ds(part * self._shape[1], self._shape[1])
+                        plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[own].transpose((1, 0)))
                 if config.turns:
                     plgpu.barrier_wait(v_full.at[stage])
+                    put_value(stage, tile)
                     keys_left = work_tile.end_key - tile * block_kv
                     pl.when(keys_left < block_kv)(lambda: turned_values.zero_rows_from(v_smem.at[stage], keys_left))
                     columns = turned_values.turned(v_smem.at[stage])
@@ -170,6 +180,7 @@ class Consumer:
                     dequantise_tile(v_smem.at[stage, :, pl.ds(0, config.width)], values)
                 elif config.dequantises:
                     plgpu.barrier_wait(v_full.at[stage])
+                    put_value(stage, tile)
                     dequantise(v_smem.at[stage], values)
                     plgpu.barrier_arrive(v_empty.at[stage])
                 return ref[...], None
@@ -198,8 +209,7 @@ class Consumer:
                 return State(acc, m_new, l_i), following
             if not config.dequantises and not latent:
                 plgpu.barrier_wait(v_full.at[stage])
-            if new is not None:
-                new.put(v_smem.at[stage], 1, tile)
+                put_value(stage, tile)
             keys_left = work_tile.end_key - tile * block_kv
             pl.when(keys_left < block_kv)(lambda: self._zero_rows_from(values, keys_left))
             acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))

@@ -5,20 +5,22 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.tile_stores import COLUMNS, constant, divided
+from jattn_kernels.mosaic.sm90.common.tile_stores import constant, divided
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
 from jattn_kernels.mosaic.sm90.common.token_heads import DEPTH, turn_key
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
+from jattn_kernels.mosaic.sm90.rotate_and_write import stored
 
 _THREADS = 128
-_CHUNK = 8  # numbers that swizzling moves together
+_LINE, _CHUNK = 128, 16  # bytes of a tile's row, and of what swizzling moves together
 _LAYOUT = plgpu.Layout.WG_STRIDED((DEPTH,), vec_size=1)
 
 
@@ -64,36 +66,41 @@ class NewToken:
                 pages[layer, page, *place] = self._row(of_values)
 
     def _row(self, of_values: int) -> jax.Array:
-        return plgpu.load(self._scratch.new.at[of_values], layout=_LAYOUT, optimized=False)
+        """As pages hold it."""
+        return stored(
+            plgpu.load(self._scratch.new.at[of_values], layout=_LAYOUT, optimized=False), self._config.kv_dtype
+        )
 
 
 def _put_row(target: Any, row: Any, numbers: jax.Array) -> None:
     """target[row] = numbers, as TMA would have it.
 
     Args:
-        target: (rows, 128), of 16 bits, tiled.
+        target: (rows, 128), of 16 or 8 bits, tiled.
     """
     if tiles.interpret_params() is not None:
         target[row] = numbers
         return
     tiling: Any = plgpu.TilingTransform
     swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, COLUMNS)), swizzling(2 * COLUMNS)))
+    itemsize = jnp.dtype(target.dtype).itemsize
+    columns, in_chunks = _LINE // itemsize, _CHUNK // itemsize
+    tiled = plgpu.RefType((tiling((TILED_ROWS, columns)), swizzling(_LINE)))
 
     @plgpu.inline_mgpu(arg_types=(tiled, plgpu.Layout.WG_SPLAT, _LAYOUT))
     def store(ctx: Any, target: Any, row: Any, numbers: Any) -> None:
         del ctx
         (register,) = numbers.registers.flat
         thread = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-        half, column = divided(arith.remui(thread, constant(_THREADS)), COLUMNS)
-        chunk, in_chunk = divided(column, _CHUNK)
+        part, column = divided(arith.remui(thread, constant(_THREADS)), columns)
+        chunk, in_chunk = divided(column, in_chunks)
         block, in_block = divided(row.registers.item(), TILED_ROWS)
-        block = arith.addi(arith.muli(block, constant(DEPTH // COLUMNS)), half)
+        block = arith.addi(arith.muli(block, constant(DEPTH // columns)), part)
         place = arith.addi(arith.muli(block, constant(TILED_ROWS)), in_block)
-        moved = arith.addi(arith.muli(arith.xori(chunk, in_block), constant(_CHUNK)), in_chunk)
-        place = arith.addi(arith.muli(place, constant(COLUMNS)), moved)
-        kind = ir.MemRefType(target.type).element_type
-        llvm.store(register, utils.getelementptr(utils.memref_ptr(target), [place], kind))
+        moved = arith.addi(arith.muli(arith.xori(chunk, in_block), constant(in_chunks)), in_chunk)
+        place = arith.addi(arith.muli(place, constant(columns)), moved)
+        kind = ir.IntegerType.get_signless(8 * itemsize)
+        llvm.store(utils.bitcast(register, kind), utils.getelementptr(utils.memref_ptr(target), [place], kind))
 
     run: Any = store
     run(target, row, numbers)

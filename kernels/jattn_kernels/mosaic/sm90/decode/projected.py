@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionCall
+from jattn_kernels.lowering.fp8_parts import num_parts
 from jattn_kernels.lowering.key_bounds import is_narrow
 from jattn_kernels.lowering.token_bounds import sequence_bounds
 from jattn_kernels.mosaic.sm90.common import launch
@@ -26,7 +27,7 @@ from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles
 from jattn_kernels.operands import AttentionOptions, TokenOperands
 from jattn_kernels.spec import AttentionSpec
 
-_DTYPES = ("bfloat16", "float16")
+_DTYPES, _FP8_DTYPES = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
 _PAGE_SIZES = (8, 16, 32, 64, 128)
 _SERVED = frozenset({"layer_index", "head_norms"})
 
@@ -34,10 +35,11 @@ _SERVED = frozenset({"layer_index", "head_norms"})
 def refuses(call: AttentionCall) -> str | None:
     """Why decode of a projection's splits cannot be served, or None."""
     spec = call.spec
-    if call.q_dtype not in _DTYPES or call.kv_dtype != call.q_dtype or call.page_size not in _PAGE_SIZES:
+    kv_dtypes = (call.q_dtype, *_FP8_DTYPES)
+    if call.q_dtype not in _DTYPES or call.kv_dtype not in kv_dtypes or call.page_size not in _PAGE_SIZES:
         return (
-            f"`mosaic` turns heads as it decodes of {' and '.join(_DTYPES)}, keys in the same dtype and pages of "
-            f"{', '.join(map(str, _PAGE_SIZES))} tokens, not {call.q_dtype}, {call.kv_dtype} and {call.page_size}."
+            f"`mosaic` turns heads as it decodes of {' and '.join(_DTYPES)}, keys in the same dtype or fp8 and pages "
+            f"of {', '.join(map(str, _PAGE_SIZES))} tokens, not {call.q_dtype}, {call.kv_dtype} and {call.page_size}."
         )
     if not _has_plain_rows(spec):
         return (
@@ -62,8 +64,9 @@ def projected_decode(
     """Output of one token a sequence, and the pages with the tokens' keys and values."""
     spec, rotary, page_table = call.spec, operands.rotary, operands.page_table
     assert call.page_size is not None
-    dtype = jnp.dtype(call.q_dtype)
-    sizes = dataclasses.replace(choose_decode_tiles(spec, dtype.itemsize, 1), warpgroups=1)
+    q_dtype, kv_dtype = jnp.dtype(call.q_dtype), jnp.dtype(call.kv_dtype)
+    in_fp8 = kv_dtype != q_dtype
+    sizes = dataclasses.replace(choose_decode_tiles(spec, kv_dtype.itemsize, 1), warpgroups=1)
     bounds = sequence_bounds(operands.seq_lens, AttentionOptions(), spec, 1)
     schedule = operands.schedule
     if schedule is None:
@@ -75,9 +78,11 @@ def projected_decode(
         num_tokens=1,
         row_blocks=1,
         heads_per_block=TILED_ROWS // spec.group_size,
-        dtype=dtype,
-        kv_dtype=dtype,
-        out_dtype=dtype,
+        dtype=jnp.dtype(jnp.float16) if in_fp8 else q_dtype,
+        kv_dtype=kv_dtype,
+        out_dtype=q_dtype,
+        q_parts=num_parts(q_dtype, kv_dtype) if in_fp8 else 1,
+        whole_queries=in_fp8,
         projected=True,
     )
     layer, k_pages, v_pages = stacked(rotary.k_pages, rotary.v_pages, rotary.layer_index)
