@@ -67,19 +67,31 @@ def _norms_in_halves(norms: HeadNorms) -> HeadNorms:
     return HeadNorms(**stacks, layer_index=number.reshape(1), eps=norms.eps, offset=norms.offset)
 
 
-def turn_queries(heads: TokenHeads, target: Any, token: Any, first: Any, *, tiled: bool = True) -> None:
-    """Eight query heads of a token, from one on, into `target`, (8, 128); `commit_smem` is left to the caller.
+def turn_queries(
+    heads: TokenHeads,
+    target: Any,
+    token: Any,
+    first: Any,
+    *,
+    rows: int = TILED_ROWS,
+    row: Any = None,
+    tiled: bool = True,
+) -> None:
+    """Query heads of a token, from one on, into `target`, (8, 128); `commit_smem` is left to the caller.
 
     Args:
+        rows: Heads, 4 or 8.
+        row: Of `target`, where the first of four goes.
         tiled: Whether that is a tile as wgmma reads it.
     """
     scale = None if heads.norms is None else heads.norms.q_scale
-    for half, numbers in enumerate(_turned(heads, token, first, TILED_ROWS, scale, target.dtype)):
+    for half, numbers in enumerate(_turned(heads, token, first, rows, scale, target.dtype)):
         if tiled:
-            _store_rows(target, half, numbers)
+            _store_rows(target, half, numbers, row)
             continue
-        row, column = (plgpu.broadcasted_iota(jnp.int32, numbers.shape, axis, layout=_LAYOUT) for axis in range(2))
-        store_at(target, row * DEPTH + half * _HALF + column, numbers, _LAYOUT, along=1)
+        own, column = (plgpu.broadcasted_iota(jnp.int32, numbers.shape, axis, layout=_LAYOUT) for axis in range(2))
+        own = own if row is None else own + row
+        store_at(target, own * DEPTH + half * _HALF + column, numbers, _LAYOUT, along=1)
 
 
 def turn_key(heads: TokenHeads, spec: AttentionSpec, target: Any, token: Any, head: Any) -> None:
@@ -128,22 +140,23 @@ def _turned(heads: TokenHeads, token: Any, first: Any, rows: int, scale: Any, dt
     return [half.astype(dtype) for half in (one * cos - other * sin, other * cos + one * sin)]
 
 
-def _store_rows(target: Any, half: int, values: jax.Array) -> None:
-    """target[:, columns of the half] = values, in the form that wgmma reads."""
+def _store_rows(target: Any, half: int, values: jax.Array, first: Any) -> None:
+    """target[rows from the first on, columns of the half] = values, in the form that wgmma reads."""
     if tiles.interpret_params() is not None:
-        target[:, pl.ds(half * _HALF, _HALF)] = values
+        target[pl.ds(0 if first is None else first, values.shape[0]), pl.ds(half * _HALF, _HALF)] = values
         return
 
-    def places(thread: Any) -> Any:
+    def places(thread: Any, first: Any = None) -> Any:
         warp, lane = divided(thread, _LANES)
         chunk, in_chunk = divided(arith.muli(lane, constant(_VECTOR)), _CHUNK)
 
         def place(i: int) -> Any:
             row = arith.addi(warp, constant(i * WARPS))
+            row = row if first is None else arith.addi(row, first)
             moved = arith.addi(arith.muli(arith.xori(chunk, row), constant(_CHUNK)), in_chunk)
             number = arith.addi(arith.muli(row, constant(COLUMNS)), moved)
             return arith.addi(number, constant(half * TILED_ROWS * COLUMNS))
 
         return place
 
-    store_registers(target, values, _LAYOUT, places)
+    store_registers(target, values, _LAYOUT, places, *(() if first is None else (first,)))

@@ -161,7 +161,6 @@ class SharedMemory(NamedTuple):
         full: producer -> consumer, of keys and of values: the copies of a tile have arrived.
         empty: consumer -> producer, of keys and of values: the tile may be overwritten.
         partials_full, partials_empty: Of `partials`, between the first consumer warpgroup and each other one.
-        new: A token's key and value, where they are made here.
     """
 
     q: Any  # [2, parts, block_rows, H]; rotated: float32 [2, H, block_rows]
@@ -177,4 +176,3 @@ class SharedMemory(NamedTuple):
     empty: Any  # [stages] each
     partials_full: Any  # [warpgroups - 1]
     partials_empty: Any  # [warpgroups - 1]
-    new: Any = None  # [2, H]

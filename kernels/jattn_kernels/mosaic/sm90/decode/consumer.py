@@ -20,7 +20,6 @@ from jattn_kernels.mosaic.sm90.common.convert import (
 )
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.split_rows import split_rows
-from jattn_kernels.mosaic.sm90.common.token_heads import turn_queries
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
 from jattn_kernels.mosaic.sm90.decode.new_token import NewToken
@@ -74,7 +73,8 @@ class Consumer:
             )
             q_smem, sizes, new = scratch.q.at[slot], None, None
             if self._config.projected:
-                new = self._make_queries(q_smem if self._config.whole_queries else q_smem.at[0], now)
+                new = NewToken(self._config, self._operands, self._head, now)
+                new.make_queries(q_smem if self._config.whole_queries else q_smem.at[0])
             else:
                 plgpu.barrier_wait(scratch.q_full.at[slot])
             if self._config.whole_queries:
@@ -100,17 +100,6 @@ class Consumer:
             pl.when(begin < end)(lambda: plgpu.barrier_wait(scratch.partials_empty.at[self._number - 1]))
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def _make_queries(self, q_smem, now: WorkTile) -> NewToken:
-        """Queries of a work tile, and its token's key and value, of what a projection has left."""
-        block = lax.div(self._head, self._config.heads_per_block)
-        token = now.sequence if self._operands.slots.shape[0] > 1 else 0  # known before the schedule is read
-        tiled = not self._config.whole_queries
-        turn_queries(self._operands.heads, q_smem, token, block * self._shape[1], tiled=tiled)
-        new = NewToken(self._config, self._operands, self._scratch, self._head, now)
-        new.make()
-        plgpu.commit_smem()
-        return new
 
     def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, sizes, done, new: NewToken | None = None) -> State:
         """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on.

@@ -142,5 +142,4 @@ def _scratch(config: DecodeConfig) -> SharedMemory:
         empty=emptied,
         partials_full=partials_barrier,
         partials_empty=partials_barrier,
-        new=plgpu.SMEM((2, spec.head_dim), config.out_dtype) if config.projected else None,
     )
