@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import jattn_kernels
 from bench.lowered import lowered_hash
 from jattn_kernels import (
+    Ahead,
     AttentionSpec,
     HeadNorms,
     NextProduct,
@@ -26,6 +27,7 @@ from jattn_kernels import (
 from jattn_kernels.call import Device, assume_device
 from jattn_kernels.lowering.expert_groups import silu_gate
 from jattn_kernels.spec import PageLayout
+from jattn_kernels.unattended import attended
 from tests.kernels.harness.case_table import CASES, Case, build
 from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
@@ -67,6 +69,7 @@ def _others() -> Iterator[tuple[str, Hashed]]:
     yield from _schedules()
     yield from _shared_prefixes()
     yield from _rotations()
+    yield from _projected()
     yield from _mixtures()
     yield from _mixtures_in_few_bits()
     yield from _products()
@@ -141,6 +144,20 @@ def _products() -> Iterator[tuple[str, Hashed]]:
         case = functools.partial(lowered_hash, jattn_kernels.matmul, x, held, layer_index=_array((), "int32"))
         yield f"matmul/{held.values.dtype.name}_{rows}", case
     held, x = QuantizedKernel(values=packed, scales=of_groups, interleaved=True), _array((64, 4096), "bfloat16")
+    summed = Unnormed(
+        rows=_array((1, 4096), "bfloat16"),
+        additions=(Splits(parts=_array((2, 4, 4096), "float32"), num_rows=1, dtype=jnp.dtype("bfloat16")),),
+        scale=_array((2, 4096), "bfloat16"),
+        layer_index=_array((), "int32"),
+        eps=1e-6,
+    )
+    up = QuantizedKernel(
+        values=_array((2, 28672, 4096), "int4"), scales=_array((2, 32, 28672), "bfloat16"), interleaved=True
+    )
+    ahead = (Ahead(values=packed, layer_index=_array((), "int32")),)
+    face = functools.partial(jattn_kernels.matmul_gated_of_sum, activation=silu_gate)
+    case = functools.partial(lowered_hash, face, summed, up, layer_index=_array((), "int32"), ahead=ahead)
+    yield "matmul/int4_1_gated_of_sum", case
     in_int4 = {
         "splits": jattn_kernels.matmul_splits,
         "gated": functools.partial(jattn_kernels.matmul_gated, activation=silu_gate),
@@ -291,19 +308,26 @@ def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) 
     return lowered_hash(run, *given, stacks["gate_up"], stacks["down"], stacks["layer_index"])
 
 
-def _unattended(layer: Any, dtype: str) -> Unattended:
-    """Of one token at most 1,024 keys, 32 query heads and 4 of keys."""
-    angles, scale = _array((1, 64), "float32"), _array((2, 128), dtype)
-    pages, number = _array((2, 65, 16, 4, 128), dtype), _array((1,), "int32")
+def _projected() -> Iterator[tuple[str, Hashed]]:
+    """Decode that turns heads, of which 4 or 8 see one key's."""
+    for tokens, dtype in ((1, "bfloat16"), (64, "bfloat16"), (64, "float8_e4m3fn")):
+        rows = _unattended(_array((), "int32"), "bfloat16", tokens=tokens, kv_dtype=dtype)
+        yield f"projected_decode/{tokens}_{dtype}", functools.partial(lowered_hash, attended, rows)
+
+
+def _unattended(layer: Any, dtype: str, *, tokens: int = 1, kv_dtype: str | None = None) -> Unattended:
+    """Of tokens that see at most 1,024 keys, 32 query heads and 4 of keys."""
+    angles, scale = _array((tokens, 64), "float32"), _array((2, 128), dtype)
+    pages, number = _array((2, 65, 16, 4, 128), kv_dtype or dtype), _array((tokens,), "int32")
     return Unattended(
-        qkv=Splits(parts=_array((5, 4, 40, 128), "float32"), num_rows=1, dtype=jnp.dtype(dtype)),
+        qkv=Splits(parts=_array((5, -(-tokens // 4) * 4, 40, 128), "float32"), num_rows=tokens, dtype=jnp.dtype(dtype)),
         cos=angles,
         sin=angles,
         slots=number,
         norms=HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6),
         k_pages=pages,
         v_pages=pages,
-        page_table=_array((1, 64), "int32"),
+        page_table=_array((tokens, 64), "int32"),
         seq_lens=number,
         layer_index=layer,
         spec=AttentionSpec(num_q_heads=32, num_kv_heads=4, head_dim=128),

@@ -12,7 +12,7 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, Unattended, added
+from jattn.matmul import Ahead, Splits, Unattended, added, attended_at_once
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents, RawQueries
@@ -69,7 +69,7 @@ class SavesRotated(Protocol):
 
 @typing.runtime_checkable
 class AttendsLater(Protocol):
-    """A backend that can leave a token's attention to the kernel that reads it."""
+    """A backend that can leave attention to another kernel: to who reads it, or to one that turns heads too."""
 
     def unattended(
         self,
@@ -144,6 +144,7 @@ def forward_rotary(
     *,
     norms: HeadNorms | None = None,
     later: bool = False,
+    ahead: tuple[Ahead, ...] = (),
 ) -> tuple[Float[Array, "T N Hv"] | Unattended, Any]:
     """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
 
@@ -151,6 +152,7 @@ def forward_rotary(
         qkv: A token's query heads, then its key heads, then as many value heads.
         norms: Of query and key heads before they turn.
         later: Whether attention may be left to who reads it, and what is saved before it: the pool is then as it was.
+        ahead: Weights that are read next, of which a kernel may ask memory for some.
 
     Raises:
         ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
@@ -170,10 +172,14 @@ def forward_rotary(
         raise ValueError(
             f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
         )
-    if later and isinstance(backend, AttendsLater):
+    if isinstance(backend, AttendsLater):
         unattended = backend.unattended(qkv, angles, layer, metadata, pool, norms)
-        if unattended is not None:
+        if unattended is not None and later and qkv.shape[0] == 1:
             return unattended, pool
+        result = None if unattended is None else attended_at_once(dataclasses.replace(unattended, ahead=ahead))
+        if result is not None:
+            rows, pages = result
+            return rows.reshape(qkv.shape[0], layer.tp_q_head_num, -1), pool.with_pages(layer.group, *pages)
     saved = None
     if isinstance(backend, SavesRotated):
         saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)

@@ -212,11 +212,12 @@ class PagedAttentionBackend:
         pool: KVPool,
         norms: HeadNorms | None = None,
     ) -> Unattended | None:
-        """The attention that is meant, of one token that decodes by itself; None if it is to be computed."""
+        """The attention that is meant, of tokens that decode; None if it is to be computed."""
         group, kind = pool.groups[layer.group], kind_of(layer)
         read = metadata.read_by(kind, layer.group)
         plain = read.q_positions is None and read.custom_mask is None and layer.sinks is None
-        if read.q_len != 1 or qkv.shape[0] != 1 or kind.latent or group.v is None or self._is_fp8 or not plain:
+        scaled = self._is_fp8 and not (layer.k_scale is None and layer.v_scale is None)
+        if read.q_len != 1 or kind.latent or kind.is_cross or group.v is None or scaled or not plain:
             return None
         cos, sin = angles
         return Unattended(

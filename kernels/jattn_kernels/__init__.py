@@ -1,5 +1,6 @@
 """Kernels of inference: attention over paged and ragged keys, and what stands around it. Pure functions of arrays."""
 
+from jattn_kernels.ahead import Ahead
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
 from jattn_kernels.experts_of_sum import routed_experts_of_sum
@@ -11,6 +12,7 @@ from jattn_kernels.matmul import (
     adds_up,
     matmul,
     matmul_gated,
+    matmul_gated_of_sum,
     matmul_splits,
     matmul_splits_of_sum,
     multiplied,
@@ -37,6 +39,7 @@ from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
+    "Ahead",
     "AttentionSpec",
     "HeadNorms",
     "NextProduct",
@@ -65,6 +68,7 @@ __all__ = [
     "make_schedule",
     "matmul",
     "matmul_gated",
+    "matmul_gated_of_sum",
     "matmul_splits",
     "matmul_splits_of_sum",
     "merge_state",

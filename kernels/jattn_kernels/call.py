@@ -15,7 +15,14 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.spec import AttentionSpec
 
 Operation = Literal[
-    "paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "mla_write", "rotate_and_write"
+    "paged_decode",
+    "projected_decode",
+    "paged_extend",
+    "ragged_extend",
+    "mla_decode",
+    "mla_extend",
+    "mla_write",
+    "rotate_and_write",
 ]
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
+from jattn_kernels.ahead import Ahead
 from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.raw_latents import RawLatents
 from jattn_kernels.raw_queries import RawQueries
@@ -211,16 +212,20 @@ class NextOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenOperands:
-    """All arrays of the attention of one token that decodes, whose key and value are to be written first.
+    """All arrays of the attention of one token a sequence that decodes, whose key and value are to be written first.
 
     Attributes:
         rotary: Of queries, the key and the value; `qkv` are Splits.
         page_table, seq_lens: As of AttentionOperands.
+        schedule: The implementation's own work list, or None.
+        ahead: What is read after it.
     """
 
     rotary: RotaryOperands
-    page_table: Int[Array, "1 max_pages"]
-    seq_lens: Int[Array, "1"]
+    page_table: Int[Array, "B max_pages"]
+    seq_lens: Int[Array, " B"]
+    schedule: Any = None
+    ahead: tuple[Ahead, ...] = ()
 
 
 @typing.no_type_check
@@ -289,6 +294,7 @@ class MatmulOperands:
         norm: What rows are normed with that are not yet; its own x are these rows.
         row_scales: Of x that comes in fp8, perhaps with more rows than there are.
         bias: Of the product's columns.
+        ahead: What is read after it.
     """
 
     x: Float[Array, "T D"]
@@ -299,6 +305,7 @@ class MatmulOperands:
     norm: NormOperands | None = None
     row_scales: Float32[Array, " S"] | None = None
     bias: Float[Array, "L F"] | None = None
+    ahead: tuple[Ahead, ...] = ()
 
 
 @typing.no_type_check
@@ -317,6 +324,7 @@ class FiltersOperands:
 Operands = (
     AttentionOperands
     | RotaryOperands
+    | TokenOperands
     | LatentRowOperands
     | NormOperands
     | ExpertsOperands

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from jattn_kernels.ahead import Ahead
 from jattn_kernels.attention import paged_decode
 from jattn_kernels.call import AttentionCall, Schedule, modes_of
+from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.operands import AttentionOptions, RotaryOperands, TokenOperands
 from jattn_kernels.rotary import rotate_and_write
+from jattn_kernels.serve import work_of
 from jattn_kernels.shapes.attention import check_paged_decode
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits
@@ -29,6 +32,7 @@ class Unattended:
 
     Attributes:
         qkv, cos, sin, slots, norms: As of `rotate_and_write`.
+        ahead: Weights that are read next.
         Others: As of `paged_decode`; the last two are static.
     """
 
@@ -43,6 +47,7 @@ class Unattended:
     seq_lens: Int[Array, " T"]
     layer_index: Int[Array, ""] | int
     schedule: Schedule | None = None
+    ahead: tuple[Ahead, ...] = ()
     spec: AttentionSpec = dataclasses.field(metadata={"static": True})
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -64,7 +69,9 @@ Pages = tuple[Float[Array, "L ..."], Float[Array, "L ..."]]
 
 
 def attended(rows: Unattended) -> tuple[Float[Array, "T D"], Pages]:
-    """The rows that are meant, and the pages with the tokens' keys and values, by a kernel for each."""
+    """The rows that are meant, and the pages with the tokens' keys and values, by one kernel or two."""
+    if (result := attended_at_once(rows)) is not None:
+        return result
     q, k_pages, v_pages = rotate_and_write(
         rows.qkv,
         rows.cos,
@@ -93,6 +100,22 @@ def attended(rows: Unattended) -> tuple[Float[Array, "T D"], Pages]:
     return out.reshape(rows.shape), (k_pages, v_pages)
 
 
+def attended_at_once(rows: Unattended) -> tuple[Float[Array, "T D"], Pages] | None:
+    """The same by one kernel, but for the merge of splits; None if there is none."""
+    if not isinstance(rows.qkv, Splits):
+        return None
+    call, operands = unattended_call(rows)
+    call = dataclasses.replace(call, operation="projected_decode")
+    if not serves(call, rows.implementation):
+        return None
+    chosen = choose(call, rows.implementation).implementation
+    if rows.schedule is not None:
+        work = work_of(rows.schedule, dataclasses.replace(call, operation="paged_decode"), chosen.name)
+        operands = dataclasses.replace(operands, schedule=work)
+    out, *pages = chosen.run(call, operands)
+    return out.reshape(rows.shape), tuple(pages)
+
+
 def unattended_call(rows: Unattended) -> tuple[AttentionCall, TokenOperands]:
     """The call that is meant, and its operands.
 
@@ -116,7 +139,7 @@ def unattended_call(rows: Unattended) -> tuple[AttentionCall, TokenOperands]:
         layer_index=layer,
         norms=rows.norms,
     )
-    operands = TokenOperands(rotary=rotary, page_table=rows.page_table, seq_lens=rows.seq_lens)
+    operands = TokenOperands(rotary=rotary, page_table=rows.page_table, seq_lens=rows.seq_lens, ahead=rows.ahead)
     features = {"partial_rotary": 2 * rows.cos.shape[-1] < spec.head_dim, "head_norms": rows.norms is not None}
     call = AttentionCall(
         operation="paged_decode",

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jattn.experts import Pages
-from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
+from jattn.matmul import Ahead, NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.attention import Attention, Pass
@@ -77,24 +77,37 @@ class DecoderLayer(nnx.Module):
         this_pass: Pass,
         pool: Any,
         following: "DecoderLayer | None" = None,
+        *,
+        repeats: bool = False,
     ) -> tuple[Stream, Any]:
         """What it makes of the stream, and the pool.
 
         Args:
             following: The next layer, whose first product it may take.
+            repeats: Whether the next layer is that of its own stack.
         """
         parallel = this_pass.parallel
         stream, given = self._given(stream, parallel)
-        later = {"later": True} if self._takes_attention(parallel) else {}
-        attended, pool = self.attention(given, layer_index, this_pass, pool, **later)
+        options: dict[str, Any] = {"later": True} if self._takes_attention(parallel) else {}
+        if isinstance(self.attention, Attention) and isinstance(self.mlp, GatedMLP):
+            norm = self.post_attention_norm
+            options["ahead"] = (*(norm.ahead() if isinstance(norm, RMSNorm) else ()), *self.mlp.ahead())
+        attended, pool = self.attention(given, layer_index, this_pass, pool, **options)
         after = None if following is None else following.first_product
-        hidden, addition, product, pages = self._after_attention(stream, attended, parallel, after)
+        ahead = self._first_weights(later=1) if repeats else ()
+        hidden, addition, product, pages = self._after_attention(stream, attended, parallel, after, ahead)
         if pages is not None:
             pool = pool.with_pages(self.attention.layer(layer_index).group, *pages)
         if self._leaves(addition, parallel):
             return Stream(hidden, addition, product), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
+
+    def _first_weights(self, *, later: int) -> tuple[Ahead, ...]:
+        """Those that it reads first, so many layers later."""
+        if not isinstance(self.attention, Attention) or not isinstance(self.input_norm, RMSNorm):
+            return ()
+        return (*self.input_norm.ahead(later=later), *self.attention.ahead(later=later))
 
     def _takes_attention(self, parallel: Parallel) -> bool:
         """Whether the MLP's kernel may compute attention too."""
@@ -125,10 +138,12 @@ class DecoderLayer(nnx.Module):
         addition = self._of_mlp(normed, parallel)
         return addition if self._leaves(addition, parallel) else None
 
-    def _of_mlp(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits:
+    def _of_mlp(
+        self, normed: NormedRows, parallel: Parallel, ahead: tuple[Ahead, ...] = ()
+    ) -> Float[Array, "T D"] | Splits:
         """This device's part of what the MLP adds to the residual stream; in splits perhaps where it may leave it."""
         if isinstance(self.mlp, GatedMLP):
-            return self.mlp.splits(normed) if self._defers(parallel) else self.mlp(normed)
+            return self.mlp.splits(normed, ahead) if self._defers(parallel) else self.mlp(normed)
         assert not isinstance(normed, QuantizedRows)
         if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and self._defers(parallel):
             return self.mlp.splits(normed)
@@ -176,6 +191,7 @@ class DecoderLayer(nnx.Module):
         attended: Float[Array, "T D"] | Splits | Unmultiplied,
         parallel: Parallel,
         following: NextProduct | None,
+        ahead: tuple[Ahead, ...],
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits, Splits | None, Pages | None]:
         """The residual stream after attention, what this device's MLP adds to it, and perhaps the product after it.
 
@@ -195,10 +211,10 @@ class DecoderLayer(nnx.Module):
                 addition, hidden, product, pages = self.mlp.splits_of_sum(later, following)
                 return hidden, addition, product, pages
             if isinstance(attended, Splits) and self._defers(parallel) and self.mlp.adds_up(later):
-                addition, hidden = self.mlp.splits_of_sum(later)
+                addition, hidden = self.mlp.splits_of_sum(later, ahead)
                 return hidden, addition, None, None
         hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
-        return hidden, self._of_mlp(normed, parallel), None, None
+        return hidden, self._of_mlp(normed, parallel, ahead), None, None
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int
 from jattn.matmul import (
     FP8,
     INT4,
+    Ahead,
     QuantizedKernel,
     QuantizedRows,
     Splits,
@@ -21,6 +22,7 @@ from jattn.matmul import (
     adds_up,
     matmul,
     matmul_gated,
+    matmul_gated_of_sum,
     matmul_splits,
     matmul_splits_of_sum,
     with_bias,
@@ -142,37 +144,61 @@ class Linear(nnx.Module):
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         return y if self.bias is None else with_bias(y, self.summed_over.once(self.bias.of_layer))
 
-    def splits(self, x: NormedRows | Unnormed | Ungated) -> Float[Array, "T F"] | Splits:
-        """The same, for who adds it up; of rows that may not be normed yet."""
+    def splits(self, x: NormedRows | Unnormed | Ungated, ahead: tuple[Ahead, ...] = ()) -> Float[Array, "T F"] | Splits:
+        """The same, for who adds it up; of rows that may not be normed yet.
+
+        Args:
+            ahead: Weights that are read next.
+        """
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
-        return matmul_splits(x, weights, bias=bias, layer_index=layer)
+        return matmul_splits(x, weights, bias=bias, layer_index=layer, ahead=ahead)
 
-    def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
-        """activation(gate, up) of what it returns, by its kernel or by who reads it."""
+    def gated(
+        self, x: NormedRows, activation: Callable[[Array, Array], Array], ahead: tuple[Ahead, ...] = ()
+    ) -> Float[Array, "T F"] | Ungated:
+        """activation(gate, up) of what it returns, by its kernel or by who reads it; `ahead` as of `splits`."""
         weights, layer = self._weights()
         in_eight_bits = isinstance(weights, QuantizedKernel) and weights.dtype != INT4
         if self.bias is not None or in_eight_bits:
-            return Ungated(rows=self.splits(x), activation=activation)
-        return matmul_gated(x, weights, activation, layer_index=layer)
+            return Ungated(rows=self.splits(x, ahead), activation=activation)
+        return matmul_gated(x, weights, activation, layer_index=layer, ahead=ahead)
 
-    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
-        """`splits` of rows that are added up, and their sum."""
+    def gated_of_sum(
+        self, x: Unnormed, activation: Callable[[Array, Array], Array], ahead: tuple[Ahead, ...] = ()
+    ) -> tuple[Float[Array, "T F"] | Ungated, Float[Array, "T D"]]:
+        """`gated` of rows that are added up, and their sum."""
         weights, layer = self._weights()
-        bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
-        product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer)
-        return product, total
+        if self.bias is None:
+            gated, total, _ = matmul_gated_of_sum(x, weights, activation, layer_index=layer, ahead=ahead)
+            return gated, total
+        bias = self.summed_over.once(self.bias.stack_and_layer[0])
+        product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer, ahead=ahead)
+        return Ungated(rows=product, activation=activation), total
 
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its kernel adds such rows up."""
         weights, layer = self._weights()
         return adds_up(x, weights, layer_index=layer)
 
-    def later(self, x: Float[Array, "T D"] | Unattended) -> Float[Array, "T F"] | Splits | Unmultiplied:
+    def ahead(self, *, later: int = 0) -> tuple[Ahead, ...]:
+        """Its weights, for a kernel before; nothing of those that no kernel asks for.
+
+        Args:
+            later: By how many layers; past the last one, that one's.
+        """
+        weights, layer = self._weights()
+        if layer is not None and later:
+            layer = jnp.minimum(layer + later, weights.shape[0] - 1)
+        return Ahead.of(weights, layer)
+
+    def later(
+        self, x: Float[Array, "T D"] | Unattended, ahead: tuple[Ahead, ...] = ()
+    ) -> Float[Array, "T F"] | Splits | Unmultiplied:
         """The same, for a kernel that may take the product itself; with `plain_weights` of attention too."""
         if (plain := self.plain_weights) is None:
             assert not isinstance(x, Unattended)
-            return self.splits(x)
+            return self.splits(x, ahead)
         return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1])
 
     @property

@@ -97,10 +97,10 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
-    """A layer has four products, rotation, attention, its merge."""
+    """A layer has four products, attention that turns its heads, its merge."""
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
-    assert num_kernels(step_of_model(model, "greedy")) == 2 * 7 + 1
+    assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 1
 
 
 def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
@@ -111,6 +111,14 @@ def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
     assert not re.search(r"stablehlo\.transpose.*tensor<64x\d+x4x4x2x", text)
     assert not re.search(r"tensor<64x28672x", text)
     assert re.search(r"tensor<1x64x14336xbf16>", text)
+
+
+def test_the_activation_of_one_row_is_of_its_product_in_int4(hopper):
+    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
+    hold_projections(model, "int4")
+    text = step_of_model(model, "greedy")
+    assert not re.search(r"tensor<(?:\d+x)?[14]x28672x", text)
+    assert re.search(r"tensor<1x1x14336xbf16>", text)
 
 
 def test_xla_adds_up_no_splits(step):

@@ -18,6 +18,7 @@ from jattn_kernels.mosaic.sm90 import (
     rotate_and_write,
     skinny_matmul,
 )
+from jattn_kernels.mosaic.sm90.decode.projected import projected_decode
 from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
@@ -41,6 +42,7 @@ def _mla_write(call: AttentionCall, operands: LatentRowOperands) -> Any:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.paged_decode,
+    "projected_decode": projected_decode,
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
     "mla_decode": mla_decode.mla_decode,

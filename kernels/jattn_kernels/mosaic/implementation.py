@@ -149,6 +149,10 @@ def _refuses_attention(call: AttentionCall) -> str | None:
         return _refuses_latent(call)
     if operation == "mla_write":
         return _refuses_latent_write(call)
+    if operation == "projected_decode":
+        from jattn_kernels.mosaic.sm90.decode import projected
+
+        return projected.refuses(call)
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES

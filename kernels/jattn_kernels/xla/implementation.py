@@ -39,6 +39,8 @@ def refuses(call: Call) -> str | None:
         return None
     if call.absorbed is not None:
         return "`xla` absorbs queries before the write of latent rows, by itself."
+    if call.operation == "projected_decode":
+        return "`xla` turns heads and writes keys before it decodes, by itself."
     packs = call.operation.startswith("mla") and is_packed(call.kv_dtype)
     for dtype in (call.q_dtype, *(() if packs else (call.kv_dtype,))):
         if dtype not in _DTYPES:

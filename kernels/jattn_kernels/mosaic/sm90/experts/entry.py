@@ -18,6 +18,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
+from jattn_kernels.mosaic.sm90.common.token_heads import TokenHeads
 from jattn_kernels.mosaic.sm90.experts import one_token, one_token_fits, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
@@ -101,16 +102,10 @@ def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, F
 
 def _in_halves(attention: TokenOperands) -> Any:
     """Heads and scales in halves; the numbers of layers are arrays."""
-    rotary, norms = attention.rotary, attention.rotary.norms
-    scales = None if norms is None else norms.scales()
-    if norms is not None and scales is not None:
-        *stacks, number = scales
-        q_scale, k_scale = (stack.reshape(-1, 2, stack.shape[-1] // 2) for stack in stacks)
-        norms = dataclasses.replace(norms, q_scale=q_scale, k_scale=k_scale, layer_index=number.reshape(1))
-    assert isinstance(rotary.qkv, Splits)
-    parts = rotary.qkv.parts
-    in_halves = parts.reshape(*parts.shape[:-1], 2, parts.shape[-1] // 2)
-    return dataclasses.replace(attention, rotary=dataclasses.replace(rotary, qkv=in_halves, norms=norms))
+    heads: Any = TokenHeads.of(attention.rotary)
+    return dataclasses.replace(
+        attention, rotary=dataclasses.replace(attention.rotary, qkv=heads.qkv, norms=heads.norms)
+    )
 
 
 def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:

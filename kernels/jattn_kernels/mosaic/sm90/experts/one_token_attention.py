@@ -2,7 +2,7 @@
 
 A block has one head of keys and every so many of its tiles: k and v of 64 keys are two stages of the ring, each in two
 halves of 64 columns, one below the other. It turns its head's queries itself; the block that has the last tile turns
-the token's key too (`one_token_turning`), puts it and the value into the tile, and then into their page. The weights of
+the token's key too (`token_heads`), puts it and the value into the tile, and then into their page. The weights of
 the product that follows come meanwhile. What splits leave each other are their outputs, normalised, and the logarithms
 of their sums, in base 2 (`one_token_merge`).
 """
@@ -23,6 +23,7 @@ from jattn_kernels.mosaic.sm90.common.arrivals import never_zero
 from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.common.token_heads import TokenHeads
 from jattn_kernels.mosaic.sm90.experts.one_token_rows import clear_rows, put_row
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
 from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn
@@ -172,8 +173,9 @@ class AttentionPhase:
         def attend():
             slots = rotary.k_pages.shape[1] * self.page_size
             is_new = (split == share.busy - 1) & (slot >= 0) & (slot < slots) & (share.end_key > 0)
+            heads = TokenHeads(rotary.qkv, rotary.cos, rotary.sin, rotary.norms)
             for with_key in (False, True):
-                run = functools.partial(turn, rotary, self.spec, scratch, head, scale_layer, with_key=with_key)
+                run = functools.partial(turn, heads, self.spec, scratch, head, scale_layer, with_key=with_key)
                 pl.when(is_new == with_key)(run)
             plgpu.commit_smem()
             outs, log_sum = self._attend(share, is_new, scratch, done)

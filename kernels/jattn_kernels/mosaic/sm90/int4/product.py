@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jattn_kernels.call import NormCall
-from jattn_kernels.mosaic.sm90.common import launch, tiles
+from jattn_kernels.mosaic.sm90.common import asked_ahead, launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row, store_share
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
@@ -35,7 +35,7 @@ from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
 from jattn_kernels.mosaic.sm90.int4 import strips
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, packed_tile
 
 _REGISTERS = {
     2: (40, 232),
@@ -66,6 +66,7 @@ class _Operands(NamedTuple):
     scales: Any
     layer: Any
     row: RowOperands | None
+    ahead: tuple[asked_ahead.AheadOperands, ...]
 
 
 def int4_matmul(
@@ -80,6 +81,7 @@ def int4_matmul(
     activation: strips.Activation | None = None,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
+    ahead: tuple[asked_ahead.AheadOperands, ...] = (),
 ) -> tuple[Float[Array, "S R O"], list[Float[Array, "1 D"]]]:
     """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
@@ -89,12 +91,13 @@ def int4_matmul(
         scales: Of a group of inputs of each output.
         sizes: Of the work tiles.
         num_rows: Of the result; those past x's are 0.
-        rounded: Whether each split's sums are rounded to x's dtype; the result has whole tiles of rows then.
+        rounded: Whether each split's sums are rounded to x's dtype; of several rows the result has whole tiles then.
         activation: Of the rounded halves of the only split, which is stored in place of them.
         norm, row: Of one row that is added up and normed first, what is done and what with.
+        ahead: Weights that are asked for at the end.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    if rounded:
+    if rounded and num_rows > 1:
         num_rows = pl.cdiv(num_rows, sizes.block_rows) * sizes.block_rows
     dtype = x.dtype if rounded else jnp.dtype(jnp.float32)
     product = _Product(
@@ -107,7 +110,7 @@ def int4_matmul(
         norm=norm,
         activation=activation,
     )
-    leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
+    leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row, ahead))
     sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns // sizes.halves), dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
@@ -171,7 +174,7 @@ class _Product:
         scale_dtype = operands.scales.dtype
         groups = tiles.aligned_rows(self.products.groups, sizes.half_columns * jnp.dtype(scale_dtype).itemsize)
         scratch = _Scratch(
-            kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
+            kernel=packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
             scales=plgpu.SMEM((sizes.stages * sizes.halves, groups, sizes.half_columns), scale_dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
             full=plgpu.Barrier(num_arrivals=2 * sizes.halves + (0 if self.whole else 1), **stages),
@@ -191,6 +194,7 @@ class _Product:
 
         def warpgroup(scratch: _Scratch) -> None:
             number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
+            located = operands if operands.row is None else operands._replace(row=operands.row.located())
 
             @pl.when(number == sizes.consumers)
             def produce():
@@ -203,7 +207,7 @@ class _Product:
                 if several:
                     plgpu.set_max_registers(_REGISTERS[sizes.consumers][1], action="increase")
                 if self.whole:
-                    self._hold_row(operands, tuple(of_row), scratch, number)
+                    self._hold_row(located, tuple(of_row), scratch, number)
                 self._consume(sums, scratch, number)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
@@ -262,6 +266,7 @@ class _Product:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 
         steps = self._for_each_tile(copy_tile)
+        asked_ahead.ask(operands.ahead, lax.axis_index("block"), self.num_blocks)
         wait_for_last(scratch.empty, steps, sizes.stages)
 
     def _hold_row(self, operands: _Operands, outs: tuple[Any, ...], scratch: _Scratch, number: Any) -> None:
@@ -337,11 +342,3 @@ class _Product:
         if self.sizes.takers == 1:
             return number, jnp.int32(0)
         return lax.rem(number, self.sizes.strips), lax.div(number, self.sizes.strips)
-
-
-def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory whose rows of 64 or 128 bytes lie so that threads read 8 without waiting for each other."""
-    tiling: Any = plgpu.TilingTransform  # typed as abstract
-    swizzling: Any = plgpu.SwizzleTransform
-    depth = shape[-1]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((TILED_ROWS, depth)), swizzling(depth // 2)))
