@@ -180,6 +180,6 @@ class TargetAndDraft(nnx.Module):
         """The target's."""
         return self.target.compute_logits(hidden)
 
-    def best_token(self, hidden: Float[Array, "B D"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
+    def best_token(self, hidden: Float[Array, "B D"]) -> Int32[Array, " B"]:
         """The target's likeliest token after each, and its logit."""
         return self.target.best_token(hidden)
