@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend, AttentionLayer

@@ -217,7 +217,8 @@ class Steps:
         rows, (state, values) = plan[:, 0], state.taken_with_pages(plan)
         live = (rows < state.finished.shape[0]) & ~values.finished
         unrolled = call.default_device().platform == "gpu"
-        batch = decode_pass(pool, values.page_tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        tables = jax.lax.optimization_barrier(values.page_tables)
+        batch = decode_pass(pool, tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
         live, seq_lens = jax.lax.optimization_barrier((live, batch.seq_lens))
         hidden, pool = self._forward(weights, pool, batch)
         state = dataclasses.replace(state, seq_lens=with_values(state.seq_lens, state.places(rows), seq_lens))
@@ -342,7 +343,7 @@ def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant, mas
 
 
 def _stops(tokens: Int[Array, " N"], stop_ids: Int[Array, "N stops"]) -> Bool[Array, " N"]:
-    """Whether a token is one of its row's; column by column, since XLA gives a reduction over few a kernel of its own."""
+    """Whether a token is one of its row's: column by column, since a reduction over few is a kernel of its own."""
     stopped = jnp.zeros(tokens.shape, jnp.bool_)
     for column in range(stop_ids.shape[1]):
         stopped |= tokens == stop_ids[:, column]
