@@ -181,5 +181,5 @@ class TargetAndDraft(nnx.Module):
         return self.target.compute_logits(hidden)
 
     def best_token(self, hidden: Float[Array, "B D"]) -> Int32[Array, " B"]:
-        """The target's likeliest token after each, and its logit."""
+        """The target's likeliest token after each, or NO_TOKEN."""
         return self.target.best_token(hidden)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import LogitRules, TokenHistory, empty_rules
@@ -110,17 +110,42 @@ class LoopState:
     def taken_with_pages(self, plan: Int[Array, "B plan"]) -> tuple["LoopState", "LoopState"]:
         """The state that `with_pages` gives, and its rows that the plan names, as `take` does.
 
-        The rows do not wait for the state's tables to be written.
+        The rows do not wait until the state's tables are written.
         """
         rows, columns, pages = self._planned(plan)
         values = self.take(rows)
         tables = (_opened(table, columns, new) for table, new in zip(values.page_tables, pages, strict=True))
         return self.with_pages(plan), dataclasses.replace(values, page_tables=tuple(tables))
 
-    def places(self, rows: Int[Array, " B"]) -> Int[Array, " R"]:
-        """Where each row of the state stands among those named; -1 where it does not, and none stands twice."""
+    def places(self, rows: Int[Array, " B"], live: Bool[Array, " B"] | None = None) -> Int[Array, " R"]:
+        """Where each row of the state stands among those named, of which none is named twice; -1 where nowhere.
+
+        Args:
+            live: Those that are meant; all if None.
+        """
         named = rows[None] == jnp.arange(self.finished.shape[0], dtype=jnp.int32)[:, None]
-        return jnp.max(jnp.where(named, jnp.arange(rows.shape[0], dtype=jnp.int32)[None], -1), axis=1)
+        found = jnp.max(jnp.where(named, jnp.arange(rows.shape[0], dtype=jnp.int32)[None], -1), axis=1)
+        return found if live is None else jnp.where(live[jnp.maximum(found, 0)], found, -1)
+
+    def grown(self, rows: Int[Array, " B"], live: Bool[Array, " B"]) -> "LoopState":
+        """The state once live rows have a key more; the others that are named have none."""
+        places = self.places(rows)
+        lengths = jnp.where(live[jnp.maximum(places, 0)], self.seq_lens + 1, 0)
+        return dataclasses.replace(self, seq_lens=jnp.where(places < 0, self.seq_lens, lengths))
+
+    def with_values(self, places: Int[Array, " R"], **values: Shaped[Array, " B"]) -> "LoopState":
+        """The state with new values of some rows, field by field.
+
+        XLA makes one kernel of it, which writes all fields in place. Scatters would be one each.
+
+        Args:
+            places: Of each row's values (`places`).
+        """
+
+        def replaced(leaf: Array, new: Array) -> Array:
+            return jnp.where(places < 0, leaf, new[jnp.maximum(places, 0)])
+
+        return dataclasses.replace(self, **{name: replaced(getattr(self, name), new) for name, new in values.items()})
 
     def _planned(self, plan: Int[Array, "B plan"]) -> tuple[Int[Array, " B"], Int[Array, " B"], list[Array]]:
         return plan[:, 0], plan[:, 1], jnp.split(plan[:, 2:], len(self.page_tables), axis=1)
@@ -196,14 +221,3 @@ def empty_rows(
         rules=None if max_logit_bias is None else empty_rules(num_rows, max_logit_bias, numpy),
         tokens=TokenRecord(limits=zeros(jnp.int32)) if with_limits else None,
     )
-
-
-def with_values(leaf: Array, places: Int[Array, " R"], values: Array) -> Array:
-    """A leaf of the state with new values in some rows.
-
-    XLA gives each scatter a kernel of its own; several leaves read what they are given, and are written, in one.
-
-    Args:
-        places: Of each row's value among them (`LoopState.places`).
-    """
-    return jnp.where(places < 0, leaf, values[jnp.maximum(places, 0)])

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionBackend
@@ -15,7 +15,7 @@ from jattn.parallel import NO_TOKEN, ONE_DEVICE, Parallel
 from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import TokenMasks, apply_masks, apply_rules
 from jattn.serving.steps.logprobs import TokenLogprobs, token_logprobs
-from jattn.serving.steps.loop_state import LoopState, with_values
+from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import decode_pass, owners, ragged_pass
 from jattn.serving.steps.sampler import sample
 from jattn_kernels import call
@@ -111,6 +111,10 @@ class Steps:
 
     Each is a forward pass and the choice of tokens. These are steps of their own too: between them the host may find
     out which tokens may come, while the pass runs.
+
+    Results come in the order of the arguments, state and pool before what is new: JAX gives the memory of donated
+    arrays to results of their shape in that order, and tokens of all rows would take that of a part of the state, which
+    XLA would then copy.
 
     Attributes:
         graph: The model without its arrays (`nnx.split`).
@@ -217,12 +221,13 @@ class Steps:
         rows, (state, values) = plan[:, 0], state.taken_with_pages(plan)
         live = (rows < state.finished.shape[0]) & ~values.finished
         unrolled = call.default_device().platform == "gpu"
-        tables = jax.lax.optimization_barrier(values.page_tables)
+        # A kernel that reads rows of the state by their numbers cannot write them in place: XLA would copy them first.
+        # Behind a barrier it makes no kernel that does both.
+        tables = lax.optimization_barrier(values.page_tables)
         batch = decode_pass(pool, tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
-        live, seq_lens = jax.lax.optimization_barrier((live, batch.seq_lens))
+        live = lax.optimization_barrier(live)
         hidden, pool = self._forward(weights, pool, batch)
-        state = dataclasses.replace(state, seq_lens=with_values(state.seq_lens, state.places(rows), seq_lens))
-        return state, pool, Unsampled(hidden=hidden, rows=rows, live=live)
+        return state.grown(rows, live), pool, Unsampled(hidden=hidden, rows=rows, live=live)
 
     def sample(
         self,
@@ -243,14 +248,8 @@ class Steps:
         rows, live = unsampled.rows, unsampled.live
         values = state.take(rows)
         choice, logits = self._choose(weights, unsampled.hidden, values, variant, masks)
-        tokens = jnp.maximum(choice.tokens, 0)
-        places = state.places(rows)
-        places = jnp.where(live[jnp.maximum(places, 0)], places, -1)
-        state = dataclasses.replace(
-            state,
-            last_tokens=with_values(state.last_tokens, places, tokens),
-            finished=with_values(state.finished, places, choice.stopped | choice.broken),
-        )
+        tokens, finished = jnp.maximum(choice.tokens, 0), choice.stopped | choice.broken
+        state = state.with_values(state.places(rows, live), last_tokens=tokens, finished=finished)
         rows = jnp.where(live, rows, state.finished.shape[0])
         state = state.with_tokens(rows, values.seq_lens, tokens)
         output = StepOutput(tokens=choice.tokens)

@@ -18,7 +18,7 @@ from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.steps.logprobs import token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import verify_pass
-from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Unsampled, Variant
+from jattn.serving.steps.plain import UNUSED, StepOutput, Steps, Unsampled, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class SpeculativeSteps(Steps):
         assert values.tokens
         by_row = (drafts.shape[0], drafts.shape[1] + 1)
         positions = at_places.seq_lens.reshape(by_row)
-        chosen = jnp.where(choice.broken, NO_TOKEN, choice.tokens).reshape(by_row)
+        chosen = choice.tokens.reshape(by_row)
         ends = (choice.broken | choice.stopped).reshape(by_row) | (positions + 1 >= values.tokens.limits[:, None])
         num_accepted, count = accepted(drafts, chosen, ends)
         is_given = live[:, None] & (jnp.arange(by_row[1], dtype=jnp.int32)[None] < count[:, None])
@@ -106,8 +106,9 @@ class SpeculativeSteps(Steps):
         if variant != "full":
             return state, output
         assert state.history
-        state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), choice.tokens))
-        logprobs = token_logprobs(logits, choice.tokens, top=self.max_logprobs)
+        tokens = jnp.maximum(choice.tokens, 0)
+        state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), tokens))
+        logprobs = token_logprobs(logits, tokens, top=self.max_logprobs)
         return state, dataclasses.replace(output, logprobs=logprobs)
 
 
