@@ -246,7 +246,7 @@ class Loop:
         for number in range(steps):
             plan = self._on_device(self._plans[number % len(self._plans)])
             start = time.perf_counter()
-            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, plan)
+            self._state, self._pool, output = self._step(self._weights, self._state, self._pool, plan)
             self.call_ms.append((time.perf_counter() - start) * 1e3)
             output.tokens.copy_to_host_async()
             if before is not None:

@@ -162,8 +162,8 @@ class Decoder(nnx.Module):
         """float32 logits of the chosen hidden states."""
         return self._connected.gather_logits(self._local_logits(hidden))
 
-    def best_token(self, hidden: Float[Array, "B D"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-        """The likeliest token after each, and its logit (`Parallel.best_token`); no logits go between devices."""
+    def best_token(self, hidden: Float[Array, "B D"]) -> Int32[Array, " B"]:
+        """The likeliest token after each, or NO_TOKEN (`Parallel.best_token`); no logits go between devices."""
         return self._connected.best_token(self._local_logits(hidden))
 
     def _last_norm(self, stream: Stream, parallel: Parallel) -> Float[Array, "T D"]:
@@ -217,7 +217,8 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
     left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(stream.rows, parallel), 0)
     if multiplies or jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, left):
         stream = Stream(stream.summed(parallel))
-        if in_turn and parallel.exchanges:  # nothing is left to the first layer, which therefore exchanges nothing
+        # Nothing is left to the first layer, which therefore exchanges nothing. Products of one row would add it up.
+        if in_turn and (parallel.exchanges or stream.rows.shape[0] > 1):
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
             stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))

@@ -172,7 +172,7 @@ class Executor:
             masks = masks_of(forward.requests, forward.sample_key.size, self._vocab_size)
             self._run_first((forward.sample_key,))
             self.idle_time.look()
-            output, self.state = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
+            self.state, output = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
             self.idle_time.enqueued(output.tokens)
             self._enqueued(forward.sampled(output))
             self._forwards.popleft()
@@ -272,7 +272,7 @@ class Executor:
         self._run_first((key,))
         self.stats.launches += 1
         self.stats.found_idle += self.idle_time.look()
-        output, self.state, self.pool = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
+        self.state, self.pool, output = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
         score = functools.partial(self._enqueue, score_key(self.config), self.weights, output.prompt_hidden)
         scores = scores_of(plan.chunks, score_key(self.config).size, score)
         output = dataclasses.replace(output, prompt_hidden=None)

@@ -80,7 +80,7 @@ def _score_plans(steps: Steps, plans: Mapping[StepKey, StepPlan], config: Resolv
     prefill = plans.get(StepKey("prefill", config.prefill_buckets[0], "full"))
     if prefill is None:
         return {}
-    key, left = score_key(config), jax.eval_shape(prefill.function, *prefill.arguments)[0].prompt_hidden
+    key, left = score_key(config), jax.eval_shape(prefill.function, *prefill.arguments)[2].prompt_hidden
     arguments = (prefill.arguments[0], np.zeros(left.shape, left.dtype), score_batch([], key.size))
     return {key: StepPlan(steps.score, arguments)}
 

@@ -57,7 +57,7 @@ def structured_plans(
         plans[forward_key("prefill", size, config)] = taking_packed(prefill, held, sent, donate=(1, 2))
     forwards, plans = on_mesh(plans, config.parallel), {}
     smallest = forwards[forward_key("decode", config.decode_buckets[0], config)]
-    left = jax.eval_shape(smallest.function, *smallest.arguments)[0]
+    left = jax.eval_shape(smallest.function, *smallest.arguments)[2]
     for forward in forwards:
         key = sample_key(forward, config)
         of_decode = key.kind == "sample_decode"

@@ -5,12 +5,13 @@ from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionBackend
 from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
-from jattn.parallel import ONE_DEVICE, Parallel
+from jattn.parallel import NO_TOKEN, ONE_DEVICE, Parallel
 from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import TokenMasks, apply_masks, apply_rules
 from jattn.serving.steps.logprobs import TokenLogprobs, token_logprobs
@@ -23,7 +24,6 @@ from jattn_kernels import call
 Variant = Literal["greedy", "plain", "full"]
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
-NO_TOKEN = -1  # in a token's place: the row's logits were not finite, or left no token that may come
 UNUSED = -2  # in a token's place: the row has no more of them from this step
 
 
@@ -95,7 +95,7 @@ class Choice:
     """The token chosen at each of N places.
 
     Attributes:
-        tokens: Whatever, where it is broken.
+        tokens: NO_TOKEN where it is broken.
         broken: Whether the logits are not finite, or no token may come.
         stopped: Whether the token is a stop token of its row.
     """
@@ -111,6 +111,10 @@ class Steps:
 
     Each is a forward pass and the choice of tokens. These are steps of their own too: between them the host may find
     out which tokens may come, while the pass runs.
+
+    Results come in the order of the arguments, state and pool before what is new: JAX gives the memory of donated
+    arrays to results of their shape in that order, and tokens of all rows would take that of a part of the state, which
+    XLA would then copy.
 
     Attributes:
         graph: The model without its arrays (`nnx.split`).
@@ -135,7 +139,7 @@ class Steps:
         batch: PrefillBatch,
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, StepOutput]:
         """Computes parts of prompts, and the token that follows each one that ends; beside them decodes, in one launch.
 
         The decodes' tokens come behind those of the prompts. State and pool are donated.
@@ -143,9 +147,9 @@ class Steps:
         Args:
             plan: The rows that decode, as in `decode`; none, if the step has no places for them.
         """
-        unsampled, state, pool = self.forward_prefill(weights, state, pool, plan, batch, variant=variant)
-        output, state = self.sample(weights, state, unsampled, variant=variant)
-        return dataclasses.replace(output, prompt_hidden=unsampled.prompt_hidden), state, pool
+        state, pool, unsampled = self.forward_prefill(weights, state, pool, plan, batch, variant=variant)
+        state, output = self.sample(weights, state, unsampled, variant=variant)
+        return state, pool, dataclasses.replace(output, prompt_hidden=unsampled.prompt_hidden)
 
     def forward_prefill(
         self,
@@ -156,7 +160,7 @@ class Steps:
         batch: PrefillBatch,
         *,
         variant: Variant,
-    ) -> tuple[Unsampled, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, Unsampled]:
         """`prefill` but for the choice of tokens."""
         state = state.put(batch.rows, batch.values).with_window_pages(batch.rows, batch.window_pages).with_pages(plan)
         decoding, num_rows = plan[:, 0], state.finished.shape[0]
@@ -182,7 +186,7 @@ class Steps:
         every = jnp.arange(num_rows, dtype=jnp.int32)
         padding = ((0, max(0, self.prefill_tokens - num_tokens)), (0, 0))
         of_prompts = jnp.pad(hidden, padding) if variant == "full" else None
-        return Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_hidden=of_prompts), state, pool
+        return state, pool, Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_hidden=of_prompts)
 
     def decode(
         self,
@@ -192,7 +196,7 @@ class Steps:
         plan: Int[Array, "B plan"],
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, StepOutput]:
         """One more token for each row; finished and padded rows write nowhere. State and pool are donated.
 
         On a GPU layers run in turn without a loop: as a turn of a loop it would keep copies of their weights.
@@ -200,9 +204,9 @@ class Steps:
         Args:
             plan: The rows and their last pages, as `LoopState.with_pages` takes them.
         """
-        unsampled, state, pool = self.forward_decode(weights, state, pool, plan, variant=variant)
-        output, state = self.sample(weights, state, unsampled, variant=variant)
-        return output, state, pool
+        state, pool, unsampled = self.forward_decode(weights, state, pool, plan, variant=variant)
+        state, output = self.sample(weights, state, unsampled, variant=variant)
+        return state, pool, output
 
     def forward_decode(
         self,
@@ -212,16 +216,18 @@ class Steps:
         plan: Int[Array, "B plan"],
         *,
         variant: Variant,
-    ) -> tuple[Unsampled, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, Unsampled]:
         """`decode` but for the choice of tokens."""
-        rows, state = plan[:, 0], state.with_pages(plan)
-        values = state.take(rows)
+        rows, (state, values) = plan[:, 0], state.taken_with_pages(plan)
         live = (rows < state.finished.shape[0]) & ~values.finished
         unrolled = call.default_device().platform == "gpu"
-        batch = decode_pass(pool, values.page_tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        # A kernel that reads rows of the state by their numbers cannot write them in place: XLA would copy them first.
+        # Behind a barrier it makes no kernel that does both.
+        tables = lax.optimization_barrier(values.page_tables)
+        batch = decode_pass(pool, tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        live = lax.optimization_barrier(live)
         hidden, pool = self._forward(weights, pool, batch)
-        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
-        return Unsampled(hidden=hidden, rows=rows, live=live), state, pool
+        return state.grown(rows, live), pool, Unsampled(hidden=hidden, rows=rows, live=live)
 
     def sample(
         self,
@@ -231,7 +237,7 @@ class Steps:
         masks: TokenMasks | None = None,
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState]:
+    ) -> tuple[LoopState, StepOutput]:
         """The live rows' next tokens, drawn with each row's key for the position they will have. State is donated.
 
         A row whose logits are not finite, or that no token is left to, has finished, and yields NO_TOKEN.
@@ -242,20 +248,16 @@ class Steps:
         rows, live = unsampled.rows, unsampled.live
         values = state.take(rows)
         choice, logits = self._choose(weights, unsampled.hidden, values, variant, masks)
-        tokens = choice.tokens
+        tokens, finished = jnp.maximum(choice.tokens, 0), choice.stopped | choice.broken
+        state = state.with_values(state.places(rows, live), last_tokens=tokens, finished=finished)
         rows = jnp.where(live, rows, state.finished.shape[0])
-        state = dataclasses.replace(
-            state,
-            last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
-            finished=state.finished.at[rows].set(choice.stopped | choice.broken, mode="drop"),
-        )
         state = state.with_tokens(rows, values.seq_lens, tokens)
-        output = StepOutput(tokens=jnp.where(choice.broken, NO_TOKEN, tokens))
+        output = StepOutput(tokens=choice.tokens)
         if variant != "full":
-            return output, state
+            return state, output
         assert state.history
         state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
-        return dataclasses.replace(output, logprobs=token_logprobs(logits, tokens, top=self.max_logprobs)), state
+        return state, dataclasses.replace(output, logprobs=token_logprobs(logits, tokens, top=self.max_logprobs))
 
     def score(self, weights: Any, hidden: Float[Array, "M D"], places: Int[Array, "S 2"]) -> TokenLogprobs:
         """Log-probabilities of tokens of prompts.
@@ -306,12 +308,15 @@ class Steps:
 
     def _choose(self, weights, hidden, values, variant, masks) -> tuple[Choice, Any]:
         """A token at each place, and the logits, which several devices do not gather where nobody else needs them."""
-        if self.parallel.axis is None or variant != "greedy" or masks is not None:
+        if variant != "greedy" or masks is not None:
             logits = self._logits(weights, hidden)
             return choose(logits, values, variant, masks), logits
-        tokens, best = self._model(weights).best_token(hidden)
-        stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
-        return Choice(tokens=tokens, broken=~jnp.isfinite(best), stopped=stopped), None
+        if self.parallel.axis is None:
+            logits = self._logits(weights, hidden)
+            tokens = self.parallel.best_token(logits)
+        else:
+            logits, tokens = None, self._model(weights).best_token(hidden)
+        return Choice(tokens=tokens, broken=tokens < 0, stopped=_stops(tokens, values.stop_ids)), logits
 
 
 def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant, masks: TokenMasks | None = None) -> Choice:
@@ -329,11 +334,19 @@ def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant, mas
     if masks is not None:
         ruled = apply_masks(ruled, masks)
     tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
-    stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
     broken = not_finite(logits)
     if masks is not None:
         broken |= jnp.all(ruled == -jnp.inf, axis=1)
-    return Choice(tokens=tokens, broken=broken, stopped=stopped)
+    chosen = jnp.where(broken, NO_TOKEN, tokens)
+    return Choice(tokens=chosen, broken=broken, stopped=_stops(tokens, values.stop_ids))
+
+
+def _stops(tokens: Int[Array, " N"], stop_ids: Int[Array, "N stops"]) -> Bool[Array, " N"]:
+    """Whether a token is one of its row's: column by column, since a reduction over few is a kernel of its own."""
+    stopped = jnp.zeros(tokens.shape, jnp.bool_)
+    for column in range(stop_ids.shape[1]):
+        stopped |= tokens == stop_ids[:, column]
+    return stopped
 
 
 def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
