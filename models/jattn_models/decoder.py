@@ -217,8 +217,7 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
     left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(stream.rows, parallel), 0)
     if multiplies or jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, left):
         stream = Stream(stream.summed(parallel))
-        # Nothing is left to the first layer, which therefore exchanges nothing. Products of one row would add it up.
-        if in_turn and (parallel.exchanges or stream.rows.shape[0] > 1):
+        if in_turn and parallel.exchanges:  # nothing is left to the first layer, which therefore exchanges nothing
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
             stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))

@@ -97,7 +97,7 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
-    """A layer has four products, attention that turns its heads, its merge; before them is the schedule, behind a norm."""
+    """A layer has four products, attention that turns its heads, its merge; first is the schedule, last a norm."""
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
     assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 2
@@ -140,13 +140,13 @@ def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
     assert not re.search(r"stablehlo\.(case|if|while)\b", step)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 5 + 4 + 1), (8, 6 + 10 + 1)])
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 1 + 6 + 5 + 4 + 1), (8, 1 + 6 + 10 + 1)])
 def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
     """Of a dense layer and two sparse ones of DeepSeek-V2-Lite, which are a loop's body where there are several tokens.
 
-    A layer has its first product, queries with the write, decode, its merge; a dense one o's product and a norm. Then
-    one token's mixture is one kernel, and has the first product of the layer after it. Eight tokens take six: o, norm,
-    router, routing and the experts' two products, shared ones among them.
+    Before them is the schedule. A layer has its first product, queries with the write, decode, its merge; a dense one
+    o's product and a norm. Then one token's mixture is one kernel, and has the first product of the layer after it.
+    Eight tokens take six: o, norm, router, routing and the experts' two products, shared ones among them.
     """
     text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=3), "greedy", rows=rows)
     assert num_kernels(text) == kernels

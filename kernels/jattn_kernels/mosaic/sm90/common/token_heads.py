@@ -21,7 +21,6 @@ from jattn_kernels.mosaic.sm90.common.tile_stores import COLUMNS, constant, divi
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
 from jattn_kernels.mosaic.sm90.rotate_and_write import halves_layout, normed_halves
 from jattn_kernels.operands import RotaryOperands
-from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits
 
 DEPTH = 128  # of a head
