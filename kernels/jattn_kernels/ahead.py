@@ -1,4 +1,4 @@
-"""Weights that a later kernel reads: for one before it, which asks memory for some of them as it ends."""
+"""Weights that a later product reads: for a kernel before it, which asks memory for some of them as it ends."""
 
 import dataclasses
 import functools
@@ -14,16 +14,16 @@ from jattn_kernels.quantized import QuantizedKernel
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """A layer's weights, of which some may be in the GPU's cache before they are read.
+    """A layer's weights in few bits, of which some may be in the GPU's cache before they are read.
 
     While a kernel ends and the next one begins memory has nothing to do. No result depends on it.
 
     Attributes:
-        values: Of all layers: as of a QuantizedKernel, [L, F, D], or a norm's scale, [L, D].
+        values: As of a QuantizedKernel of all layers.
         layer_index: Which one.
     """
 
-    values: Shaped[Array, "L *F D"]
+    values: Shaped[Array, "L F D"]
     layer_index: Int[Array, ""]
 
     @classmethod

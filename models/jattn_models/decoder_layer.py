@@ -90,11 +90,10 @@ class DecoderLayer(nnx.Module):
         stream, given = self._given(stream, parallel)
         options: dict[str, Any] = {"later": True} if self._takes_attention(parallel) else {}
         if isinstance(self.attention, Attention) and isinstance(self.mlp, GatedMLP):
-            norm = self.post_attention_norm
-            options["ahead"] = (*(norm.ahead() if isinstance(norm, RMSNorm) else ()), *self.mlp.ahead())
+            options["ahead"] = self.mlp.ahead()
         attended, pool = self.attention(given, layer_index, this_pass, pool, **options)
         after = None if following is None else following.first_product
-        ahead = self._first_weights(later=1) if repeats else ()
+        ahead = self.attention.ahead(later=1) if repeats and isinstance(self.attention, Attention) else ()
         hidden, addition, product, pages = self._after_attention(stream, attended, parallel, after, ahead)
         if pages is not None:
             pool = pool.with_pages(self.attention.layer(layer_index).group, *pages)
@@ -102,12 +101,6 @@ class DecoderLayer(nnx.Module):
             return Stream(hidden, addition, product), pool
         addition = parallel.all_reduce(added(addition))
         return Stream(self._added(hidden, _normed(self.mlp_norm, addition))), pool
-
-    def _first_weights(self, *, later: int) -> tuple[Ahead, ...]:
-        """Those that it reads first, so many layers later."""
-        if not isinstance(self.attention, Attention) or not isinstance(self.input_norm, RMSNorm):
-            return ()
-        return (*self.input_norm.ahead(later=later), *self.attention.ahead(later=later))
 
     def _takes_attention(self, parallel: Parallel) -> bool:
         """Whether the MLP's kernel may compute attention too."""

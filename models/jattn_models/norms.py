@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from jattn.matmul import Ahead, Splits, Unmultiplied
+from jattn.matmul import Splits, Unmultiplied
 from jattn.norm import NormedRows, Unnormed, add_rms_norm, rms_norm
 from jattn.parallel import Parallel
 from jattn_models.layers import OfLayer, ReadInPlace
@@ -43,13 +43,6 @@ class RMSNorm(nnx.Module):
         stack, number = self.scale.stack_and_layer
         facts: dict[str, Any] = {"layer_index": number, "eps": self.eps, "offset": self.offset}
         return Unnormed(rows=x, additions=additions, scale=stack, **facts)
-
-    def ahead(self, *, later: int = 0) -> tuple[Ahead, ...]:
-        """Its scale, for a kernel before; as of `Linear.ahead`."""
-        stack, number = (None, None) if self.scale is None else self.scale.stack_and_layer
-        if stack is None or number is None:
-            return ()
-        return (Ahead(values=stack, layer_index=jnp.minimum(number + later, stack.shape[0] - 1)),)
 
     def of_sum(
         self, x: Float[Array, "T D"], addition: Float[Array, "T D"] | Splits, *, parallel: Parallel, rounded: bool

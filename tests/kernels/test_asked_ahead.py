@@ -35,7 +35,6 @@ def test_rows_are_asked_for_until_there_are_so_many_bytes():
     half = operands_of(4, 8192, 4096, dtype="float8_e4m3fn")  # 32 MB
     assert rows_asked_for([whole, half, half], 24 << 20) == [32, 16, 0]
     assert rows_asked_for([half], 0) == [0]
-    assert rows_asked_for([operands_of(4, 4096, dtype="bfloat16"), half], 0) == [1, 0]  # a norm's scale
     assert rows_asked_for([], 1 << 20) == []
 
 
@@ -68,14 +67,11 @@ def test_products_ask_for_weights_on_hopper(hopper, rows, dtype, gated):
             return matmul_gated(x, kernel, of_int4.silu_gate, layer_index=layer, ahead=ahead)
         return matmul_splits(x, kernel, layer_index=layer, ahead=ahead)
 
-    scale = weights(2, 4096, dtype="bfloat16")
-
     def text(*ahead):
         traced = jax.jit(product).trace(jax.ShapeDtypeStruct((rows, 4096), "bfloat16"), kernel, layer, ahead)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     assert ASKS in text(weights(2, 4096, 14336, dtype=dtype), weights(2, 8192, 4096))
-    assert ASKS in text(scale)
     assert ASKS not in text()
 
 
@@ -95,13 +91,12 @@ def test_no_result_depends_on_it(monkeypatch, rows):
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 def test_products_that_ask_on_a_gpu(rows):
     ahead = Ahead(values=jnp.zeros((3, 28672, 4096), jnp.int4), layer_index=jnp.int32(2))
-    scale = Ahead(values=jnp.ones((3, 4096), jnp.bfloat16), layer_index=jnp.int32(2))
     for of in (of_int4, of_fp8):
         x, kernel = of.operands(rows, 4096, 6144, *((128,) if of is of_int4 else ()))
         product, other = (
             jax.jit(lambda x, kernel, ahead: added(matmul_splits(x, kernel, layer_index=1, ahead=ahead)))(
                 x, kernel, ahead
             )
-            for ahead in ((), (ahead, *Ahead.of(kernel, jnp.int32(1)), scale))
+            for ahead in ((), (ahead, *Ahead.of(kernel, jnp.int32(1))))
         )
         np.testing.assert_array_equal(np.asarray(product, np.float32), np.asarray(other, np.float32))

@@ -54,7 +54,7 @@ def rms_norm(call: NormCall, operands: NormOperands) -> NormedRows | tuple[Float
     def kernel(x_ref, scale_ref, layer_ref, *refs):
         row = lax.axis_index("row")
         if sharers > 1:
-            row_operands = RowOperands(scale_ref, layer_ref, refs[: len(parts)]).located()
+            row_operands = RowOperands(scale_ref, layer_ref, refs[: len(parts)])
             share = functools.partial(_share, call, x_ref, row_operands, refs[len(parts) :], row)
             pl.run_scoped(share, meeting(columns, sharers), collective_axes="warpgroup")
             return

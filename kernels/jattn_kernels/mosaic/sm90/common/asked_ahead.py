@@ -27,7 +27,7 @@ class AheadOperands(NamedTuple):
     """In global memory.
 
     Attributes:
-        values: (layers, rows, depth), fp8 or int4; or (layers, depth), all of which is asked for.
+        values: (layers, rows, depth), fp8 or int4.
         layer: Which of them, (1,).
     """
 
@@ -40,22 +40,20 @@ class AheadOperands(NamedTuple):
         return tuple(cls(each.values, each.layer_index.reshape(1)) for each in ahead if _can_be(each.values))
 
 
-def _row_bytes(values: Any) -> int:
-    return values.shape[-1] // 2 if values.dtype == jnp.int4 else values.shape[-1] * jnp.dtype(values.dtype).itemsize
+def row_bytes(values: Any) -> int:
+    """Of a row of weights in fp8 or int4."""
+    return values.shape[2] // (2 if values.dtype == jnp.int4 else 1)
 
 
 def _can_be(values: Any) -> bool:
-    return _row_bytes(values) % _ALIGNMENT == 0 and (values.ndim == 2 or values.shape[1] % _PERIOD == 0)
+    return row_bytes(values) % _ALIGNMENT == 0 and values.shape[1] % _PERIOD == 0
 
 
 def rows_asked_for(ahead: Sequence[AheadOperands], most_bytes: int) -> list[int]:
-    """Of each 32 rows of each, in their order, until there are so many bytes; of one that has no rows 1."""
+    """Of each 32 rows of each, in their order, until there are so many bytes."""
     counts = []
     for each in ahead:
-        if each.values.ndim == 2:
-            counts.append(1)
-            continue
-        of_row = each.values.shape[1] // _PERIOD * _row_bytes(each.values)
+        of_row = each.values.shape[1] // _PERIOD * row_bytes(each.values)
         counts.append(min(_PERIOD, max(0, most_bytes) // of_row))
         most_bytes -= counts[-1] * of_row
     return counts
@@ -76,9 +74,9 @@ def ask(ahead: Sequence[AheadOperands], block: Any, num_blocks: int) -> None:
 
 def _ask(ahead: AheadOperands, rows: int, block: Any, num_blocks: int) -> None:
     """Each thread asks for the first rows of every so many-th period."""
-    of_row = _row_bytes(ahead.values)
-    num_rows, period_rows = (ahead.values.shape[1], _PERIOD) if ahead.values.ndim == 3 else (1, 1)
-    periods = num_rows // period_rows
+    _, num_rows, _ = ahead.values.shape
+    of_row = row_bytes(ahead.values)
+    periods = num_rows // _PERIOD
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT))
     def ask_threads(ctx: Any, values: Any, layer: Any, block: Any) -> None:
@@ -94,7 +92,7 @@ def _ask(ahead: AheadOperands, rows: int, block: Any, num_blocks: int) -> None:
         for begin in range(0, periods, num_blocks * _THREADS):
             period = arith.addi(own, constant(begin))
             first = arith.addi(
-                arith.muli(layer.registers.item(), constant(num_rows)), arith.muli(period, constant(period_rows))
+                arith.muli(layer.registers.item(), constant(num_rows)), arith.muli(period, constant(_PERIOD))
             )
             address = arith.addi(base, arith.muli(arith.extui(i64, first), constant(of_row, i64)))
             with mgpu.when(arith.cmpi(arith.CmpIPredicate.ult, period, constant(periods))):

@@ -31,7 +31,7 @@ class RowOperands(NamedTuple):
 
     Attributes:
         scale: (layers, columns).
-        layer: Which of them, (1,); a number once it is `located`.
+        layer: Which of them, (1,).
         additions: Parts of splits, (splits, rows, columns) each.
     """
 
@@ -43,10 +43,6 @@ class RowOperands(NamedTuple):
     def of(cls, norm: NormOperands) -> "RowOperands":
         """Those of a norm."""
         return cls(norm.scale, norm.layer_index.reshape(1), tuple(addition.parts for addition in norm.additions))
-
-    def located(self) -> "RowOperands":
-        """With the layer's number, asked for where a kernel begins: where the scale lies depends on it."""
-        return self._replace(layer=self.layer[0])
 
 
 class Meeting(NamedTuple):
@@ -156,7 +152,7 @@ def normed_share(
     def load(ref: Any) -> jax.Array:
         return plgpu.load(ref if size == columns else ref.at[own], layout=layout, optimized=False)
 
-    numbers, factor = load(x.at[row]), load(operands.scale.at[operands.layer])
+    numbers, factor = load(x.at[row]), load(operands.scale.at[operands.layer[0]])
     sums = [
         functools.reduce(operator.add, [load(parts.at[i, row]).astype(jnp.float32) for i in range(parts.shape[0])])
         for parts in operands.additions

@@ -198,7 +198,6 @@ class _Product:
 
         def warpgroup(scratch: _Scratch) -> None:
             number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
-            located = operands if operands.row is None else operands._replace(row=operands.row.located())
 
             @pl.when(number == sizes.consumers)
             def produce():
@@ -210,7 +209,7 @@ class _Product:
             def consume():
                 if several:
                     plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-                factor = None if not self.whole else self._round(located, tuple(of_row), scratch, number)
+                factor = None if not self.whole else self._round(operands, tuple(of_row), scratch, number)
                 self._consume(operands, out, scratch, number, factor)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")

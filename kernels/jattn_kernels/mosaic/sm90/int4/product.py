@@ -194,7 +194,6 @@ class _Product:
 
         def warpgroup(scratch: _Scratch) -> None:
             number, several = lax.axis_index("warpgroup"), sizes.consumers > 1
-            located = operands if operands.row is None else operands._replace(row=operands.row.located())
 
             @pl.when(number == sizes.consumers)
             def produce():
@@ -207,7 +206,7 @@ class _Product:
                 if several:
                     plgpu.set_max_registers(_REGISTERS[sizes.consumers][1], action="increase")
                 if self.whole:
-                    self._hold_row(located, tuple(of_row), scratch, number)
+                    self._hold_row(operands, tuple(of_row), scratch, number)
                 self._consume(sums, scratch, number)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
