@@ -12,7 +12,7 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Ahead, Splits, Unattended, added, attended_at_once
+from jattn.matmul import Splits, Unattended, added, attended_at_once
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents, RawQueries
@@ -144,7 +144,6 @@ def forward_rotary(
     *,
     norms: HeadNorms | None = None,
     later: bool = False,
-    ahead: tuple[Ahead, ...] = (),
 ) -> tuple[Float[Array, "T N Hv"] | Unattended, Any]:
     """Turns queries and keys by their angles, then does as `forward`; models with rotary embedding call this one.
 
@@ -152,7 +151,6 @@ def forward_rotary(
         qkv: A token's query heads, then its key heads, then as many value heads.
         norms: Of query and key heads before they turn.
         later: Whether attention may be left to who reads it, and what is saved before it: the pool is then as it was.
-        ahead: Weights that are read next, of which a kernel may ask memory for some.
 
     Raises:
         ValueError: `qkv` has not the layer's heads, or the angles have not its tokens; or the layer's rows are latent:
@@ -176,8 +174,7 @@ def forward_rotary(
         unattended = backend.unattended(qkv, angles, layer, metadata, pool, norms)
         if unattended is not None and later and qkv.shape[0] == 1:
             return unattended, pool
-        result = None if unattended is None else attended_at_once(dataclasses.replace(unattended, ahead=ahead))
-        if result is not None:
+        if unattended is not None and (result := attended_at_once(unattended)) is not None:
             rows, pages = result
             return rows.reshape(qkv.shape[0], layer.tp_q_head_num, -1), pool.with_pages(layer.group, *pages)
     saved = None

@@ -218,14 +218,12 @@ class TokenOperands:
         rotary: Of queries, the key and the value; `qkv` are Splits.
         page_table, seq_lens: As of AttentionOperands.
         schedule: The implementation's own work list, or None.
-        ahead: What is read after it.
     """
 
     rotary: RotaryOperands
     page_table: Int[Array, "B max_pages"]
     seq_lens: Int[Array, " B"]
     schedule: Any = None
-    ahead: tuple[Ahead, ...] = ()
 
 
 @typing.no_type_check

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from jattn_kernels.ahead import Ahead
 from jattn_kernels.attention import paged_decode
 from jattn_kernels.call import AttentionCall, Schedule, modes_of
 from jattn_kernels.dispatch import choose, serves
@@ -32,7 +31,6 @@ class Unattended:
 
     Attributes:
         qkv, cos, sin, slots, norms: As of `rotate_and_write`.
-        ahead: Weights that are read next.
         Others: As of `paged_decode`; the last two are static.
     """
 
@@ -47,7 +45,6 @@ class Unattended:
     seq_lens: Int[Array, " T"]
     layer_index: Int[Array, ""] | int
     schedule: Schedule | None = None
-    ahead: tuple[Ahead, ...] = ()
     spec: AttentionSpec = dataclasses.field(metadata={"static": True})
     implementation: str | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -139,7 +136,7 @@ def unattended_call(rows: Unattended) -> tuple[AttentionCall, TokenOperands]:
         layer_index=layer,
         norms=rows.norms,
     )
-    operands = TokenOperands(rotary=rotary, page_table=rows.page_table, seq_lens=rows.seq_lens, ahead=rows.ahead)
+    operands = TokenOperands(rotary=rotary, page_table=rows.page_table, seq_lens=rows.seq_lens)
     features = {"partial_rotary": 2 * rows.cos.shape[-1] < spec.head_dim, "head_norms": rows.norms is not None}
     call = AttentionCall(
         operation="paged_decode",

@@ -127,8 +127,7 @@ class Attention(nnx.Module):
             product = x if isinstance(x, Splits) else self.qkv_proj.splits(x)
             heads = product.reshape(x.shape[0], -1, self.head_dim)
             later = later and self.o_proj.plain_weights is not None
-            options: dict[str, Any] = {"norms": norms, "later": later, "ahead": self.o_proj.ahead()}
-            out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, **options)
+            out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms, later=later)
             return self._output(out, ahead), pool
         assert not isinstance(x, Splits)
         rows = x if isinstance(x, QuantizedRows) else taken(x)

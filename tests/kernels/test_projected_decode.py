@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import Ahead, AttentionSpec, HeadNorms, Splits, Unattended, make_schedule
+from jattn_kernels import AttentionSpec, HeadNorms, Splits, Unattended, make_schedule
 from jattn_kernels.call import Device
 from jattn_kernels.dispatch import serves
 from jattn_kernels.unattended import attended, unattended_call
@@ -144,17 +144,6 @@ def test_it_is_two_kernels_for_cuda(monkeypatch, batch, options):
     assert text.count("mosaic_gpu_v2") == 2
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_it_asks_for_weights_that_are_read_next(monkeypatch, batch):
-    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
-    values, layer = jax.ShapeDtypeStruct((2, 4096, 4096), jnp.int4), jax.ShapeDtypeStruct((), jnp.int32)
-    rows = jax.eval_shape(functools.partial(unattended, (1024,) * batch, kv_heads=8))
-    ahead = (Ahead(values=values, layer_index=layer),)
-    for given, asks in ((), False), (ahead, True):
-        traced = jax.jit(attended).trace(dataclasses.replace(rows, ahead=given))
-        assert ("cp.async.bulk.prefetch.L2" in traced.lower(lowering_platforms=("cuda",)).as_text()) == asks
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
@@ -167,7 +156,5 @@ def test_it_asks_for_weights_that_are_read_next(monkeypatch, batch):
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
 @pytest.mark.parametrize("seq_lens", [(1,), (1024,), (5000,), tuple(range(0, 4096, 67))])
 def test_decode_of_a_projection_on_a_gpu(options, page_size, seq_lens):
-    ahead = (Ahead(values=jnp.zeros((2, 4096, 4096), jnp.int4), layer_index=jnp.int32(1)),)
-    for dtype, given in ("bfloat16", ahead), ("float16", ()):
-        rows = unattended(seq_lens, dtype, page_size=page_size, **{"kv_heads": 8, **options})
-        assert_as_in_turn(dataclasses.replace(rows, ahead=given))
+    for dtype in ("bfloat16", "float16"):
+        assert_as_in_turn(unattended(seq_lens, dtype, page_size=page_size, **{"kv_heads": 8, **options}))

@@ -121,7 +121,6 @@ class Operands(NamedTuple):
         heads: Of one token a sequence, a `TokenHeads` that queries, keys and values are made of, in place of `q`. The
             keys and values are written into the pages, which are Refs.
         slots: Where to; of each sequence.
-        ahead: Weights that are asked for at the end.
     """
 
     q: Any  # [B, parts, rows, H]; rotated: float32 [B, row blocks, H, block_rows]
@@ -143,7 +142,6 @@ class Operands(NamedTuple):
     key_rotations: Any = None  # float16 [block_kv, H / 2] each
     heads: Any = None
     slots: Any = None  # [B]
-    ahead: tuple[Any, ...] = ()
 
 
 class SharedMemory(NamedTuple):

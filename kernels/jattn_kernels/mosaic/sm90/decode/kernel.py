@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
-from jattn_kernels.mosaic.sm90.common import asked_ahead, launch, tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.convert import Converted
 from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults
 from jattn_kernels.mosaic.sm90.common.work_tiles import read_work_tiles
@@ -88,9 +88,6 @@ def _warpgroup(config: DecodeConfig, operands: Operands, out_refs, scratch: Shar
             plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         bring = convert_all if config.packed else copy_all
         bring(config, operands, scratch, work_tiles)
-        heads = config.spec.num_kv_heads
-        block = lax.axis_index("worker") * heads + lax.axis_index("head")
-        asked_ahead.ask(operands.ahead, block, operands.workers.shape[0] * heads)
 
 
 def _scratch(config: DecodeConfig) -> SharedMemory:

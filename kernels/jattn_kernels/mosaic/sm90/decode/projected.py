@@ -15,7 +15,6 @@ from jattn_kernels.lowering.fp8_parts import num_parts
 from jattn_kernels.lowering.key_bounds import is_narrow
 from jattn_kernels.lowering.token_bounds import sequence_bounds
 from jattn_kernels.mosaic.sm90.common import launch
-from jattn_kernels.mosaic.sm90.common.asked_ahead import AheadOperands
 from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.common.operands import stacked
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
@@ -98,7 +97,6 @@ def projected_decode(
         first=bounds.first[:, 0] if is_narrow(spec) else None,
         heads=TokenHeads.of(rotary),
         slots=rotary.slots,
-        ahead=AheadOperands.of(operands.ahead),
     )
     results = decode(config, kernel_operands, schedule)
     out, _ = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
