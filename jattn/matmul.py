@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jattn_kernels import (
-    Ahead,
     NextProduct,
     QuantizedKernel,
     QuantizedRows,
@@ -38,7 +37,6 @@ __all__ = [
     "MXFP4",
     "MXFP4_GROUP",
     "NUMBERS_OF_BYTE",
-    "Ahead",
     "NextProduct",
     "QuantizedKernel",
     "QuantizedRows",

@@ -1,6 +1,5 @@
 """Kernels of inference: attention over paged and ragged keys, and what stands around it. Pure functions of arrays."""
 
-from jattn_kernels.ahead import Ahead
 from jattn_kernels.attention import make_schedule, paged_decode, paged_extend, ragged_extend
 from jattn_kernels.experts import are_multiplied_by_a_kernel, mixture_of_experts, routed_experts
 from jattn_kernels.experts_of_sum import routed_experts_of_sum
@@ -39,7 +38,6 @@ from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 
 __all__ = [
-    "Ahead",
     "AttentionSpec",
     "HeadNorms",
     "NextProduct",

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.ahead import Ahead
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
@@ -69,7 +68,6 @@ def matmul_splits(
     bias: Float[Array, "*L F"] | None = None,
     layer_index: Int[Array, ""] | int | None = None,
     out_dtype: Any = None,
-    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "T F"] | Splits:
     """`matmul`, or what adds up to it, where a kernel splits the depth: for who can add it up while reading it.
@@ -79,12 +77,11 @@ def matmul_splits(
 
     Args:
         bias: Added to each row: by such a kernel before the sum is rounded, else after.
-        ahead: Weights that are read next, in this order; a kernel for weights in few bits asks memory for some.
 
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
-    return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation, ahead)[0]
+    return _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)[0]
 
 
 def matmul_splits_of_sum(
@@ -94,7 +91,6 @@ def matmul_splits_of_sum(
     bias: Float[Array, "*L F"] | None = None,
     layer_index: Int[Array, ""] | int | None = None,
     out_dtype: Any = None,
-    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"], Float[Array, "T D"]]:
     """`matmul_splits` of rows that are added up, their sum, and its norm.
@@ -103,7 +99,7 @@ def matmul_splits_of_sum(
         ValueError, NotImplementedError: As `matmul`.
     """
     _check_of_sum(x)
-    product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation, ahead)
+    product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)
     assert rows is not None
     return product, *rows
 
@@ -114,7 +110,6 @@ def matmul_gated(
     activation: Callable[[Array, Array], Array],
     *,
     layer_index: Int[Array, ""] | int | None = None,
-    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> Float[Array, "T F"] | Ungated:
     """activation(gate, up) of a product's columns, the gate's first; Ungated where no kernel takes it with the product.
@@ -124,16 +119,14 @@ def matmul_gated(
 
     Args:
         activation: Elementwise and hashable.
-        ahead: As of `matmul_splits`.
 
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
     call, operands = packed_product(x, kernel, layer_index, None, implementation, gate=activation)
     if not serves(call, implementation):
-        rows = matmul_splits(x, kernel, layer_index=layer_index, ahead=ahead, implementation=implementation)
+        rows = matmul_splits(x, kernel, layer_index=layer_index, implementation=implementation)
         return Ungated(rows=rows, activation=activation)
-    operands = dataclasses.replace(operands, ahead=ahead)
     return _product(choose(call, implementation).implementation, call, operands)
 
 
@@ -143,7 +136,6 @@ def matmul_gated_of_sum(
     activation: Callable[[Array, Array], Array],
     *,
     layer_index: Int[Array, ""] | int | None = None,
-    ahead: tuple[Ahead, ...] = (),
     implementation: str | None = None,
 ) -> tuple[Float[Array, "T F"] | Ungated, Float[Array, "T D"], Float[Array, "T D"]]:
     """`matmul_gated` of rows that are added up, their sum, and its norm.
@@ -159,9 +151,9 @@ def matmul_gated_of_sum(
         norm_call, norm = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
         call = dataclasses.replace(call, norm=norm_call)
         if serves(call, implementation):
-            operands = dataclasses.replace(operands, norm=norm, ahead=ahead)
+            operands = dataclasses.replace(operands, norm=norm)
             return _product(choose(call, implementation).implementation, call, operands)
-    options: dict[str, Any] = {"layer_index": layer_index, "ahead": ahead, "implementation": implementation}
+    options: dict[str, Any] = {"layer_index": layer_index, "implementation": implementation}
     rows, total, normed = matmul_splits_of_sum(x, kernel, **options)
     return Ungated(rows=rows, activation=activation), total, normed
 
@@ -184,18 +176,11 @@ def adds_up(x: Unnormed, kernel: Float[Array, "*L D F"] | QuantizedKernel, *, la
 
 
 def _in_splits(
-    x: Any,
-    kernel: Any,
-    bias: Any,
-    layer_index: Any,
-    out_dtype: Any,
-    implementation: str | None,
-    ahead: tuple[Ahead, ...],
+    x: Any, kernel: Any, bias: Any, layer_index: Any, out_dtype: Any, implementation: str | None
 ) -> tuple[Float[Array, "T F"] | Splits, tuple[Float[Array, "T D"], Float[Array, "T D"]] | None]:
     """The product; and of rows that were added up their sum, and its norm."""
     rows = x.rows if isinstance(x, Unnormed) else x
     call, operands = packed_product(rows, kernel, layer_index, out_dtype, implementation, in_splits=True)
-    operands = dataclasses.replace(operands, ahead=ahead)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
     of_sum: Any = None

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
-from jattn_kernels.ahead import Ahead
 from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.raw_latents import RawLatents
 from jattn_kernels.raw_queries import RawQueries
@@ -292,7 +291,6 @@ class MatmulOperands:
         norm: What rows are normed with that are not yet; its own x are these rows.
         row_scales: Of x that comes in fp8, perhaps with more rows than there are.
         bias: Of the product's columns.
-        ahead: What is read after it.
     """
 
     x: Float[Array, "T D"]
@@ -303,7 +301,6 @@ class MatmulOperands:
     norm: NormOperands | None = None
     row_scales: Float32[Array, " S"] | None = None
     bias: Float[Array, "L F"] | None = None
-    ahead: tuple[Ahead, ...] = ()
 
 
 @typing.no_type_check

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jattn.backend import AttentionBackend, AttentionLayer, forward, forward_rotary
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import Ahead, NextProduct, QuantizedRows, Splits, Unattended, Unmultiplied
+from jattn.matmul import NextProduct, QuantizedRows, Splits, Unattended, Unmultiplied
 from jattn.norm import HeadNorms, NormedRows, Unnormed, normed_heads, taken
 from jattn.page_lists import ALL_KEYS, AttentionSpan
 from jattn.parallel import ONE_DEVICE, Parallel
@@ -110,14 +110,12 @@ class Attention(nnx.Module):
         pool: Any,
         *,
         later: bool = False,
-        ahead: tuple[Ahead, ...] = (),
     ):
         """This device's part of what the layer adds to the residual stream, and the pool as the backend returned it.
 
         Args:
             x: Rows; or their product with the first projection, if there is a `first_product`.
             later: Whether what it adds may be left to the kernel that reads it.
-            ahead: Weights that are read next.
         """
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
@@ -128,7 +126,7 @@ class Attention(nnx.Module):
             heads = product.reshape(x.shape[0], -1, self.head_dim)
             later = later and self.o_proj.plain_weights is not None
             out, pool = forward_rotary(backend, heads, this_pass.angles[self.rope], *rest, norms=norms, later=later)
-            return self._output(out, ahead), pool
+            return self._output(out), pool
         assert not isinstance(x, Splits)
         rows = x if isinstance(x, QuantizedRows) else taken(x)
         heads = self.qkv_proj(rows).reshape(x.shape[0], -1, self.head_dim)
@@ -147,7 +145,7 @@ class Attention(nnx.Module):
         else:
             qkv = jnp.concatenate([q, k, v], axis=1)
             out, pool = forward_rotary(backend, qkv, this_pass.angles[self.rope], *rest)
-        return self._output(out, ahead), pool
+        return self._output(out), pool
 
     def first_product(self, norm: RMSNorm) -> NextProduct | None:
         """The product with the first projection of what `norm` gives, where nothing but turning comes after it."""
@@ -163,10 +161,6 @@ class Attention(nnx.Module):
         """Whether it takes rows that are rounded to fp8, which it would do itself."""
         return self.qkv_proj.rounds_rows
 
-    def ahead(self, *, later: int) -> tuple[Ahead, ...]:
-        """The weights that one of these layers reads first, so many layers later."""
-        return self.qkv_proj.ahead(later=later)
-
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its first projection's kernel adds such rows up."""
         return self.rope is not None and self._turns_alone and self.qkv_proj.adds_up(x)
@@ -176,10 +170,8 @@ class Attention(nnx.Module):
         """Whether nothing but norms of each head stands between the projection and the turning."""
         return self.qkv_clip is None and self.temperature is None and not isinstance(self.q_norm, ProjectionNorm)
 
-    def _output(
-        self, out: Float[Array, "T N H"] | Unattended, ahead: tuple[Ahead, ...]
-    ) -> Float[Array, "T D"] | Splits | Unmultiplied:
-        return self.o_proj.later(out if isinstance(out, Unattended) else out.reshape(out.shape[0], -1), ahead)
+    def _output(self, out: Float[Array, "T N H"] | Unattended) -> Float[Array, "T D"] | Splits | Unmultiplied:
+        return self.o_proj.later(out if isinstance(out, Unattended) else out.reshape(out.shape[0], -1))
 
     def _head_norms(self) -> HeadNorms | None:
         """The norms of each head by itself."""

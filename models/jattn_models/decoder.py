@@ -210,7 +210,7 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
         following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if multiplies else None
         for offset, stack in enumerate(stacks):
             layer = number * places[offset].step + places[offset].start
-            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following, repeats=len(stacks) == 1)
+            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following)
         return stream, pool
 
     parallel, first = this_pass.parallel, 0

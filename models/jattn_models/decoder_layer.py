@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jattn.experts import Pages
-from jattn.matmul import Ahead, NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
+from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.attention import Attention, Pass
@@ -77,24 +77,18 @@ class DecoderLayer(nnx.Module):
         this_pass: Pass,
         pool: Any,
         following: "DecoderLayer | None" = None,
-        *,
-        repeats: bool = False,
     ) -> tuple[Stream, Any]:
         """What it makes of the stream, and the pool.
 
         Args:
             following: The next layer, whose first product it may take.
-            repeats: Whether the next layer is that of its own stack.
         """
         parallel = this_pass.parallel
         stream, given = self._given(stream, parallel)
-        options: dict[str, Any] = {"later": True} if self._takes_attention(parallel) else {}
-        if isinstance(self.attention, Attention) and isinstance(self.mlp, GatedMLP):
-            options["ahead"] = self.mlp.ahead()
-        attended, pool = self.attention(given, layer_index, this_pass, pool, **options)
+        later = {"later": True} if self._takes_attention(parallel) else {}
+        attended, pool = self.attention(given, layer_index, this_pass, pool, **later)
         after = None if following is None else following.first_product
-        ahead = self.attention.ahead(later=1) if repeats and isinstance(self.attention, Attention) else ()
-        hidden, addition, product, pages = self._after_attention(stream, attended, parallel, after, ahead)
+        hidden, addition, product, pages = self._after_attention(stream, attended, parallel, after)
         if pages is not None:
             pool = pool.with_pages(self.attention.layer(layer_index).group, *pages)
         if self._leaves(addition, parallel):
@@ -131,12 +125,10 @@ class DecoderLayer(nnx.Module):
         addition = self._of_mlp(normed, parallel)
         return addition if self._leaves(addition, parallel) else None
 
-    def _of_mlp(
-        self, normed: NormedRows, parallel: Parallel, ahead: tuple[Ahead, ...] = ()
-    ) -> Float[Array, "T D"] | Splits:
+    def _of_mlp(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits:
         """This device's part of what the MLP adds to the residual stream; in splits perhaps where it may leave it."""
         if isinstance(self.mlp, GatedMLP):
-            return self.mlp.splits(normed, ahead) if self._defers(parallel) else self.mlp(normed)
+            return self.mlp.splits(normed) if self._defers(parallel) else self.mlp(normed)
         assert not isinstance(normed, QuantizedRows)
         if isinstance(self.mlp, MixtureOfExperts) and parallel.axis is None and self._defers(parallel):
             return self.mlp.splits(normed)
@@ -184,7 +176,6 @@ class DecoderLayer(nnx.Module):
         attended: Float[Array, "T D"] | Splits | Unmultiplied,
         parallel: Parallel,
         following: NextProduct | None,
-        ahead: tuple[Ahead, ...],
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"] | Splits, Splits | None, Pages | None]:
         """The residual stream after attention, what this device's MLP adds to it, and perhaps the product after it.
 
@@ -204,10 +195,10 @@ class DecoderLayer(nnx.Module):
                 addition, hidden, product, pages = self.mlp.splits_of_sum(later, following)
                 return hidden, addition, product, pages
             if isinstance(attended, Splits) and self._defers(parallel) and self.mlp.adds_up(later):
-                addition, hidden = self.mlp.splits_of_sum(later, ahead)
+                addition, hidden = self.mlp.splits_of_sum(later)
                 return hidden, addition, None, None
         hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
-        return hidden, self._of_mlp(normed, parallel, ahead), None, None
+        return hidden, self._of_mlp(normed, parallel), None, None
 
     def _between(
         self, hidden: Float[Array, "T D"], attended: Float[Array, "T D"] | Splits, parallel: Parallel

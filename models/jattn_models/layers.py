@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Float32, Int
 from jattn.matmul import (
     FP8,
     INT4,
-    Ahead,
     QuantizedKernel,
     QuantizedRows,
     Splits,
@@ -144,36 +143,30 @@ class Linear(nnx.Module):
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         return y if self.bias is None else with_bias(y, self.summed_over.once(self.bias.of_layer))
 
-    def splits(self, x: NormedRows | Unnormed | Ungated, ahead: tuple[Ahead, ...] = ()) -> Float[Array, "T F"] | Splits:
-        """The same, for who adds it up; of rows that may not be normed yet.
-
-        Args:
-            ahead: Weights that are read next.
-        """
+    def splits(self, x: NormedRows | Unnormed | Ungated) -> Float[Array, "T F"] | Splits:
+        """The same, for who adds it up; of rows that may not be normed yet."""
         weights, layer = self._weights()
         bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
-        return matmul_splits(x, weights, bias=bias, layer_index=layer, ahead=ahead)
+        return matmul_splits(x, weights, bias=bias, layer_index=layer)
 
-    def gated(
-        self, x: NormedRows, activation: Callable[[Array, Array], Array], ahead: tuple[Ahead, ...] = ()
-    ) -> Float[Array, "T F"] | Ungated:
-        """activation(gate, up) of what it returns, by its kernel or by who reads it; `ahead` as of `splits`."""
+    def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
+        """activation(gate, up) of what it returns, by its kernel or by who reads it."""
         weights, layer = self._weights()
         in_eight_bits = isinstance(weights, QuantizedKernel) and weights.dtype != INT4
         if self.bias is not None or in_eight_bits:
-            return Ungated(rows=self.splits(x, ahead), activation=activation)
-        return matmul_gated(x, weights, activation, layer_index=layer, ahead=ahead)
+            return Ungated(rows=self.splits(x), activation=activation)
+        return matmul_gated(x, weights, activation, layer_index=layer)
 
     def gated_of_sum(
-        self, x: Unnormed, activation: Callable[[Array, Array], Array], ahead: tuple[Ahead, ...] = ()
+        self, x: Unnormed, activation: Callable[[Array, Array], Array]
     ) -> tuple[Float[Array, "T F"] | Ungated, Float[Array, "T D"]]:
         """`gated` of rows that are added up, and their sum."""
         weights, layer = self._weights()
         if self.bias is None:
-            gated, total, _ = matmul_gated_of_sum(x, weights, activation, layer_index=layer, ahead=ahead)
+            gated, total, _ = matmul_gated_of_sum(x, weights, activation, layer_index=layer)
             return gated, total
         bias = self.summed_over.once(self.bias.stack_and_layer[0])
-        product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer, ahead=ahead)
+        product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer)
         return Ungated(rows=product, activation=activation), total
 
     def adds_up(self, x: Unnormed) -> bool:
@@ -181,24 +174,11 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         return adds_up(x, weights, layer_index=layer)
 
-    def ahead(self, *, later: int = 0) -> tuple[Ahead, ...]:
-        """Its weights, for a kernel before; nothing of those that no kernel asks for.
-
-        Args:
-            later: By how many layers; past the last one, that one's.
-        """
-        weights, layer = self._weights()
-        if layer is not None and later:
-            layer = jnp.minimum(layer + later, weights.shape[0] - 1)
-        return Ahead.of(weights, layer)
-
-    def later(
-        self, x: Float[Array, "T D"] | Unattended, ahead: tuple[Ahead, ...] = ()
-    ) -> Float[Array, "T F"] | Splits | Unmultiplied:
+    def later(self, x: Float[Array, "T D"] | Unattended) -> Float[Array, "T F"] | Splits | Unmultiplied:
         """The same, for a kernel that may take the product itself; with `plain_weights` of attention too."""
         if (plain := self.plain_weights) is None:
             assert not isinstance(x, Unattended)
-            return self.splits(x, ahead)
+            return self.splits(x)
         return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1])
 
     @property

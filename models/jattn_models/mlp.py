@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jattn.matmul import Ahead, Splits, Ungated
+from jattn.matmul import Splits, Ungated
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.layers import Linear
@@ -53,31 +53,21 @@ class GatedMLP(nnx.Module):
         """What this device's hidden units add to the result."""
         return self.down_proj(self._activated(x))
 
-    def splits(self, x: NormedRows, ahead: tuple[Ahead, ...] = ()) -> Float[Array, "T D"] | Splits:
-        """The same, for who adds it up.
+    def splits(self, x: NormedRows) -> Float[Array, "T D"] | Splits:
+        """The same, for who adds it up."""
+        return self.down_proj.splits(self._activated(x))
 
-        Args:
-            ahead: Weights that are read next.
-        """
-        return self.down_proj.splits(self._activated(x), ahead)
-
-    def splits_of_sum(
-        self, x: Unnormed, ahead: tuple[Ahead, ...] = ()
-    ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
+    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
         """The same of rows that are added up, and their sum."""
-        hidden, total = self.gate_up_proj.gated_of_sum(x, GATES[self.activation], self.down_proj.ahead())
-        return self.down_proj.splits(hidden, ahead), total
-
-    def ahead(self) -> tuple[Ahead, ...]:
-        """The weights that it reads first."""
-        return self.gate_up_proj.ahead()
+        hidden, total = self.gate_up_proj.gated_of_sum(x, GATES[self.activation])
+        return self.down_proj.splits(hidden), total
 
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its first projection's kernel adds such rows up."""
         return self.gate_up_proj.adds_up(x)
 
     def _activated(self, x: NormedRows) -> Float[Array, "T F"] | Ungated:
-        return self.gate_up_proj.gated(x, GATES[self.activation], self.down_proj.ahead())
+        return self.gate_up_proj.gated(x, GATES[self.activation])
 
     @property
     def rounds_rows(self) -> bool:

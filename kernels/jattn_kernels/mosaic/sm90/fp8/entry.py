@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90 import rms_norm
-from jattn_kernels.mosaic.sm90.common.asked_ahead import AheadOperands
 from jattn_kernels.mosaic.sm90.common.rounded_rows import rounded_types
 from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
@@ -66,19 +65,16 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     Of a row that is added up first: that, the row's sum, and its norm.
     """
     assert operands.scales is not None
-    x, x_scales = operands.x, None
-    facts: dict[str, Any] = {}
+    x, x_scales, facts = operands.x, None, {}
     if not _is_whole(call):
         rounded = _rounded(call, operands)
         x, x_scales = rounded.values, rounded.scales
     elif operands.norm is not None:
-        facts |= {"norm": call.norm, "row": RowOperands.of(operands.norm)}
+        facts = {"norm": call.norm, "row": RowOperands.of(operands.norm)}
     weights = operands.kernel, operands.scales[..., 0], operands.layer_index
-    out_dtype, sizes = jnp.dtype(call.out_dtype), _tiles(call)
-    if sizes.cluster == 1:
-        facts["ahead"] = AheadOperands.of(operands.ahead)
+    out_dtype = jnp.dtype(call.out_dtype)
     out, of_row = fp8_matmul(
-        x, x_scales, *weights, out_dtype, sizes, num_rows=call.num_rows, rounded=rounds_splits(call), **facts
+        x, x_scales, *weights, out_dtype, _tiles(call), num_rows=call.num_rows, rounded=rounds_splits(call), **facts
     )
     result = out if call.in_splits else added(out)
     return (result, *of_row) if of_row else result

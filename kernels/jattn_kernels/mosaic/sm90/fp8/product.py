@@ -28,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jattn_kernels.call import NormCall
-from jattn_kernels.mosaic.sm90.common import asked_ahead, launch, tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, summed_over_stages, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
@@ -59,7 +59,6 @@ class _Operands(NamedTuple):
     scales: Any
     layer: Any
     row: RowOperands | None = None
-    ahead: tuple[asked_ahead.AheadOperands, ...] = ()
 
 
 def fp8_matmul(
@@ -75,7 +74,6 @@ def fp8_matmul(
     rounded: bool = False,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
-    ahead: tuple[asked_ahead.AheadOperands, ...] = (),
 ) -> tuple[Float[Array, "T F"] | Splits, list[Float[Array, "1 D"]]]:
     """(x @ kernel^T) times the factors of its rows and columns, summed in float32; or what adds up to it.
 
@@ -87,7 +85,6 @@ def fp8_matmul(
         sizes: Of the work tiles.
         rounded: Whether each split's sums are rounded to `out_dtype`, and leave as whole tiles.
         norm, row: If a whole row is added up and normed before it is rounded, what is done and what with.
-        ahead: Weights that are asked for at the end; of blocks without clusters.
     """
     (rows, depth), columns = x.shape, kernel.shape[1]
     product = _Product(
@@ -109,7 +106,7 @@ def fp8_matmul(
     cluster: dict[str, Any] = {}
     if sizes.cluster > 1:
         cluster = {"cluster": (sizes.cluster,), "cluster_names": ("cluster",)}
-    leaves, tree = jax.tree.flatten(_Operands(x, x_scales, kernel, scales, layer_index.reshape(1), row, ahead))
+    leaves, tree = jax.tree.flatten(_Operands(x, x_scales, kernel, scales, layer_index.reshape(1), row))
     run = launch.kernel(
         functools.partial(product.body, tree),
         out_type=[out_type] if norm is None else [out_type, *[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2],
@@ -251,7 +248,6 @@ class _Product:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full, **shared)
 
         steps = self._for_each_tile(copy_tile)
-        asked_ahead.ask(operands.ahead, lax.axis_index("block"), self.num_blocks)
         wait_for_last(scratch.empty, steps, sizes.stages)
 
     def _round(self, operands: _Operands, outs: tuple[Any, ...], scratch: _Scratch, number: Any) -> Any:

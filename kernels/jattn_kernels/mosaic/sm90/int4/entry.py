@@ -9,7 +9,6 @@ from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.interleaved import in_turn
-from jattn_kernels.mosaic.sm90.common.asked_ahead import AheadOperands
 from jattn_kernels.mosaic.sm90.common.rounded_splits import rounds_splits
 from jattn_kernels.mosaic.sm90.common.shared_row import RowOperands, adds_up, fits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
@@ -100,7 +99,6 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         activation=call.gate,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
-        ahead=AheadOperands.of(operands.ahead),
     )
     if call.gate is not None:
         gated = parts[0, : call.num_rows]

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from jattn_kernels.call import NormCall
-from jattn_kernels.mosaic.sm90.common import asked_ahead, launch, tiles
+from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import ProductTile, wait_for_last
 from jattn_kernels.mosaic.sm90.common.shared_row import Meeting, RowOperands, meeting, share_of_row, store_share
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
@@ -66,7 +66,6 @@ class _Operands(NamedTuple):
     scales: Any
     layer: Any
     row: RowOperands | None
-    ahead: tuple[asked_ahead.AheadOperands, ...]
 
 
 def int4_matmul(
@@ -81,7 +80,6 @@ def int4_matmul(
     activation: strips.Activation | None = None,
     norm: NormCall | None = None,
     row: RowOperands | None = None,
-    ahead: tuple[asked_ahead.AheadOperands, ...] = (),
 ) -> tuple[Float[Array, "S R O"], list[Float[Array, "1 D"]]]:
     """x @ kernel^T in splits, which add up to it; and if x is normed first, its sum, and the norm.
 
@@ -94,7 +92,6 @@ def int4_matmul(
         rounded: Whether each split's sums are rounded to x's dtype; of several rows the result has whole tiles then.
         activation: Of the rounded halves of the only split, which is stored in place of them.
         norm, row: Of one row that is added up and normed first, what is done and what with.
-        ahead: Weights that are asked for at the end.
     """
     depth, columns = x.shape[1], kernel.shape[1]
     if rounded and num_rows > 1:
@@ -110,7 +107,7 @@ def int4_matmul(
         norm=norm,
         activation=activation,
     )
-    leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row, ahead))
+    leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
     sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns // sizes.halves), dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
@@ -265,7 +262,6 @@ class _Product:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 
         steps = self._for_each_tile(copy_tile)
-        asked_ahead.ask(operands.ahead, lax.axis_index("block"), self.num_blocks)
         wait_for_last(scratch.empty, steps, sizes.stages)
 
     def _hold_row(self, operands: _Operands, outs: tuple[Any, ...], scratch: _Scratch, number: Any) -> None:
