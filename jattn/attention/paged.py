@@ -262,11 +262,8 @@ class PagedAttentionBackend:
 
         The pool may be donated.
         """
-        options, slots, kind = (
-            {"implementation": self.options.implementation},
-            metadata.slots[layer.group],
-            kind_of(layer),
-        )
+        options: dict[str, Any] = {"implementation": self.options.implementation}
+        slots, kind = metadata.slots[layer.group], kind_of(layer)
         facts: dict[str, Any] = {"dtype": latents.dtype, "kv_dtype": self._stored_dtype, "page_size": self.page_size}
         facts |= {"num_tokens": slots.shape[0], "absorbed": queries.nope_dim}
         if isinstance(metadata.schedule_of(kind), LatentPlan):

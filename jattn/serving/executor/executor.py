@@ -17,6 +17,7 @@ from jattn.device_mesh import held_by_all, spans_processes
 from jattn.lowering import LoweringProcesses, processes_for
 from jattn.mailbox import mailbox_of
 from jattn.model import CausalLM
+from jattn.parallel import NO_TOKEN
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
@@ -48,7 +49,6 @@ from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import packed
-from jattn.serving.steps.plain import NO_TOKEN
 from jattn.step_compilation import COMPILING_AT_ONCE, compile_steps
 from jattn_kernels.call import default_device
 

@@ -13,8 +13,9 @@ from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.scores import score_batch
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.choice import VARIANTS, Variant
 from jattn.serving.steps.packing import Packing, on_packed, packed
-from jattn.serving.steps.plain import VARIANTS, Steps, Variant
+from jattn.serving.steps.plain import Steps
 
 _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
 

@@ -13,7 +13,8 @@ from jattn.serving.executor.masks import empty_masks
 from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey, taking_packed
 from jattn.serving.resolved_config import ResolvedConfig
-from jattn.serving.steps.plain import Steps, Unsampled, Variant
+from jattn.serving.steps.choice import Variant
+from jattn.serving.steps.plain import Steps, Unsampled
 
 
 def forward_key(kind: Literal["decode", "prefill"], size: int, config: ResolvedConfig) -> StepKey:

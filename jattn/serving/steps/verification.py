@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jattn.kv_pool import KVPool
+from jattn.serving.steps.choice import Variant
 from jattn.serving.steps.drafting import NO_DRAFT, Drafter
 from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.steps.logprobs import token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import verify_pass
-from jattn.serving.steps.plain import UNUSED, StepOutput, Steps, Unsampled, Variant
+from jattn.serving.steps.plain import UNUSED, StepOutput, Steps, Unsampled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

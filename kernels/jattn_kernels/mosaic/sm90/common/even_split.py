@@ -114,7 +114,7 @@ class _Body:
 
         def run(of: _Sequences) -> None:
             share = self._cut(end_keys, first_keys, of)
-            *_, work_tiles, workers, split = refs
+            work_tiles, workers, split = list(refs)[-3:]
             _each(self._write_work_tiles, work_tiles, _FIELDS, of, share)
             _each(self._write_workers, workers, _OF_WORKER, of, share)
             _each(self._write_split, split, _OF_SPLIT, of)

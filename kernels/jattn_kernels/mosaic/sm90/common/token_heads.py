@@ -37,13 +37,13 @@ class TokenHeads(NamedTuple):
     Attributes:
         qkv: Splits of a product: (splits, tokens, heads, 2, 64).
         cos, sin: (tokens, 64), float32.
-        norms: With scales (layers, 2, 64), and the layer (1,); or None.
+        norms: HeadNorms with scales (layers, 2, 64), and the layer (1,); or None.
     """
 
     qkv: Any
     cos: Any
     sin: Any
-    norms: HeadNorms | None
+    norms: Any
 
     @classmethod
     def of(cls, rotary: RotaryOperands) -> "TokenHeads":
