@@ -162,9 +162,9 @@ class AttentionPhase:
     def consume(self, operands: Any, room: SplitRoom, scratch: Scratch, done: Any) -> Any:
         """Stores the block's split; the stages that have been used then."""
         rotary: Any = operands.rotary
-        norms = rotary.norms
-        is_scaled = norms is not None and norms.q_scale is not None
-        layer, scale_layer = rotary.layer_index[0], norms.layer_index[0] if is_scaled else None
+        layer, norms, scale_layer = rotary.layer_index[0], rotary.norms, None
+        if norms is not None and norms.q_scale is not None:
+            scale_layer = norms.layer_index[0]
         slot, group = rotary.slots[0], self.spec.group_size
         head, split, share = self._own(operands)
         # No layer is below 0: this says that all numbers are read at once, before the branch.
