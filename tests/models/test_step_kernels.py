@@ -85,9 +85,9 @@ def test_a_layer_is_one_kernel(step):
 
 
 def test_a_first_product_of_too_many_columns_is_left_to_its_layer(hopper):
-    """64 heads: cuBLAS takes q/k/v, whose rows are added up and normed by a kernel before. One makes the schedule."""
+    """64 heads: cuBLAS takes q/k/v, whose rows are added up and normed by a kernel before."""
     text = step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B | {"num_attention_heads": 64}), "greedy")
-    assert num_kernels(text) == 2 * 5 + 2
+    assert num_kernels(text) == 2 * 5 + 1
 
 
 def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
@@ -97,10 +97,10 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
-    """A layer has four products, attention that turns its heads, its merge; first is the schedule, last a norm."""
+    """A layer has four products, attention that turns its heads, its merge."""
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
-    assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 2
+    assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 1
 
 
 def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
@@ -140,13 +140,13 @@ def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
     assert not re.search(r"stablehlo\.(case|if|while)\b", step)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 1 + 6 + 5 + 4 + 1), (8, 1 + 6 + 10 + 1)])
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 5 + 4 + 1), (8, 6 + 10 + 1)])
 def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
     """Of a dense layer and two sparse ones of DeepSeek-V2-Lite, which are a loop's body where there are several tokens.
 
-    Before them is the schedule. A layer has its first product, queries with the write, decode, its merge; a dense one
-    o's product and a norm. Then one token's mixture is one kernel, and has the first product of the layer after it.
-    Eight tokens take six: o, norm, router, routing and the experts' two products, shared ones among them.
+    A layer has its first product, queries with the write, decode, its merge; a dense one o's product and a norm. Then
+    one token's mixture is one kernel, and has the first product of the layer after it. Eight tokens take six: o, norm,
+    router, routing and the experts' two products, shared ones among them.
     """
     text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=3), "greedy", rows=rows)
     assert num_kernels(text) == kernels

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-MOST_IDLE = 16  # one worker of so many may stay idle, and a share grow by what that leaves to the others
+_MOST_IDLE = 16  # one worker of so many may stay idle, and a share grow by what that leaves to the others
 
 
 @typing.no_type_check
@@ -173,11 +173,11 @@ def _share(begins: Int[Array, " B"], ends: Int[Array, " B"], workers: int) -> In
     A cut costs a call up to 0.2 us on an H200 (two work tiles for one, and a merge), idle workers less than their share
     of it, since the memory is what is waited for. But where a worker has few tiles, one tile more is much.
     """
-    idle = workers // MOST_IDLE if begins.shape[0] > 1 else 0
+    idle = workers // _MOST_IDLE if begins.shape[0] > 1 else 0
     shares = jnp.maximum(1, -(-ends[-1] // (workers - jnp.arange(idle + 1, dtype=jnp.int32))))
     cuts = (ends - 1)[None] // shares[:, None] - begins[None] // shares[:, None]
     cuts = jnp.sum(jnp.maximum(0, cuts), axis=1, dtype=jnp.int32)
-    fitting = (2 * cuts <= cuts[0]) & ((MOST_IDLE - 1) * shares <= MOST_IDLE * shares[0])
+    fitting = (2 * cuts <= cuts[0]) & ((_MOST_IDLE - 1) * shares <= _MOST_IDLE * shares[0])
     return shares[jnp.argmax(fitting)]  # the first of all if none spares so many
 
 

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, AttentionOptions
-from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places
+from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, seen_by_some
 from jattn_kernels.lowering.mask_words import mask_words_by_key
-from jattn_kernels.lowering.split_schedule import DecodeSchedule
+from jattn_kernels.lowering.split_schedule import DecodeSchedule, split
 from jattn_kernels.lowering.token_bounds import sequence_bounds
-from jattn_kernels.mosaic.sm90.common.even_split import split_seen
 from jattn_kernels.mosaic.sm90.common.tiles import num_sms
 from jattn_kernels.mosaic.sm90.decode import split_kv
 from jattn_kernels.mosaic.sm90.mla.config import BLOCK_KV, BLOCK_ROWS, PAIR
@@ -80,4 +79,4 @@ def _schedule(call: AttentionCall, bounds: KeyBounds, num_tokens: int, max_keys:
     pairs_per_split = _PAIRS_PER_SPLIT if spec.batch_invariant else None
     workers = max(1, num_sms() // row_blocks)
     shares = {"workers": workers, "at_once": max(1, workers // 2), "least_share": _LEAST_PAIRS}
-    return split_seen(bounds, spec, pairs_per_split, max_keys, block_kv=PAIR, **shares)
+    return split(*seen_by_some(bounds), pairs_per_split, max_keys, block_kv=PAIR, **shares)

@@ -8,15 +8,14 @@ from jaxtyping import Array, Float, Int
 
 from jattn_kernels.call import AttentionCall, AttentionOptions
 from jattn_kernels.lowering.fp8_parts import in_parts, in_range, num_parts
-from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow
+from jattn_kernels.lowering.key_bounds import KeyBounds, depends_on_places, is_narrow, seen_by_some
 from jattn_kernels.lowering.mask_words import mask_words_by_key
 from jattn_kernels.lowering.rope import rotate, shrink_of
 from jattn_kernels.lowering.scales import head_scales, logit_factors
-from jattn_kernels.lowering.split_schedule import DecodeSchedule
+from jattn_kernels.lowering.split_schedule import DecodeSchedule, split
 from jattn_kernels.lowering.token_bounds import sequence_bounds
 from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.convert import rotation_of
-from jattn_kernels.mosaic.sm90.common.even_split import split_seen
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
 from jattn_kernels.mosaic.sm90.common.operands import stacked
@@ -182,7 +181,8 @@ def schedule_of(
     """Parts of sequences for as many workers as, with all heads, fill the GPU once."""
     row_blocks = -(-num_tokens * spec.group_size // sizes.block_rows)
     workers = max(1, num_sms() * sizes.blocks_per_sm // (spec.num_kv_heads * row_blocks))
-    return split_seen(bounds, spec, sizes.tiles_per_split, max_keys, block_kv=sizes.block_kv, workers=workers)
+    first, end = seen_by_some(bounds)
+    return split(first, end, sizes.tiles_per_split, max_keys, block_kv=sizes.block_kv, workers=workers)
 
 
 def heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
