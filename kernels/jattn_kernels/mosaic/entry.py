@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
-from jattn_kernels.mosaic import layout_search
+from jattn_kernels.mosaic import layout_search, repeated_operations
 from jattn_kernels.mosaic.sm90 import (
     gated_matmul,
     mla_decode,
@@ -26,6 +26,7 @@ from jattn_kernels.mosaic.sm90.int4 import entry as int4
 from jattn_kernels.operands import LatentRowOperands, MatmulOperands, Operands
 
 layout_search.install()
+repeated_operations.install()
 
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
