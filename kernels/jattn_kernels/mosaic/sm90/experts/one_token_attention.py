@@ -8,6 +8,7 @@ of their sums, in base 2 (`one_token_merge`).
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,7 @@ from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, PoolPlace
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
-from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn_key, turn_queries
+from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn
 from jattn_kernels.spec import AttentionSpec
 
 AT_ONCE = 8  # splits that are merged at a time, and the fewest that there are where there are tiles enough
@@ -158,16 +159,21 @@ class AttentionPhase:
 
     def consume(self, operands: Any, room: SplitRoom, scratch: Scratch, done: Any) -> Any:
         """Stores the block's split; the stages that have been used then."""
+        rotary = operands.rotary
+        is_scaled = rotary.norms is not None and rotary.norms.q_scale is not None
+        layer, scale_layer = rotary.layer_index[0], rotary.norms.layer_index[0] if is_scaled else None
+        slot, group = rotary.slots[0], self.spec.group_size
         head, split, share = self._own(operands)
-        group = self.spec.group_size
+        # No layer is below 0: this says that all numbers are read at once, before the branch.
+        is_read = (slot & layer if scale_layer is None else slot & layer & scale_layer) >= 0
 
-        @pl.when(share.first < share.end)
+        @pl.when((share.first < share.end) & is_read)
         def attend():
-            slot = operands.rotary.slots[0]
-            slots = operands.rotary.k_pages.shape[1] * self.page_size
+            slots = rotary.k_pages.shape[1] * self.page_size
             is_new = (split == share.busy - 1) & (slot >= 0) & (slot < slots) & (share.end_key > 0)
-            turn_queries(operands.rotary, scratch, head * group)
-            pl.when(is_new)(lambda: turn_key(operands.rotary, self.spec, scratch, head))
+            for with_key in (False, True):
+                run = functools.partial(turn, rotary, self.spec, scratch, head, scale_layer, with_key=with_key)
+                pl.when(is_new == with_key)(run)
             plgpu.commit_smem()
             outs, log_sum = self._attend(share, is_new, scratch, done)
             begin = room.of(split, self.record)
@@ -178,13 +184,13 @@ class AttentionPhase:
             row = plgpu.broadcasted_iota(jnp.int32, log_sum.shape, 0, layout=_OF_ROWS)
             place = jnp.where(row < group, begin + self.depth + head * group + row, -1)
             store_at(room.ref, place, never_zero(log_sum), _OF_ROWS)
-            pl.when(is_new)(lambda: self._write(operands.rotary, scratch, head, slot))
+            pl.when(is_new)(lambda: self._write(rotary, scratch, layer, head, slot))
 
         return done + 2 * (share.end - share.first)
 
-    def _write(self, operands: Any, scratch: Scratch, head: Any, slot: Any) -> None:
+    def _write(self, operands: Any, scratch: Scratch, layer: Any, head: Any, slot: Any) -> None:
         """The token's key and value into its page, which nobody else reads."""
-        layer, page, number = operands.layer_index[0], lax.div(slot, self.page_size), lax.rem(slot, self.page_size)
+        page, number = lax.div(slot, self.page_size), lax.rem(slot, self.page_size)
         place = (number, head) if self.spec.page_layout == "NHD" else (head, number)
         layout = plgpu.Layout.WG_STRIDED((DEPTH,), vec_size=1)
         for of_values, pages in enumerate((operands.k_pages, operands.v_pages)):

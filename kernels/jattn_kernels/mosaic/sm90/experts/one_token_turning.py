@@ -29,27 +29,41 @@ _CHUNK = 8  # numbers that swizzling moves together
 _LAYOUT = halves_layout(WARPS, _HALF)
 
 
-def turn_queries(operands: Any, scratch: Scratch, first: Any) -> None:
-    """Eight query heads, from one on, into `scratch.q`; `commit_smem` is left to the caller."""
-    halves = _turned(operands, first, TILED_ROWS, None if operands.norms is None else operands.norms.q_scale)
-    for half, numbers in enumerate(halves):
-        _store_rows(scratch.q, half, numbers)
+def turn(operands: Any, spec: AttentionSpec, scratch: Scratch, head: Any, layer: Any, *, with_key: bool) -> None:
+    """Eight query heads, from those of a head of keys on, into `scratch.q`; `commit_smem` is left to the caller.
 
+    Args:
+        head: Of keys.
+        layer: Of the norms' scales; None if they have none.
+        with_key: Whether its key and value of the token go into both rows of `scratch.new`; all is asked for at once.
+    """
+    norms = operands.norms
 
-def turn_key(operands: Any, spec: AttentionSpec, scratch: Scratch, head: Any) -> None:
-    """A head's key and value of the token into both rows of `scratch.new`; likewise."""
-    num_heads = spec.num_q_heads + 2 * spec.num_kv_heads
-    for of_values in range(2):
-        own = spec.num_q_heads + of_values * spec.num_kv_heads + head
-        first = jnp.minimum(own, num_heads - WARPS)
-        if of_values:
-            halves = _summed(operands, first, WARPS)
-        else:
-            halves = _turned(operands, first, WARPS, None if operands.norms is None else operands.norms.k_scale)
+    def of_all_heads(ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=_LAYOUT.reduce(0), optimized=False)
+
+    def scale_of(name: str) -> list[jax.Array] | None:
+        return None if layer is None else [of_all_heads(getattr(norms, name).at[layer, part]) for part in range(2)]
+
+    def store_new(of_values: int, row: Any, halves: list[jax.Array]) -> None:
         for half, numbers in enumerate(halves):
-            row, column = (plgpu.broadcasted_iota(jnp.int32, numbers.shape, axis, layout=_LAYOUT) for axis in range(2))
+            rows, column = (plgpu.broadcasted_iota(jnp.int32, numbers.shape, axis, layout=_LAYOUT) for axis in range(2))
             place = of_values * DEPTH + half * _HALF + column
-            store_at(scratch.new, jnp.where(row == own - first, place, -1), numbers, _LAYOUT, along=1)
+            store_at(scratch.new, jnp.where(rows == row, place, -1), numbers, _LAYOUT, along=1)
+
+    owns = [spec.num_q_heads + of_values * spec.num_kv_heads + head for of_values in range(2)]
+    firsts = [jnp.minimum(own, spec.num_q_heads + 2 * spec.num_kv_heads - WARPS) for own in owns]
+    new = [_summed(operands, first, WARPS) for first in firsts] if with_key else []
+    queries = _summed(operands, head * spec.group_size, TILED_ROWS)
+    angles = [of_all_heads(ref.at[0]) for ref in (operands.cos, operands.sin)]
+    q_scale, k_scale = scale_of("q_scale"), scale_of("k_scale") if with_key else None
+    for half, numbers in enumerate(_turned(queries, norms, angles, q_scale)):
+        _store_rows(scratch.q, half, numbers)
+    if with_key:
+        key, value = new
+        key_row, value_row = (own - first for own, first in zip(owns, firsts, strict=True))
+        store_new(0, key_row, _turned(key, norms, angles, k_scale))
+        store_new(1, value_row, value)
 
 
 def _summed(operands: Any, first: Any, rows: int) -> list[jax.Array]:
@@ -63,21 +77,17 @@ def _summed(operands: Any, first: Any, rows: int) -> list[jax.Array]:
     return [functools.reduce(operator.add, halves).astype(dtype) for halves in zip(*splits, strict=True)]
 
 
-def _turned(operands: Any, first: Any, rows: int, scale: Any) -> list[jax.Array]:
-    """The same, normed and turned."""
-    norms = operands.norms
+def _turned(halves: list[jax.Array], norms: Any, angles: list[jax.Array], scale: list[jax.Array] | None) -> list[Any]:
+    """Both halves of some heads, normed and turned."""
+    shape, dtype = halves[0].shape, halves[0].dtype
 
-    def of_all_heads(ref: Any) -> jax.Array:
-        numbers = plgpu.load(ref, layout=_LAYOUT.reduce(0), optimized=False)
-        return lax.broadcast_in_dim(numbers, (rows, _HALF), [1])
+    def spread(of_columns: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(of_columns, shape, [1])
 
-    halves = _summed(operands, first, rows)
-    dtype = halves[0].dtype
-    cos, sin = (of_all_heads(ref.at[0]) for ref in (operands.cos, operands.sin))
     if norms is not None:
-        scales = None if scale is None else [of_all_heads(scale.at[norms.layer_index[0], part]) for part in range(2)]
-        halves = normed_halves(halves, norms, scales)
+        halves = normed_halves(halves, norms, None if scale is None else list(map(spread, scale)))
     one, other = (part.astype(jnp.float32) for part in halves)
+    cos, sin = map(spread, angles)
     return [half.astype(dtype) for half in (one * cos - other * sin, other * cos + one * sin)]
 
 
