@@ -24,11 +24,8 @@ def store_registers(target: Any, values: jax.Array, layout: Any, places: Callabl
         places: Of the thread's number, what tells where in the tile's memory its i-th register goes, swizzle included;
             numbers are int32 in MLIR.
     """
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, COLUMNS)), swizzling(2 * COLUMNS)))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, layout))
+    @plgpu.inline_mgpu(arg_types=(tiled(), layout))
     def store(ctx: Any, target: Any, values: Any) -> None:
         del ctx
         number = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
@@ -39,6 +36,13 @@ def store_registers(target: Any, values: jax.Array, layout: Any, places: Callabl
 
     run: Any = store
     run(target, values)
+
+
+def tiled() -> plgpu.RefType:
+    """The type of a tile of 16 bits as `tiles.tile` makes it with copies of 64 columns."""
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return plgpu.RefType((tiling((TILED_ROWS, COLUMNS)), swizzling(2 * COLUMNS)))
 
 
 def constant(value: int) -> Any:

@@ -23,6 +23,7 @@ from jattn_kernels.mosaic.sm90.common.arrivals import never_zero
 from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.experts.one_token_rows import clear_rows, put_row
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
 from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn
 from jattn_kernels.spec import AttentionSpec
@@ -207,21 +208,19 @@ class AttentionPhase:
             halves = [pl.ds(half * _KEYS, _KEYS) for half in range(_HALVES)]
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA) + tile * _KEYS
             keys_left = share.end_key - tile * _KEYS
-
-            def put_new(of_values, stage):
-                @pl.when(is_new & (keys_left <= _KEYS))
-                def put():
-                    for number, half in enumerate(halves):
-                        new = scratch.new.at[of_values, pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)]
-                        _put_row(scratch.kernel.at[stage, half], keys_left - 1, new)
-
+            is_newest = is_new & (keys_left <= _KEYS)
+            k_tile, v_tile = scratch.kernel.at[k_stage], scratch.kernel.at[v_stage]
             plgpu.barrier_wait(scratch.keys_full.at[k_stage])
-            put_new(0, k_stage)
+
+            @pl.when(is_newest)
+            def put_key():
+                put_row(k_tile, keys_left - 1, scratch.new.at[0])
+                plgpu.commit_smem()
 
             def scores(ref):
                 for number, half in enumerate(halves):
                     q = scratch.q.at[:, pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)]
-                    plgpu.wgmma(ref, scratch.kernel.at[k_stage, half], q.transpose((1, 0)))
+                    plgpu.wgmma(ref, k_tile.at[half], q.transpose((1, 0)))
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*shape))
@@ -235,17 +234,17 @@ class AttentionPhase:
             plgpu.commit_smem()
             l_i = l_i * _spread(alpha, shape) + p
             plgpu.barrier_wait(scratch.keys_full.at[v_stage])
-            put_new(1, v_stage)
 
-            @pl.when(keys_left < _KEYS)
-            def clear():
-                for half in halves:
-                    tiles.zero_rows_from(scratch.kernel.at[v_stage, half], keys_left)
+            @pl.when(keys_left <= _KEYS)
+            def finish_values():
+                clear_rows(v_tile, keys_left)
+                pl.when(is_newest)(lambda: put_row(v_tile, keys_left - 1, scratch.new.at[1]))
+                plgpu.commit_smem()
 
             probabilities = scratch.p.transpose((1, 0))
             new = []
             for half, acc in zip(halves, accs, strict=True):
-                values = scratch.kernel.at[v_stage, half].transpose((1, 0))
+                values = v_tile.at[half].transpose((1, 0))
                 new.append(tiles.accumulate(acc * _spread(alpha, acc.shape), values, probabilities))
             plgpu.barrier_arrive(scratch.empty.at[v_stage])
             return new, m_new, l_i
@@ -262,15 +261,6 @@ class AttentionPhase:
 
 def _spread(of_rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(of_rows, shape, [1])
-
-
-def _put_row(tile: Any, row: Any, numbers: Any) -> None:
-    """tile[row] = numbers, as TMA would have it."""
-    old = plgpu.load(tile, layout=_WGMMA, optimized=False)
-    new = plgpu.load(numbers, layout=_OF_ROWS, optimized=False)
-    rows = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=_WGMMA)
-    tile[...] = jnp.where(rows == row, _spread(new, old.shape), old)
-    plgpu.commit_smem()
 
 
 def fits(call: AttentionCall, depth: int) -> bool:
