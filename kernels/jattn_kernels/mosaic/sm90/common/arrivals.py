@@ -125,19 +125,27 @@ def arrived(source: Any, places: list[jax.Array], layouts: list[Any]) -> list[ja
 
 
 def _polled(pointer: Any, starts: list[tuple[Any, int]]) -> list[Any]:
-    """As many float32 from each place on as is said with it, read until none is missing."""
+    """As many float32 from each place on as is said with it; those of places where one is missing are read again."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     pointers = [(utils.getelementptr(pointer, [start], f32), count) for start, count in starts]
-    loop = scf.WhileOp([i32] * sum(count for _, count in starts), [])
-    with ir.InsertionPoint.at_block_begin(loop.before.blocks.append()):
-        bits = [number for place, count in pointers for number in _loaded(place, count)]
-        zero = _constant(0)
+    kinds = [i32] * sum(count for _, count in starts)
+    loop = scf.WhileOp(kinds, [number for place, count in pointers for number in _loaded(place, count)])
+    before, after = (region.blocks.append(*kinds) for region in (loop.before, loop.after))
+    with ir.InsertionPoint.at_block_begin(before):
+        zero, bits = _constant(0), list(before.arguments)
         missing = arith.cmpi(arith.CmpIPredicate.eq, bits[0], zero)
         for number in bits[1:]:
             missing = arith.ori(missing, arith.cmpi(arith.CmpIPredicate.eq, number, zero))
         scf.condition(_in_any_lane(missing), bits)
-    with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*([i32] * len(bits)))):
-        scf.yield_([])
+    with ir.InsertionPoint.at_block_begin(after):
+        bits = iter(after.arguments)
+        scf.yield_(
+            [
+                number
+                for place, count in pointers
+                for number in _loaded(place, count, missing_of=[next(bits) for _ in range(count)])
+            ]
+        )
     return [arith.bitcast(f32, number) for number in loop.results]
 
 
@@ -149,14 +157,22 @@ def never_zero(numbers: jax.Array) -> jax.Array:
     return jnp.where(bits == 0, jnp.iinfo(jnp.int32).min, bits)
 
 
-def _loaded(place: Any, count: int) -> list[Any]:
-    """So many 32-bit words, read anew."""
-    i32 = ir.IntegerType.get_signless(32)
-    if count == 1:
-        return [utils.inline_ptx("ld.relaxed.gpu.global.b32 $0, [$1];", place, result_types=i32, has_side_effects=True)]
+def _loaded(place: Any, count: int, missing_of: list[Any] | None = None) -> list[Any]:
+    """So many 32-bit words, read anew.
+
+    Args:
+        missing_of: What was read before, which remains if none of it is 0.
+    """
+    i32, old = ir.IntegerType.get_signless(32), missing_of or []
     words = ", ".join(f"${i}" for i in range(count))
-    ptx = f"ld.relaxed.gpu.global.v{count}.b32 {{{words}}}, [${count}];"
-    return list(utils.inline_ptx(ptx, place, result_types=[i32] * count, has_side_effects=True))
+    words, width = ("$0", "") if count == 1 else (f"{{{words}}}", f".v{count}")
+    ptx = f"ld.relaxed.gpu.global{width}.b32 {words}, [${count + len(old)}];"
+    if old:
+        equal = [f"setp.eq{'.or' if i else ''}.u32 p, ${count + i}, 0{', p' if i else ''};" for i in range(count)]
+        kept = [f"mov.b32 ${i}, ${count + i};" for i in range(count)]
+        ptx = " ".join(["{ .reg .pred p;", *equal, *kept, "@p", ptx, "}"])
+    kinds: Any = [i32] * count
+    return list(utils.inline_ptx(ptx, *old, place, result_types=kinds, has_side_effects=True))
 
 
 def _in_any_lane(condition: Any) -> Any:
