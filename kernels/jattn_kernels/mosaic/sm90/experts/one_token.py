@@ -177,6 +177,8 @@ class _OneToken:
             before = self.router.attention.produce(operands.router.attention, scratch, before)
         if self.router is not None and _PRODUCT in self.phases:
             before = self.router.produce_product(operands, scratch, before)
+        if self.router is not None and self._sums:
+            self.router.produce_sum(operands, scratch)
         if self.router is not None and _ROUTER in self.phases:
             before = self.router.produce_router(operands, scratch, before)
         ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
@@ -204,6 +206,11 @@ class _OneToken:
         return Ring(STAGES - KEPT if _NEXT in self.phases else STAGES, before)
 
     @property
+    def _sums(self) -> bool:
+        """Whether the sum must be known, and its norm."""
+        return _ROUTER in self.phases or _FIRST in self.phases
+
+    @property
     def _chooses(self) -> bool:
         """Whether experts must be known."""
         return _FIRST in self.phases or _SECOND in self.phases
@@ -220,7 +227,7 @@ class _OneToken:
             done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
         if self.router is not None and _PRODUCT in self.phases:
             done = self.router.consume_product(operands, attended, products, scratch, done)
-        if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
+        if self.router is not None and self._sums:
             self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)

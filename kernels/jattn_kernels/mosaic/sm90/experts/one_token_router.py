@@ -1,7 +1,8 @@
 """What one token's mixture begins with where it makes its own logits: a product, a sum, its norm, the router's product.
 
 product   a unit is 64 columns and a share of the depth; a block has one at most, and its weights fit the stages
-sum       each block adds up and norms the whole row for itself
+sum       each block adds up and norms the whole row for itself; who brings the weights adds up what there is before
+          the product, while others multiply
 router    likewise units; their weights are in shared memory by then
 """
 
@@ -11,12 +12,13 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
-from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
-from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
+from jattn_kernels.mosaic.sm90.common.one_row import added_up, norm_of_sum, rounded_sum
+from jattn_kernels.mosaic.sm90.common.row_pieces import Piece, pieces
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
@@ -91,17 +93,28 @@ class RouterPhases:
         own = lax.axis_index("block")
         return self.product.consume(own, scratch, lambda *unit: _store(products, *unit), done, bring=bring)
 
+    def produce_sum(self, operands: Any, scratch: Scratch) -> None:
+        """What the product is added to, in shared memory."""
+        x, left = operands.router.norm.x, left_parts(operands.router)
+        for piece in pieces(self.norm.columns):
+            numbers = piece.load(x.at[0]).astype(jnp.float32)
+            total = rounded_sum(numbers, added_up(piece, left, 0), dtype=x.dtype)
+            piece.of(scratch.total.at[0])[...] = total.astype(x.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.rows_full)
+
     def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
         """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
         norm, given = self.norm, operands.router.norm
+        plgpu.barrier_wait(scratch.rows_full)
 
         def of_product(piece: Piece) -> jax.Array:
             return products.added_up(piece.numbers, piece.layout)
 
         norm_of_sum(
-            given.x,
+            scratch.total,
             given.scale.at[given.layer_index[0]],
-            [left_parts(operands.router)],
+            [],
             scratch.x.at[:, pl.ds(0, norm.columns)],
             () if total is None else (total,),
             eps=norm.eps,

@@ -89,7 +89,7 @@ class Scratch(NamedTuple):
     empty: Any
     chosen: Any
     attended_full: Any
-    rows_full: Any
+    rows_full: Any  # x is there, or the sum before the product
     hidden_full: Any
     total: Any  # (1, D)
     keys: Any  # (experts,)
