@@ -28,7 +28,7 @@ from jax import lax
 from jattn_kernels.call import MatmulCall, NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
-from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.one_row import loaded_row, norm_of_sum
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.row_norm import clear_last, norm_in_place
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
@@ -224,7 +224,7 @@ class _Product:
             facts: dict[str, Any] = {"eps": self.norm.eps, "offset": self.norm.offset}
             if self.depth % _DEPTH:
                 clear_last(scratch.x)  # what is past the row's end; the row's own follow
-            norm_of_sum(operands.x, scale, parts, scratch.x, tuple(of_rows), **facts)
+            norm_of_sum(operands.x, loaded_row(scale), parts, scratch.x, tuple(of_rows), **facts)
         elif self.norm is not None:
             rows = pl.ds(0, MOST_ROWS)
             source = operands.x.at[rows, pl.ds(0, self.whole_depth)] if self.depth % _DEPTH else operands.x.at[rows]

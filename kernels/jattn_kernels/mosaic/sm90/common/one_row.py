@@ -29,9 +29,14 @@ def rounded_sum(numbers: jax.Array, addition: jax.Array, *, dtype: Any) -> jax.A
     return (numbers + addition.astype(dtype).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
 
 
+def loaded_row(row: Any) -> list[jax.Array]:
+    """The numbers of a row, in its pieces."""
+    return [piece.load(row) for piece in pieces(row.shape[0])]
+
+
 def norm_of_sum(
     x: Any,
-    scale: Any,
+    scale: list[jax.Array],
     additions: list[Any],
     target: Any,
     outs: tuple[Any, ...],
@@ -44,8 +49,8 @@ def norm_of_sum(
     """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
 
     Args:
-        x: (1, columns), in global memory; the same of `outs`.
-        scale: (columns,), in global memory.
+        x: (1, columns); the same of `outs`, in global memory.
+        scale: (columns,), in its pieces.
         additions: Parts of splits, in global memory.
         target: (8, columns), tiled; its other rows stay as they are.
         outs: Where the first block stores the sum, and then its norm; as far as they are asked for.
@@ -54,17 +59,18 @@ def norm_of_sum(
     """
     dtype, columns = x.dtype, x.shape[1]
     of_row = pieces(columns)
-    loaded = [[piece.load(ref).astype(jnp.float32) for ref in (x.at[0], scale)] for piece in of_row]
+    loaded = [piece.load(x.at[0]).astype(jnp.float32) for piece in of_row]
     of_parts = [[added_up(piece, parts, 0) for parts in additions] for piece in of_row]
     if last is not None:
         for piece, of_piece in zip(of_row, of_parts, strict=True):
             of_piece.append(last(piece))
     add = functools.partial(rounded_sum, dtype=dtype)
-    sums = [functools.reduce(add, parts, numbers) for parts, (numbers, _) in zip(of_parts, loaded, strict=True)]
+    sums = [functools.reduce(add, parts, numbers) for parts, numbers in zip(of_parts, loaded, strict=True)]
     squares = [piece.once(numbers * numbers).sum() for piece, numbers in zip(of_row, sums, strict=True)]
     inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
     normed = [
-        (numbers * inverse * (factor + offset)).astype(dtype) for numbers, (_, factor) in zip(sums, loaded, strict=True)
+        (numbers * inverse * (factor.astype(jnp.float32) + offset)).astype(dtype)
+        for numbers, factor in zip(sums, scale, strict=True)
     ]
     for piece, numbers, total in zip(of_row, normed, sums, strict=True):
         store_in_tile(target, numbers, piece)

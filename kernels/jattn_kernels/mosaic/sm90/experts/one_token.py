@@ -217,23 +217,17 @@ class _OneToken:
 
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
         attended, products, logits, returned, hidden = self._exchanged(operands, made)
-        done = jnp.int32(0)
-        if _SECOND in self.phases:
-            self.experts.clear(made.parts)
-        if self.router is None and _FIRST in self.phases:
+        if self.router is not None:
+            self._consume_before(self.router, operands, made, (attended, products, logits), scratch)
+        elif _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
-        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
-            done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
-        if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.consume_product(operands, attended, products, scratch, done)
-        if self.router is not None and self._sums:
-            self.router.sum(operands, products, made.total, scratch)
-        if self.router is not None and _ROUTER in self.phases:
-            done = self.router.consume_router(logits, scratch, done)
+        if self.router is None and _SECOND in self.phases:
+            self.experts.clear(made.parts)
         ring, done = self._ring(), jnp.int32(0)
         if self._chooses:
             self._choose(operands, logits, scratch)
+        scale = self.next.scale(operands) if self.next is not None and _NEXT in self.phases else []
         if _FIRST in self.phases:
             if self.router is None:
                 plgpu.barrier_wait(scratch.rows_full)
@@ -241,7 +235,25 @@ class _OneToken:
         if _SECOND in self.phases:
             done = self.experts.consume_second(hidden, made.parts, returned, scratch, ring, done, dtype=self.dtype)
         if self.next is not None and _NEXT in self.phases:
-            self.next.consume(operands, returned, made.next, scratch, ring, done)
+            self.next.consume(operands, scale, returned, made.next, scratch, ring, done)
+
+    def _consume_before(
+        self, router: RouterPhases, operands: Any, made: Made, exchanged: tuple[Any, Any, Any], scratch: Scratch
+    ) -> None:
+        """The phases before the choice."""
+        attended, products, logits = exchanged
+        known, done = router.known(operands), jnp.int32(0)
+        if router.attention is not None and _ATTEND in self.phases:
+            done = router.attention.consume(operands.router.attention, attended, scratch, done)
+        scale = router.scale(operands, known)
+        if _SECOND in self.phases:
+            self.experts.clear(made.parts)
+        if _PRODUCT in self.phases:
+            done = router.consume_product(operands, known, attended, products, scratch, done)
+        if self._sums:
+            router.sum(scale, products, made.total, scratch)
+        if _ROUTER in self.phases:
+            router.consume_router(logits, scratch, done)
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
         """Where blocks find each other's attention, product, logits, what experts return, and hidden units; or None."""

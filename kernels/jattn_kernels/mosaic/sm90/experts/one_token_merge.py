@@ -31,7 +31,7 @@ def merged_width(heads: int) -> int:
     return pl.cdiv(heads, WARPS) * WARPS * DEPTH
 
 
-def merge_into(target: Any, phase: AttentionPhase, operands: Any, room: SplitRoom, first_head: Any, heads: int) -> None:
+def merge_into(target: Any, phase: AttentionPhase, seq_len: Any, room: SplitRoom, first_head: Any, heads: int) -> None:
     """The first row of `target`: what so many heads attend, from one on; wgmma then sees it.
 
     Args:
@@ -39,7 +39,7 @@ def merge_into(target: Any, phase: AttentionPhase, operands: Any, room: SplitRoo
         heads: Past the last head that one is taken again.
     """
     rows = merged_width(heads) // DEPTH
-    busy, shape = phase.share(operands.seq_lens[0], 0).busy, (rows, DEPTH)
+    busy, shape = phase.share(seq_len, 0).busy, (rows, DEPTH)
 
     def head(layout: Any, shape: tuple[int, ...]) -> jax.Array:
         number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_head

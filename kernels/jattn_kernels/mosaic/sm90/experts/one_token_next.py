@@ -14,7 +14,7 @@ from jax import lax
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
-from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.one_row import loaded_row, norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
@@ -54,21 +54,28 @@ class NextPhase:
         steps = self.product.produce(lax.axis_index("block"), weights, copy, jnp.int32(0))
         return done + jnp.maximum(steps - KEPT, 0), jnp.minimum(steps, KEPT)
 
-    def consume(self, operands: Any, returned: Sums, out: Any, scratch: Scratch, ring: Ring, done: Any) -> None:
+    def scale(self, operands: Any) -> list[jax.Array]:
+        """Of the norm: what `consume` needs, and need not wait for."""
+        given = operands.next
+        return loaded_row(given.scale.at[given.scale_layer[0]])
+
+    def consume(
+        self, operands: Any, scale: list[jax.Array], returned: Sums, out: Any, scratch: Scratch, ring: Ring, done: Any
+    ) -> None:
         """Stores the product's splits.
 
         Args:
             returned: By the experts, times their weights.
             out: Rows past the first become 0.
         """
-        given, norm, columns = operands.next, self.norm, self.product.columns
+        norm, columns = self.norm, self.product.columns
 
         def of_experts(piece: Piece) -> jax.Array:
             return returned.added_up(piece.numbers, piece.layout)
 
         norm_of_sum(
             scratch.total if operands.total is None else operands.total,
-            given.scale.at[given.scale_layer[0]],
+            scale,
             [],
             scratch.x.at[:, pl.ds(0, norm.columns)],
             (),

@@ -7,7 +7,7 @@ router    likewise units; their weights are in shared memory by then
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,13 +17,25 @@ from jax import lax
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
-from jattn_kernels.mosaic.sm90.common.one_row import added_up, norm_of_sum, rounded_sum
+from jattn_kernels.mosaic.sm90.common.one_row import added_up, loaded_row, norm_of_sum, rounded_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece, pieces
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Ring, Scratch, left_parts, store_row
+
+
+class Known(NamedTuple):
+    """What is read first, so that nothing waits for it.
+
+    Attributes:
+        seq_len: Keys of the token; None without attention.
+        norm_layer: Of the norm's scale.
+    """
+
+    seq_len: Any
+    norm_layer: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +79,15 @@ class RouterPhases:
         logits = Sums(left, (self.product.splits * rows + 1) * columns, self.num_experts, self.router.splits)
         return products, logits
 
+    def known(self, operands: Any) -> Known:
+        """Asks for it."""
+        seq_len = None if self.attention is None else operands.router.attention.seq_lens[0]
+        return Known(seq_len, operands.router.norm.layer_index[0])
+
+    def scale(self, operands: Any, known: Known) -> list[jax.Array]:
+        """Of the norm, which is asked for before the product is waited for."""
+        return loaded_row(operands.router.norm.scale.at[known.norm_layer])
+
     def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
         weights = operands.router.output.at[operands.router.output_layer[0]]
         return self.product.produce(lax.axis_index("block"), weights, lambda *stage: _copy(scratch, *stage), done)
@@ -76,7 +97,7 @@ class RouterPhases:
         return self.router.produce(from_last(), weights, lambda *stage: _copy(scratch, *stage), done)
 
     def consume_product(
-        self, operands: Any, attended: SplitRoom | None, products: Sums, scratch: Scratch, done: Any
+        self, operands: Any, known: Known, attended: SplitRoom | None, products: Sums, scratch: Scratch, done: Any
     ) -> Any:
         width = self.product.most_steps * DEPTH
 
@@ -84,7 +105,7 @@ class RouterPhases:
             if self.attention is not None and attended is not None:
                 heads = self.product.most_steps
                 target = scratch.x.at[:, pl.ds(0, merged_width(heads))]
-                merge_into(target, self.attention, operands.router.attention, attended, first, heads)
+                merge_into(target, self.attention, known.seq_len, attended, first, heads)
                 return
             source = operands.router.attended.at[pl.ds(0, TILED_ROWS), pl.ds(first * DEPTH, width)]
             plgpu.copy_gmem_to_smem(source, scratch.x.at[:, pl.ds(0, width)], scratch.attended_full)
@@ -103,9 +124,9 @@ class RouterPhases:
         plgpu.commit_smem()
         plgpu.barrier_arrive(scratch.rows_full)
 
-    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
+    def sum(self, scale: list[jax.Array], products: Sums, total: Any, scratch: Scratch) -> None:
         """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
-        norm, given = self.norm, operands.router.norm
+        norm = self.norm
         plgpu.barrier_wait(scratch.rows_full)
 
         def of_product(piece: Piece) -> jax.Array:
@@ -113,7 +134,7 @@ class RouterPhases:
 
         norm_of_sum(
             scratch.total,
-            given.scale.at[given.layer_index[0]],
+            scale,
             [],
             scratch.x.at[:, pl.ds(0, norm.columns)],
             () if total is None else (total,),
