@@ -164,14 +164,14 @@ class _OneToken:
         def warpgroup(scratch: Scratch) -> None:
             number = lax.axis_index("warpgroup")
             pl.when(number == 0)(functools.partial(self._consume, operands, made, scratch))
-            pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
+            pl.when(number == 1)(functools.partial(self._produce, operands, made, scratch))
 
         attention = None if self.router is None else self.router.attention
         key_copies = 0 if attention is None else attention.arrivals
         buffers = scratch(row, self.experts.columns, self.routing, self.dtype, key_copies)
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
-    def _produce(self, operands: Any, scratch: Scratch) -> None:
+    def _produce(self, operands: Any, made: Made, scratch: Scratch) -> None:
         before = jnp.int32(0)
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
             before = self.router.attention.produce(operands.router.attention, scratch, before)
@@ -184,6 +184,9 @@ class _OneToken:
         ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
         if self.next is not None and _NEXT in self.phases:
             self.next.produce_first(operands, scratch, ring)
+            self.next.clear(made.next)
+        if _SECOND in self.phases:
+            self.experts.clear(made.parts)
         if self._chooses:
             plgpu.barrier_wait(scratch.chosen)
         if _FIRST in self.phases:
@@ -218,12 +221,10 @@ class _OneToken:
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
         attended, products, logits, returned, hidden = self._exchanged(operands, made)
         if self.router is not None:
-            self._consume_before(self.router, operands, made, (attended, products, logits), scratch)
+            self._consume_before(self.router, operands, made.total, (attended, products, logits), scratch)
         elif _FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
-        if self.router is None and _SECOND in self.phases:
-            self.experts.clear(made.parts)
         ring, done = self._ring(), jnp.int32(0)
         if self._chooses:
             self._choose(operands, logits, scratch)
@@ -238,7 +239,7 @@ class _OneToken:
             self.next.consume(operands, scale, returned, made.next, scratch, ring, done)
 
     def _consume_before(
-        self, router: RouterPhases, operands: Any, made: Made, exchanged: tuple[Any, Any, Any], scratch: Scratch
+        self, router: RouterPhases, operands: Any, total: Any, exchanged: tuple[Any, Any, Any], scratch: Scratch
     ) -> None:
         """The phases before the choice."""
         attended, products, logits = exchanged
@@ -246,12 +247,10 @@ class _OneToken:
         if router.attention is not None and _ATTEND in self.phases:
             done = router.attention.consume(operands.router.attention, attended, scratch, done)
         scale = router.scale(operands, known)
-        if _SECOND in self.phases:
-            self.experts.clear(made.parts)
         if _PRODUCT in self.phases:
             done = router.consume_product(operands, known, attended, products, scratch, done)
         if self._sums:
-            router.sum(scale, products, made.total, scratch)
+            router.sum(scale, products, total, scratch)
         if _ROUTER in self.phases:
             router.consume_router(logits, scratch, done)
 

@@ -54,6 +54,16 @@ class NextPhase:
         steps = self.product.produce(lax.axis_index("block"), weights, copy, jnp.int32(0))
         return done + jnp.maximum(steps - KEPT, 0), jnp.minimum(steps, KEPT)
 
+    def clear(self, out: Any) -> None:
+        """Stores zeros below the first row of the block's units."""
+        columns = self.product.columns
+
+        def clear_unit(split: Any, block: Any) -> None:
+            for row in range(1, WARPS):
+                store_zeros(out, (split * WARPS + row) * columns + block * WGMMA_ROWS)
+
+        self.product.for_each(lax.axis_index("block"), clear_unit)
+
     def scale(self, operands: Any) -> list[jax.Array]:
         """Of the norm: what `consume` needs, and need not wait for."""
         given = operands.next
@@ -66,7 +76,7 @@ class NextPhase:
 
         Args:
             returned: By the experts, times their weights.
-            out: Rows past the first become 0.
+            out: Rows past the first are another's, who clears them.
         """
         norm, columns = self.norm, self.product.columns
 
@@ -85,10 +95,7 @@ class NextPhase:
         )
 
         def store(split: Any, block: Any, result: jax.Array) -> None:
-            place = split * WARPS * columns + block * WGMMA_ROWS
-            store_row(out, place, result, 0)
-            for row in range(1, WARPS):
-                store_zeros(out, place + row * columns)
+            store_row(out, split * WARPS * columns + block * WGMMA_ROWS, result, 0)
 
         def stage_of(number: Any) -> Any:
             in_ring = lax.rem(done + jnp.maximum(number - KEPT, 0), ring.stages)

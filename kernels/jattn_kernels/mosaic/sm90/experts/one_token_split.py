@@ -64,6 +64,15 @@ class SplitProduct:
 
         return lax.fori_loop(0, lax.div(self.units - own + tiles.num_sms() - 1, tiles.num_sms()), step, done)
 
+    def for_each(self, own: Any, visit: Callable[[Any, Any], None]) -> None:
+        """Calls `visit(split, block of columns)` for each unit of the block with this number."""
+
+        def visit_unit(split, block, first, steps, done):
+            del first, steps, done
+            visit(split, block)
+
+        self._for_each(own, visit_unit, jnp.int32(0))
+
     def produce(self, own: Any, weights: Any, copy: Callable[[Any, Any], Any], done: Any) -> Any:
         """Asks for the weights of the block's units; the stages asked for then, `done` being those of before.
 
