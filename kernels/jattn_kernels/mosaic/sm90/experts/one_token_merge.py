@@ -55,12 +55,10 @@ def merge_into(target: Any, phase: AttentionPhase, seq_len: Any, room: SplitRoom
         acc, m_i, l_i = carry
         splits = [step * AT_ONCE + i for i in range(AT_ONCE)]
         begins = [room.of(jnp.minimum(split, busy - 1), phase.record) for split in splits]
-        places = [of_outs + begin for begin in begins] + [of_sums + begin for begin in begins]
-        numbers = arrived(room.ref, places, [_BY_HEADS] * AT_ONCE + [_OF_HEADS] * AT_ONCE)
-        outs = numbers[:AT_ONCE]
-        sums = [
-            each + jnp.where(split < busy, 0.0, -jnp.inf) for split, each in zip(splits, numbers[AT_ONCE:], strict=True)
-        ]
+        # A split's sums are stored last: until they are there, its outputs, 128 times as many, are left alone.
+        sums = arrived(room.ref, [of_sums + begin for begin in begins], [_OF_HEADS] * AT_ONCE)
+        outs = arrived(room.ref, [of_outs + begin for begin in begins], [_BY_HEADS] * AT_ONCE)
+        sums = [each + jnp.where(split < busy, 0.0, -jnp.inf) for split, each in zip(splits, sums, strict=True)]
         m_new = functools.reduce(jnp.maximum, sums, m_i)
         shift = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         alpha = jnp.exp2(m_i - shift)
