@@ -161,11 +161,11 @@ class AttentionPhase:
     def consume(self, operands: Any, room: SplitRoom, scratch: Scratch, done: Any) -> Any:
         """Stores the block's split; the stages that have been used then."""
         rotary = operands.rotary
-        is_scaled = rotary.norms is not None and rotary.norms.q_scale is not None
-        layer, scale_layer = rotary.layer_index[0], rotary.norms.layer_index[0] if is_scaled else None
+        layer, norms = rotary.layer_index[0], rotary.norms
+        scale_layer = None if norms is None or norms.q_scale is None else norms.layer_index[0]
         slot, group = rotary.slots[0], self.spec.group_size
         head, split, share = self._own(operands)
-        # No layer is below 0: this says that all numbers are read at once, before the branch.
+        # Always so, for no layer is below 0; but a compiler would read these after the branch, in a trip of their own.
         is_read = (slot & layer if scale_layer is None else slot & layer & scale_layer) >= 0
 
         @pl.when((share.first < share.end) & is_read)
