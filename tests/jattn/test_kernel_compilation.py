@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ def test_kernels_are_compiled_beside_few_steps_on_many_cores(
     no_cache, monkeypatch, beside, cores, num_steps, num_beside
 ):
     monkeypatch.setattr(step_compilation, "COMPILING_AT_ONCE", cores)
-    plans = {size: StepPlan(doubled, (jnp.zeros(size + 1),)) for size in range(num_steps)}
+    plans: dict[Hashable, StepPlan] = {size: StepPlan(doubled, (jnp.zeros(size + 1),)) for size in range(num_steps)}
     steps = compile_steps(plans, processes=LoweringProcesses(0))
     assert steps(0, jnp.ones(1)).tolist() == [2]
     assert beside == num_beside * [(jax.devices()[0],)]

@@ -20,7 +20,8 @@ def install() -> None:
     """Lets JAX search so from now on, in this process."""
     layout_inference.find_assignments_for = find_assignments_for
     constraints.compute_transitively_equal_vars = compute_transitively_equal_vars
-    constraints.ConstraintSystem.__and__ = both
+    system: Any = constraints.ConstraintSystem
+    system.__and__ = both
 
 
 def find_assignments_for(
