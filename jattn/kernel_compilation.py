@@ -6,7 +6,7 @@ compiled here in a module of its own that is never run.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,19 +31,18 @@ class MosaicKernel(NamedTuple):
 
 
 @contextlib.contextmanager
-def kernels_beside(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> Iterator[None]:
+def kernels_beside(lowered: jax.stages.Lowered, device: Any) -> Iterator[None]:
     """In it the kernels of a step are being compiled, each in a thread; with it they all are.
 
     What cannot be compiled so is left to XLA, and so is every error: the step meets it again.
 
     Args:
-        devices: Those that run the step.
+        device: One of those that run the step; they are alike.
     """
-    local = next((device for device in devices if device.process_index == jax.process_index()), devices[0])
     with ThreadPoolExecutor(_THREADS) as pool:
         with contextlib.suppress(Exception):  # JAX's calls of kernels may come to look otherwise
             for kernel in mosaic_kernels(lowered):
-                pool.submit(compile_alone, kernel, local)
+                pool.submit(compile_alone, kernel, device)
         yield
 
 

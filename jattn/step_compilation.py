@@ -114,7 +114,7 @@ def _in_turn(
 ) -> Generator[tuple[Hashable, Compilation]]:
     def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[jax.stages.Compiled, StepRecord]:
         start = time.perf_counter()
-        with kernels_beside(lowered, plans[key].devices) if kernels_apart else contextlib.nullcontext():
+        with kernels_beside(lowered, plans[key].devices[0]) if kernels_apart else contextlib.nullcontext():
             step = lowered.compile()
         seconds = time.perf_counter() - start
         kept.store(key, step)
@@ -124,8 +124,10 @@ def _in_turn(
     # Threads that compile are called after whoever asked for it.
     pool = ThreadPoolExecutor(at_once, threading.current_thread().name)
     with without_jax_cache() if kept.cache is not None and kept.names else contextlib.nullcontext():
-        # Many steps keep every core busy by themselves; and JAX's own cache would keep each kernel as a program.
-        kernels_apart = _CORES_A_STEP * len(plans) <= at_once and not jax_cache_keeps()
+        # Many steps keep every core busy by themselves; JAX's own cache would keep each kernel as a program; and
+        # several processes may tune together whatever one of them compiles.
+        spare = _CORES_A_STEP * len(plans) <= at_once
+        kernels_apart = spare and not jax_cache_keeps() and jax.process_count() == 1
         try:
             steps = {key: (plan.function, plan.arguments) for key, plan in plans.items()}
             # A step without a name is of code that no other process can be known to have.

@@ -63,7 +63,7 @@ def test_other_calls_are_no_kernels():
 
 
 def test_kernels_are_compiled_in_threads_that_are_waited_for(compiled):
-    with kernels_beside(lowered(b"a", b"b"), jax.devices()):
+    with kernels_beside(lowered(b"a", b"b"), jax.devices()[0]):
         pass
     assert sorted(kernel.module for kernel, _, _ in compiled) == [b"a", b"b"]
     assert {device for _, device, _ in compiled} == {jax.devices()[0]}
@@ -73,7 +73,7 @@ def test_kernels_are_compiled_in_threads_that_are_waited_for(compiled):
 def test_a_kernel_that_cannot_be_compiled_is_left_to_the_step():
     """A CPU knows no such call."""
     entered = False
-    with kernels_beside(lowered(b"a"), jax.devices()):
+    with kernels_beside(lowered(b"a"), jax.devices()[0]):
         entered = True
     assert entered
     with pytest.raises(Exception, match="mosaic_gpu_v2"):
@@ -85,7 +85,7 @@ def test_calls_that_look_otherwise_are_left_to_the_step(compiled):
     unlike = lowered(b"a", told={"use_custom_barrier": 1.5})
     with pytest.raises(ValueError, match="BoolAttr"):
         mosaic_kernels(unlike)
-    with kernels_beside(unlike, jax.devices()):
+    with kernels_beside(unlike, jax.devices()[0]):
         pass
     assert compiled == []
 
@@ -96,12 +96,12 @@ def doubled(x):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """The steps that kernels are compiled beside, by the devices of each."""
+    """The steps that kernels are compiled beside, by the device of each."""
     steps = []
 
-    def noted(lowered, devices):
-        steps.append(tuple(devices))
-        return kernels_beside(lowered, devices)
+    def noted(lowered, device):
+        steps.append(device)
+        return kernels_beside(lowered, device)
 
     monkeypatch.setattr(step_compilation, "kernels_beside", noted)
     return steps
@@ -115,7 +115,7 @@ def test_kernels_are_compiled_beside_few_steps_on_many_cores(
     plans: dict[Hashable, StepPlan] = {size: StepPlan(doubled, (jnp.zeros(size + 1),)) for size in range(num_steps)}
     steps = compile_steps(plans, processes=LoweringProcesses(0))
     assert steps(0, jnp.ones(1)).tolist() == [2]
-    assert beside == num_beside * [(jax.devices()[0],)]
+    assert beside == num_beside * jax.devices()[:1]
 
 
 def test_no_kernel_becomes_a_program_in_jaxs_own_cache(no_cache, monkeypatch, beside, tmp_path):
@@ -128,6 +128,13 @@ def test_no_kernel_becomes_a_program_in_jaxs_own_cache(no_cache, monkeypatch, be
     assert len(beside) == 1
     compile_steps({"nameless": StepPlan(lambda x: 3 * x, (jnp.zeros(3),))}, processes=processes)
     assert len(beside) == 1
+
+
+def test_no_kernel_is_compiled_by_itself_in_one_of_several_processes(no_cache, monkeypatch, beside):
+    monkeypatch.setattr(step_compilation, "COMPILING_AT_ONCE", 16)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    compile_steps({"step": StepPlan(doubled, (jnp.zeros(3),))}, processes=LoweringProcesses(0))
+    assert beside == []
 
 
 @pytest.fixture
