@@ -70,7 +70,7 @@ class Model(NamedTuple):
             met = 1.0
             # [layers, experts, inputs, outputs]; of attention those with four axes have heads for experts.
             if experts is not None and leaf.ndim == 4 and "attention" not in jax.tree_util.keystr(path):
-                met = _share_met(experts.routing, batch)
+                met = _share_met(experts.routing, batch, leaf.shape[1])
             total += bytes_on_one(leaf) * met
         tokens = self.config.vocab_size // self.parallel.size
         embedding = tokens * self.config.hidden_size * jnp.dtype(jnp.bfloat16).itemsize
@@ -92,9 +92,9 @@ class Model(NamedTuple):
         return sum(count * min(ctx, window) for count, window in windows) / (ctx * self.config.num_layers)
 
 
-def _share_met(routing: Any, tokens: int) -> float:
-    """The part of the experts that some token goes to, if each goes to any of them alike."""
-    return 1 - (1 - routing.per_token / routing.num_experts) ** tokens
+def _share_met(routing: Any, tokens: int, held: int) -> float:
+    """The part of the experts held that some token goes to, if each goes to any alike; to those past them all go."""
+    return 1 - (1 - routing.per_token / routing.num_experts) ** tokens * min(held, routing.num_experts) / held
 
 
 def random_model(
@@ -246,7 +246,7 @@ class Loop:
         for number in range(steps):
             plan = self._on_device(self._plans[number % len(self._plans)])
             start = time.perf_counter()
-            output, self._state, self._pool = self._step(self._weights, self._state, self._pool, plan)
+            self._state, self._pool, output = self._step(self._weights, self._state, self._pool, plan)
             self.call_ms.append((time.perf_counter() - start) * 1e3)
             output.tokens.copy_to_host_async()
             if before is not None:

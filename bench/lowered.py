@@ -14,7 +14,13 @@ import jax
 from jax.experimental.mosaic.gpu import core as mosaic
 from jaxlib.mlir import ir, passmanager
 
+Hashed = Callable[[], str]  # what hashes a case
 _KERNEL_CALL = "mosaic_gpu_v2"
+
+
+def array(shape: tuple[int, ...], dtype: str) -> Any:
+    """In place of an array, of which shape and dtype count."""
+    return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype))
 
 
 def lowered_hash(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

@@ -27,6 +27,7 @@ _KINDS = {
     "gated products": r"matmul_gated/",
     "products": r"matmul(_splits)?/",
     "decode over fp8": r"mosaic/paged_decode_.*(fp8|float8)",
+    "decode of projections": r"projected_decode/",
     "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",
     "norms": r"(add_)?rms_norm/",
 }
@@ -37,9 +38,15 @@ _IN_PARTS = {
     "decode_features": {"decode over fp8"},
     "moe_layer": {"experts"},
     "decode_step": {"norms", "gated products"},
-    "decode_step_moe": {"experts", "products", "norms"},
+    "decode_step_moe": {"experts", "products", "norms", "decode of projections"},
     "decode_step_latent": {"experts", "products", "norms", "latents"},
-    "decode_step_quantized": {"products in few bits", "products", "norms", "decode over fp8"},
+    "decode_step_quantized": {
+        "products in few bits",
+        "products",
+        "norms",
+        "decode over fp8",
+        "decode of projections",
+    },
     "latent": {"latents"},
 }
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package

@@ -3,6 +3,7 @@
 import importlib
 
 from jattn.attention.backend import (
+    AttendsProjected,
     AttentionBackend,
     BackendOptions,
     EngineBackend,
@@ -11,15 +12,17 @@ from jattn.attention.backend import (
     SavesRotated,
     forward,
     forward_latent,
+    forward_projected_latent,
     forward_rotary,
 )
 from jattn.attention.latent_form import HeadWidths
 from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
-from jattn_kernels import RawLatents
+from jattn_kernels import RawLatents, RawQueries
 
 __all__ = [
     "BACKENDS",
+    "AttendsProjected",
     "AttentionBackend",
     "AttentionLayer",
     "BackendOptions",
@@ -28,11 +31,13 @@ __all__ = [
     "HeadWidths",
     "LatentHeads",
     "RawLatents",
+    "RawQueries",
     "SavesLatents",
     "SavesRotated",
     "backend_class",
     "forward",
     "forward_latent",
+    "forward_projected_latent",
     "forward_rotary",
 ]
 

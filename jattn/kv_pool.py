@@ -16,7 +16,15 @@ from jattn.norm import HeadNorms
 from jattn.page_lists import ALL_KEYS, AttentionSpan, WindowList
 from jattn.pytree import pytree, static
 from jattn.rotary import Angles
-from jattn_kernels import RawLatents, mla_write, rotate_and_write, write_latent_pages, write_pages
+from jattn_kernels import (
+    RawLatents,
+    RawQueries,
+    absorb_and_write,
+    mla_write,
+    rotate_and_write,
+    write_latent_pages,
+    write_pages,
+)
 from jattn_kernels.packed_latents import DTYPE as PACKED
 from jattn_kernels.packed_latents import is_packed, unpacked_width
 from jattn_kernels.shapes.arrays import check_layer_index
@@ -236,6 +244,23 @@ class KVPool:
         pages = self.groups[group].k
         rows, pages = mla_write(latents, pages, slots, layer_index=layer_index, implementation=implementation)
         return rows, self.with_pages(group, pages, None)
+
+    def absorbed_and_written(
+        self,
+        group: int,
+        layer_index: Int[Array, ""] | int,
+        slots: Int[Array, " T"],
+        queries: RawQueries,
+        latents: RawLatents,
+        *,
+        implementation: str | None = None,
+    ) -> tuple[tuple[Float[Array, "T N C"], Float[Array, "T N R"]], "KVPool"]:
+        """Absorbed queries and what turns of them, and the pool with latent rows that are made, by one kernel."""
+        pages = self.groups[group].k
+        absorbed, turned, _, pages = absorb_and_write(
+            queries, latents, pages, slots, layer_index=layer_index, implementation=implementation
+        )
+        return (absorbed, turned), self.with_pages(group, pages, None)
 
     def with_pages(self, group: int, k_pages: Array, v_pages: Array | None) -> "KVPool":
         """The pool with what a kernel has written in place of a group's pages."""

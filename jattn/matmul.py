@@ -18,6 +18,7 @@ from jattn_kernels import (
     interleave,
     matmul,
     matmul_gated,
+    matmul_gated_of_sum,
     matmul_splits,
     matmul_splits_of_sum,
     multiplied,
@@ -28,6 +29,7 @@ from jattn_kernels import (
 from jattn_kernels.mxfp4 import GROUP as MXFP4_GROUP
 from jattn_kernels.mxfp4 import dequantize_mxfp4
 from jattn_kernels.quantized import FP8, INT4, MXFP4, NUMBERS_OF_BYTE
+from jattn_kernels.unattended import attended_at_once
 
 __all__ = [
     "FP8",
@@ -44,11 +46,13 @@ __all__ = [
     "Unmultiplied",
     "added",
     "adds_up",
+    "attended_at_once",
     "dequantize_groups",
     "dequantize_mxfp4",
     "interleave",
     "matmul",
     "matmul_gated",
+    "matmul_gated_of_sum",
     "matmul_splits",
     "matmul_splits_of_sum",
     "multiplied",

@@ -11,6 +11,8 @@ from jattn_kernels import added, peers, rms_norm
 from jattn_kernels.inbox import Inbox
 from jattn_kernels.splits import Splits
 
+NO_TOKEN = -1  # in a token's place: logits were not finite, or left no token that may come
+
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
@@ -117,28 +119,43 @@ class Parallel:
             return jax.lax.all_gather(logits, self.axis, axis=-1, tiled=True)
         return jnp.concatenate(list(self._gathered(logits)), axis=-1)
 
-    def best_token(self, logits: Float32[Array, "B V_local"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-        """The likeliest token of each row, and its logit; devices exchange these two numbers a row, not the logits.
+    def best_token(self, logits: Float32[Array, "B V_local"]) -> Int32[Array, " B"]:
+        """The likeliest token of each row; devices exchange it and its logit, not the logits.
 
-        Of equal ones it is the token of the lowest id; NaN counts as -inf. The logit is inf where any is NaN or inf.
+        Of equal ones it is that of the lowest id. It is NO_TOKEN where a logit is NaN or inf, or all are -inf.
         """
-        ordered = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-        token = jnp.argmax(ordered, axis=-1).astype(jnp.int32) + self.first_of(logits.shape[-1])
-        best = jnp.where(jnp.all(logits < jnp.inf, axis=-1), jnp.max(ordered, axis=-1), jnp.inf)
+        token, best = _best_of(logits)
         if self.axis is None:
-            return token, best
-        pair = jnp.stack([token, jax.lax.bitcast_convert_type(best, jnp.int32)])
+            return token
+        pair = jnp.stack([token + self.first_of(logits.shape[-1]), jax.lax.bitcast_convert_type(best, jnp.int32)])
         tokens, words = jnp.moveaxis(self._gathered(pair), 1, 0)
         logits_of_devices = jax.lax.bitcast_convert_type(words, jnp.float32)
         winner = jnp.argmax(logits_of_devices, axis=0)[None]
         token, best = (jnp.take_along_axis(each, winner, axis=0)[0] for each in (tokens, logits_of_devices))
-        return token, best
+        return jnp.where(jnp.isfinite(best), token, NO_TOKEN)  # nor is there one where the exchange gave NaN
 
     def _gathered(self, x: Shaped[Array, "..."]) -> Shaped[Array, "devices ..."]:
         """The devices' arrays of numbers of 32 bits."""
         if self.table is None:
             return jax.lax.all_gather(x, self.axis)
         return peers.all_gather(x, self.table, inbox=self.inbox)
+
+
+def _best_of(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
+    """The likeliest token of each row or NO_TOKEN, and its logit; inf where any is NaN or inf.
+
+    In one pass over the logits: what is not finite comes before all tokens, and all tokens before -inf.
+    """
+
+    def better(left, right):
+        (token, logit), (other_token, other) = left, right
+        stays = (logit > other) | ((logit == other) & (token < other_token))
+        return jnp.where(stays, token, other_token), jnp.where(stays, logit, other)
+
+    is_finite = logits < jnp.inf  # or -inf, which NO_TOKEN of the same logit comes before
+    tokens = jnp.where(is_finite, jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1), NO_TOKEN)
+    none = jnp.int32(NO_TOKEN), jnp.float32(-jnp.inf)
+    return jax.lax.reduce((tokens, jnp.where(is_finite, logits, jnp.inf)), none, better, (1,))
 
 
 ONE_DEVICE = Parallel()

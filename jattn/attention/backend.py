@@ -12,10 +12,10 @@ from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, Unattended, added
+from jattn.matmul import Splits, Unattended, added, attended_at_once
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
-from jattn_kernels import RawLatents
+from jattn_kernels import RawLatents, RawQueries
 
 
 @typing.runtime_checkable
@@ -69,7 +69,7 @@ class SavesRotated(Protocol):
 
 @typing.runtime_checkable
 class AttendsLater(Protocol):
-    """A backend that can leave a token's attention to the kernel that reads it."""
+    """A backend that can leave attention to another kernel: to who reads it, or to one that turns heads too."""
 
     def unattended(
         self,
@@ -92,6 +92,17 @@ class SavesLatents(Protocol):
         self, latents: RawLatents, layer: AttentionLayer, metadata: Any, pool: KVPool
     ) -> tuple[Float[Array, "T 1 W"], KVPool] | None:
         """The rows, and the pool that has them; None if it does not serve the layer."""
+        ...
+
+
+@typing.runtime_checkable
+class AttendsProjected(Protocol):
+    """A backend that can absorb queries as it saves latent rows, and attend."""
+
+    def attend_projected(
+        self, queries: RawQueries, latents: RawLatents, layer: AttentionLayer, metadata: Any, pool: KVPool
+    ) -> tuple[Float[Array, "T N C"], KVPool] | None:
+        """Means of rows for each head, and the pool with the rows; None if it does not do so here."""
         ...
 
 
@@ -159,10 +170,13 @@ def forward_rotary(
         raise ValueError(
             f"`angles` must be two arrays [{qkv.shape[0]}, pairs], cosines and sines. Got shapes {shapes}."
         )
-    if later and isinstance(backend, AttendsLater):
+    if isinstance(backend, AttendsLater):
         unattended = backend.unattended(qkv, angles, layer, metadata, pool, norms)
-        if unattended is not None:
+        if unattended is not None and later and qkv.shape[0] == 1:
             return unattended, pool
+        if unattended is not None and (result := attended_at_once(unattended)) is not None:
+            rows, pages = result
+            return rows.reshape(qkv.shape[0], layer.tp_q_head_num, -1), pool.with_pages(layer.group, *pages)
     saved = None
     if isinstance(backend, SavesRotated):
         saved = backend.save_rotated(qkv, angles, layer, metadata, pool, norms)
@@ -173,6 +187,35 @@ def forward_rotary(
         qkv = normed_heads(qkv, norms, num_kv_heads=layer.tp_k_head_num)
     q, k, v = jnp.split(qkv, (layer.tp_q_head_num, layer.tp_q_head_num + layer.tp_k_head_num), axis=1)
     return forward(backend, rotate(q, *angles), rotate(k, *angles), v, layer, forward_batch, metadata, pool)
+
+
+def forward_projected_latent(
+    backend: AttentionBackend,
+    queries: RawQueries,
+    latents: RawLatents,
+    heads: LatentHeads,
+    layer: AttentionLayer,
+    forward_batch: ForwardBatch,
+    metadata: Any,
+    pool: Any,
+) -> tuple[Float[Array, "T N V"], Any]:
+    """`forward_latent` of what projections give: a kernel may make all of it at once.
+
+    Args:
+        latents: Also has the angles that queries turn by.
+        heads: Its keys' projection is that of the queries.
+
+    Raises:
+        ValueError: As `forward_latent`.
+    """
+    instance("layer", layer, AttentionLayer)
+    if layer.kv == "latent" and isinstance(backend, AttendsProjected):
+        attended = backend.attend_projected(queries, latents, layer, metadata, pool)
+        if attended is not None:
+            out, pool = attended
+            return heads.values(out), pool
+    parts = queries.heads(latents.cos, latents.sin)
+    return forward_latent(backend, *parts, latents, heads, layer, forward_batch, metadata, pool)
 
 
 def forward_latent(

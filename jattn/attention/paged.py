@@ -23,7 +23,7 @@ from jattn.kv_pool import KVPool
 from jattn.matmul import Splits, Unattended, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
-from jattn_kernels import RawLatents
+from jattn_kernels import RawLatents, RawQueries
 from jattn_kernels.dispatch import is_served, works_per_sequence
 from jattn_kernels.packed_latents import is_packed
 
@@ -110,9 +110,23 @@ class PagedAttentionBackend:
             slots = forward_batch.encoder_out_cache_loc if layer.is_cross_attention else metadata.slots[layer.group]
             assert slots is not None
             pool = pool.written(layer, slots, k, v, *scales)
+        return self._attended(q, layer, metadata, pool), pool
+
+    def _attended(
+        self,
+        q: Float[Array, "T N H"] | tuple[Float[Array, "T N C"], Float[Array, "T N R"]],
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+    ) -> Float[Array, "T N Hv"]:
+        """Attention over what the pool has.
+
+        Args:
+            q: As of `attend_pages`.
+        """
         group, kind = pool.groups[layer.group], kind_of(layer)
         schedule = metadata.schedule_of(kind)
-        out = attend_pages(
+        return attend_pages(
             q,
             group.k,
             group.v,
@@ -120,13 +134,12 @@ class PagedAttentionBackend:
             spec=kind_of(layer, group.page_layout).spec,
             latent=kind.latent,
             layer_index=layer.layer_id,
-            k_scale=scales[0],
-            v_scale=scales[1],
+            k_scale=layer.k_scale if self._is_fp8 else None,
+            v_scale=layer.v_scale if self._is_fp8 else None,
             sinks=layer.sinks,
             schedule=None if isinstance(schedule, LatentPlan) else schedule,
             implementation=self.options.implementation,
         )
-        return out, pool
 
     forward_decode = forward_extend
 
@@ -199,11 +212,12 @@ class PagedAttentionBackend:
         pool: KVPool,
         norms: HeadNorms | None = None,
     ) -> Unattended | None:
-        """The attention that is meant, of one token that decodes by itself; None if it is to be computed."""
+        """The attention that is meant, of tokens that decode; None if it is to be computed."""
         group, kind = pool.groups[layer.group], kind_of(layer)
         read = metadata.read_by(kind, layer.group)
         plain = read.q_positions is None and read.custom_mask is None and layer.sinks is None
-        if read.q_len != 1 or qkv.shape[0] != 1 or kind.latent or group.v is None or self._is_fp8 or not plain:
+        scaled = self._is_fp8 and not (layer.k_scale is None and layer.v_scale is None)
+        if read.q_len != 1 or kind.latent or kind.is_cross or group.v is None or scaled or not plain:
             return None
         cos, sin = angles
         return Unattended(
@@ -235,6 +249,29 @@ class PagedAttentionBackend:
             return None
         rows, pool = pool.latents_written(layer.group, layer.layer_id, slots, latents, **options)
         return rows[:, None], pool
+
+    def attend_projected(
+        self,
+        queries: RawQueries,
+        latents: RawLatents,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+    ) -> tuple[Float[Array, "T N C"], KVPool] | None:
+        """Means of latent rows, and the pool with this pass's; None where attention is expanded, or no kernel absorbs.
+
+        The pool may be donated.
+        """
+        options: dict[str, Any] = {"implementation": self.options.implementation}
+        slots, kind = metadata.slots[layer.group], kind_of(layer)
+        facts: dict[str, Any] = {"dtype": latents.dtype, "kv_dtype": self._stored_dtype, "page_size": self.page_size}
+        facts |= {"num_tokens": slots.shape[0], "absorbed": queries.nope_dim}
+        if isinstance(metadata.schedule_of(kind), LatentPlan):
+            return None
+        if not is_served("mla_write", spec=kind.spec, **facts, **options):
+            return None
+        q, pool = pool.absorbed_and_written(layer.group, layer.layer_id, slots, queries, latents, **options)
+        return self._attended(q, layer, metadata, pool), pool
 
     def _schedule(self, kind: LayerKind, metadata: AttentionMetadata, is_mixed: bool) -> Any:
         if kind.is_cross and metadata.encoder_lens is None:

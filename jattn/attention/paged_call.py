@@ -66,7 +66,7 @@ class PagedCall:
 
 
 def attend_pages(
-    q: Float[Array, "T N H"],
+    q: Float[Array, "T N H"] | tuple[Float[Array, "T N C"], Float[Array, "T N R"]],
     k_pages: Shaped[Array, "..."],
     v_pages: Float[Array, "..."] | None,
     read: QueriesOverPages,
@@ -83,20 +83,22 @@ def attend_pages(
     """Output of the queries, and their lse if asked for.
 
     Args:
+        q: Over latent rows perhaps in two parts, the second turned.
         sinks: Of the layer's heads; None for none.
         k_pages: Latent rows too, or keys and values in one array; `v_pages` is then None.
         options: What else the kernels take and `read` has not.
     """
     decode, positions = read.q_len is not None, read.q_positions
     if decode:
-        q = q.reshape(-1, read.q_len, *q.shape[1:])
+        q = jax.tree.map(lambda part: part.reshape(-1, read.q_len, *part.shape[1:]), q)
         positions = None if positions is None else positions.reshape(-1, read.q_len)
     options |= {"spec": spec, "q_start": read.q_start, "q_positions": positions, "custom_mask": read.custom_mask}
     places = (read.page_table, read.seq_lens) if decode else (read.page_table, read.seq_lens, read.cu_q_lens)
     attend: Any
     if latent:
         attend = mla_decode if decode else mla_extend
-        parts = (*jnp.split(q, (spec.value_dim,), axis=-1), k_pages)
+        both = q if isinstance(q, tuple) else jnp.split(q, (spec.value_dim,), axis=-1)
+        parts = (*both, k_pages)
         options |= {"kv_scale": k_scale, "schedule": schedule}
     else:
         attend = paged_decode if decode else paged_extend

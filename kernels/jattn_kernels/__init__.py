@@ -6,11 +6,12 @@ from jattn_kernels.experts_of_sum import routed_experts_of_sum
 from jattn_kernels.filters import kept_tokens
 from jattn_kernels.head_norms import HeadNorms, normed_heads
 from jattn_kernels.int4 import dequantize_groups, interleave, quantize_groups
-from jattn_kernels.latent_write import mla_write
+from jattn_kernels.latent_write import absorb_and_write, mla_write
 from jattn_kernels.matmul import (
     adds_up,
     matmul,
     matmul_gated,
+    matmul_gated_of_sum,
     matmul_splits,
     matmul_splits_of_sum,
     multiplied,
@@ -22,6 +23,7 @@ from jattn_kernels.norm import add_rms_norm, rms_norm, summed_and_normed, taken
 from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
 from jattn_kernels.quantized import NormedRows, QuantizedKernel, QuantizedRows, quantize_kernel, quantize_rows
 from jattn_kernels.raw_latents import RawLatents
+from jattn_kernels.raw_queries import RawQueries
 from jattn_kernels.rotary import rotate_and_write
 from jattn_kernels.rotation import rotate
 from jattn_kernels.routing import route
@@ -43,12 +45,14 @@ __all__ = [
     "QuantizedKernel",
     "QuantizedRows",
     "RawLatents",
+    "RawQueries",
     "Routing",
     "Splits",
     "Unattended",
     "Ungated",
     "Unmultiplied",
     "Unnormed",
+    "absorb_and_write",
     "add_rms_norm",
     "added",
     "adds_up",
@@ -62,6 +66,7 @@ __all__ = [
     "make_schedule",
     "matmul",
     "matmul_gated",
+    "matmul_gated_of_sum",
     "matmul_splits",
     "matmul_splits_of_sum",
     "merge_state",

@@ -15,7 +15,14 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.spec import AttentionSpec
 
 Operation = Literal[
-    "paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend", "mla_write", "rotate_and_write"
+    "paged_decode",
+    "projected_decode",
+    "paged_extend",
+    "ragged_extend",
+    "mla_decode",
+    "mla_extend",
+    "mla_write",
+    "rotate_and_write",
 ]
 
 
@@ -96,6 +103,7 @@ class AttentionCall:
         num_tokens: Query tokens, padded ones included: a sequence in decode, else in all; None if not known.
         num_seqs: Sequences, padded ones included; None if not known.
         features: Names of the optional arguments that were given.
+        absorbed: Numbers of a query head that are absorbed beside the write of latent rows; None if none are.
         device: What the call runs on.
         modes: As `modes_of` has them.
     """
@@ -108,6 +116,7 @@ class AttentionCall:
     num_tokens: int | None = None
     num_seqs: int | None = None
     features: frozenset[str] = frozenset()
+    absorbed: int | None = None
     # Looked up when a call is made, so that one place decides for all of them.
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)

@@ -127,12 +127,15 @@ def is_served(
     page_size: int | None,
     kv_dtype: Any = None,
     implementation: str | None = None,
+    num_tokens: int | None = None,
+    absorbed: int | None = None,
 ) -> bool:
     """Whether such calls are served, by what is asked for if that is one.
 
     Args:
         dtype: Of queries.
         kv_dtype: Of keys and values; that of the queries if None.
+        num_tokens, absorbed: As of AttentionCall.
 
     Raises:
         ValueError: As `choose`.
@@ -143,6 +146,8 @@ def is_served(
         q_dtype=jnp.dtype(dtype).name,
         kv_dtype=jnp.dtype(dtype if kv_dtype is None else kv_dtype).name,
         page_size=page_size,
+        num_tokens=num_tokens,
+        absorbed=absorbed,
     )
     with contextlib.suppress(NotImplementedError):
         return bool(choose(call, implementation))

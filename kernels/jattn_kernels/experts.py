@@ -77,8 +77,8 @@ def routed_experts(
     x: Float[Array, "T D"],
     logits: Float[Array, "T E"] | Splits,
     routing: Routing,
-    gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
-    down: Float[Array, "*L E F D"] | QuantizedKernel,
+    gate_up: Float[Array, "*L A D F2"] | QuantizedKernel,
+    down: Float[Array, "*L A F D"] | QuantizedKernel,
     *,
     choice_bias: Float[Array, " E"] | None = None,
     weighs_inputs: bool = False,
@@ -89,6 +89,7 @@ def routed_experts(
 
     Args:
         logits: The router's.
+        gate_up, down: Of all experts, A of them, shared ones behind the router's (`Routing.shared`).
         choice_bias: As `bias` of `route`.
         in_splits: Whether the result, [T, D], may be Splits that add up to it.
 
@@ -100,7 +101,7 @@ def routed_experts(
         "logits": logits if isinstance(logits, Splits) else jnp.asarray(logits).astype(jnp.float32),
         "choice_bias": None if choice_bias is None else jnp.asarray(choice_bias).astype(jnp.float32),
     }
-    facts: dict[str, Any] = {"per_token": routing.per_token, "weighs_inputs": weighs_inputs, "in_splits": in_splits}
+    facts: dict[str, Any] = {"per_token": routing.choices, "weighs_inputs": weighs_inputs, "in_splits": in_splits}
     facts["routing"] = routing
     call, operands = packed_experts(x, gate_up, down, choice, options, **facts)
     return choose(call, options.get("implementation")).implementation.run(call, operands)

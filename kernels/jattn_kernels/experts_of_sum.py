@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
-from jattn_kernels.matmul import matmul_splits_of_sum, multiplied, product_operands
+from jattn_kernels.matmul import matmul_splits_of_sum, multiplied
 from jattn_kernels.norm import check_additions, packed_norm
 from jattn_kernels.operands import ExpertsOperands, NextOperands, RouterOperands, names_options
+from jattn_kernels.packed_product import product_operands
 from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_logits
@@ -27,8 +28,8 @@ def routed_experts_of_sum(
     x: Unnormed,
     router: Float[Array, "*L D E"],
     routing: Routing,
-    gate_up: Float[Array, "*L E D F2"] | QuantizedKernel,
-    down: Float[Array, "*L E F D"] | QuantizedKernel,
+    gate_up: Float[Array, "*L A D F2"] | QuantizedKernel,
+    down: Float[Array, "*L A F D"] | QuantizedKernel,
     *,
     router_bias: Float[Array, "*L E"] | None = None,
     choice_bias: Float[Array, " E"] | None = None,
@@ -108,7 +109,7 @@ def _in_one(
     )
     left = first[0]
     assert isinstance(left, Splits)
-    facts |= {"per_token": routing.per_token, "routing": routing}
+    facts |= {"per_token": routing.choices, "routing": routing}
     facts["router"] = RouterCall(
         norm=norm_call,
         left=(left.parts.shape[0], left.parts.shape[1]),

@@ -1,4 +1,7 @@
-"""The face of what ends a latent row: norm of its compressed part, turn of the rest, write into its page."""
+"""The faces of what ends a latent row: norm of its compressed part, turn of the rest, write into its page."""
+
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
@@ -7,6 +10,7 @@ from jattn_kernels.call import AttentionCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.operands import LatentRowOperands
 from jattn_kernels.raw_latents import RawLatents, check_raw_latents
+from jattn_kernels.raw_queries import RawQueries, check_raw_queries
 from jattn_kernels.shapes.arrays import check_int32
 from jattn_kernels.shapes.latent import latent_geometry, row_width
 from jattn_kernels.spec import AttentionSpec
@@ -31,9 +35,51 @@ def mla_write(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for refuses.
     """
+    call, operands = _packed(latents, latent_pages, slots, layer_index)
+    return choose(call, implementation).implementation.run(call, operands)
+
+
+def absorb_and_write(
+    queries: RawQueries,
+    latents: RawLatents,
+    latent_pages: Shaped[Array, "*L P page_size bytes"],
+    slots: Int[Array, " T"],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T N C"], Float[Array, "T N R"], Float[Array, "T W"], Shaped[Array, "*L P page_size bytes"]]:
+    """Queries that have taken up the keys' projection, what turns of them, turned, and what `mla_write` gives.
+
+    One kernel on Hopper, of up to 64 tokens; nothing else does all of it at once.
+
+    Args:
+        latents: Also has the angles that queries turn by.
+
+    Raises:
+        ValueError: A shape or dtype is wrong, or `implementation` is unknown.
+        NotImplementedError: No implementation serves it, or the one that was asked for refuses.
+    """
+    call, operands = _packed(latents, latent_pages, slots, layer_index)
+    check_raw_queries(queries, call.num_tokens or 0, latents.compressed)
+    turned = latents.width - latents.compressed
+    if queries.rope_dim != turned or queries.dtype != latents.dtype:
+        raise ValueError(
+            f"`queries` must turn in {turned} numbers, as `latents` do, and be of their dtype, {latents.dtype}. "
+            f"Got rope_dim={queries.rope_dim} of {queries.dtype}."
+        )
+    spec = dataclasses.replace(call.spec, num_q_heads=queries.num_heads)
+    call = dataclasses.replace(call, spec=spec, absorbed=queries.nope_dim)
+    operands = dataclasses.replace(operands, queries=queries)
+    return choose(call, implementation).implementation.run(call, operands)
+
+
+def _packed(
+    latents: RawLatents, latent_pages: Any, slots: Any, layer_index: Any
+) -> tuple[AttentionCall, LatentRowOperands]:
+    """The call of a write and its operands, once they are checked."""
     check_raw_latents(latents)
     facts = latent_geometry(latent_pages, layer_index=layer_index)
-    num_tokens, width = latents.rows.shape
+    num_tokens, width = latents.rows.shape[0], latents.width
     wanted = row_width(latent_pages, latents.compressed, width - latents.compressed)
     if facts.head_dim != wanted:
         raise ValueError(
@@ -52,4 +98,4 @@ def mla_write(
         num_tokens=num_tokens,
         modes=modes_of(operands),
     )
-    return choose(call, implementation).implementation.run(call, operands)
+    return call, operands

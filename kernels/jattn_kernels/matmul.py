@@ -9,21 +9,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import MatmulCall, modes_of
+from jattn_kernels.call import MatmulCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm import check_additions, packed_norm, summed_and_normed
 from jattn_kernels.operands import MatmulOperands
-from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quantized
-from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
+from jattn_kernels.packed_product import packed_product
+from jattn_kernels.quantized import QuantizedKernel, QuantizedRows
+from jattn_kernels.shapes.arrays import check_are_arrays, check_float
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.unattended import Unattended
 from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unmultiplied import Unmultiplied
 from jattn_kernels.unnormed import Unnormed
 from jattn_kernels.xla.implementation import XLA
-
-_ROUNDED = "Rows that are QuantizedRows need a QuantizedKernel in fp8 with scales of output channels."
 
 
 def matmul(
@@ -57,7 +56,7 @@ def matmul(
         ValueError: A shape or dtype is wrong, or `implementation` is unknown.
         NotImplementedError: The implementation that was asked for does not serve the call.
     """
-    call, operands = _packed(x, kernel, layer_index, out_dtype, implementation)
+    call, operands = packed_product(x, kernel, layer_index, out_dtype, implementation)
     out: Any = _product(choose(call, implementation).implementation, call, operands)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
@@ -99,9 +98,7 @@ def matmul_splits_of_sum(
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
-    if not isinstance(x, Unnormed) or not x.additions:
-        got = "none" if isinstance(x, Unnormed) else type(x).__name__
-        raise ValueError(f"`x` must be Unnormed, with some `additions`. Got {got}: use `matmul_splits`.")
+    _check_of_sum(x)
     product, rows = _in_splits(x, kernel, bias, layer_index, out_dtype, implementation)
     assert rows is not None
     return product, *rows
@@ -126,18 +123,54 @@ def matmul_gated(
     Raises:
         ValueError, NotImplementedError: As `matmul`.
     """
-    call, operands = _packed(x, kernel, layer_index, None, implementation, gate=activation)
+    call, operands = packed_product(x, kernel, layer_index, None, implementation, gate=activation)
     if not serves(call, implementation):
         rows = matmul_splits(x, kernel, layer_index=layer_index, implementation=implementation)
         return Ungated(rows=rows, activation=activation)
     return _product(choose(call, implementation).implementation, call, operands)
 
 
+def matmul_gated_of_sum(
+    x: Unnormed,
+    kernel: Float[Array, "*L D F2"] | QuantizedKernel,
+    activation: Callable[[Array, Array], Array],
+    *,
+    layer_index: Int[Array, ""] | int | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "T F"] | Ungated, Float[Array, "T D"], Float[Array, "T D"]]:
+    """`matmul_gated` of rows that are added up, their sum, and its norm.
+
+    On Hopper a kernel does it all for one row and weights in int4.
+
+    Raises:
+        ValueError, NotImplementedError: As `matmul`.
+    """
+    _check_of_sum(x)
+    if all(isinstance(addition, Splits) for addition in x.additions):
+        call, operands = packed_product(x.rows, kernel, layer_index, None, implementation, gate=activation)
+        norm_call, norm = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
+        call = dataclasses.replace(call, norm=norm_call)
+        if serves(call, implementation):
+            operands = dataclasses.replace(operands, norm=norm)
+            return _product(choose(call, implementation).implementation, call, operands)
+    options: dict[str, Any] = {"layer_index": layer_index, "implementation": implementation}
+    rows, total, normed = matmul_splits_of_sum(x, kernel, **options)
+    return Ungated(rows=rows, activation=activation), total, normed
+
+
+def _check_of_sum(x: Any) -> None:
+    """Raises if x is not what is added up before a product."""
+    if not isinstance(x, Unnormed) or not x.additions:
+        got = "none" if isinstance(x, Unnormed) else type(x).__name__
+        raise ValueError(f"`x` must be Unnormed, with some `additions`. Got {got}: use `matmul_splits`.")
+    check_additions(x)
+
+
 def adds_up(x: Unnormed, kernel: Float[Array, "*L D F"] | QuantizedKernel, *, layer_index: Any = None) -> bool:
     """Whether a product's kernel adds such rows up, so that it costs next to nothing if another product does too."""
     if not x.additions or not all(isinstance(addition, Splits) for addition in x.additions):
         return False
-    call, _ = _packed(x.rows, kernel, layer_index, None, None, in_splits=True)
+    call, _ = packed_product(x.rows, kernel, layer_index, None, None, in_splits=True)
     norm, _ = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, x.additions)
     return serves(dataclasses.replace(call, norm=norm), None)
 
@@ -147,7 +180,7 @@ def _in_splits(
 ) -> tuple[Float[Array, "T F"] | Splits, tuple[Float[Array, "T D"], Float[Array, "T D"]] | None]:
     """The product; and of rows that were added up their sum, and its norm."""
     rows = x.rows if isinstance(x, Unnormed) else x
-    call, operands = _packed(rows, kernel, layer_index, out_dtype, implementation, in_splits=True)
+    call, operands = packed_product(rows, kernel, layer_index, out_dtype, implementation, in_splits=True)
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
     of_sum: Any = None
@@ -200,109 +233,6 @@ def _bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -
     if bias.shape != (*layers, columns):
         raise ValueError(f"`bias` must be {[*layers, columns]}, as `kernel` is. Got bias.shape={bias.shape}.")
     return jnp.asarray(bias).reshape(-1, columns)
-
-
-def product_operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
-    """Those of rows and weights, once they are checked."""
-    if isinstance(kernel, QuantizedKernel):
-        return _quantized_operands(x, kernel, layer_index)
-    if isinstance(x, QuantizedRows):
-        raise ValueError(_ROUNDED)
-    check_are_arrays(x=x, kernel=kernel)
-    same_dtype("x", x, "kernel", kernel)
-    if x.dtype.name not in FLOATS:
-        raise ValueError(f"`x` must be one of {', '.join(FLOATS)}. Got x.dtype={x.dtype}.")
-    is_stacked = kernel.ndim == 3
-    if x.ndim < 1 or kernel.ndim not in (2, 3) or is_stacked != (layer_index is not None):
-        raise ValueError(
-            "`kernel` must be [D, F], or [L, D, F] and `layer_index` given. "
-            f"Got x.shape={x.shape}, kernel.shape={kernel.shape}, "
-            f"layer_index={None if layer_index is None else 'given'}."
-        )
-    if x.shape[-1] != kernel.shape[-2]:
-        raise ValueError(
-            f"`x` must have a column for each row of `kernel`. Got x.shape={x.shape}, kernel.shape={kernel.shape}."
-        )
-    if layer_index is not None:
-        check_layer_index(layer_index, kernel.shape[0])
-    return MatmulOperands(
-        x=jnp.asarray(x).reshape(-1, x.shape[-1]),
-        kernel=jnp.asarray(kernel) if is_stacked else jnp.asarray(kernel)[None],
-        layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
-    )
-
-
-def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> MatmulOperands:
-    check_are_arrays(x=x)
-    check_quantized(kernel)
-    is_rounded = isinstance(x, QuantizedRows)
-    if is_rounded and kernel.scales_kind != "channel":
-        raise ValueError(_ROUNDED)
-    values, scales, zero_points = jax.tree.map(jnp.asarray, (kernel.values, kernel.scales, kernel.zero_points))
-    if (values.ndim == 3) != (layer_index is not None):
-        raise ValueError(
-            "`kernel` must have values [F, D], or [L, F, D] and `layer_index` given. "
-            f"Got values.shape={values.shape}, layer_index={None if layer_index is None else 'given'}."
-        )
-    if x.dtype.name not in FLOATS or x.ndim < 1 or x.shape[-1] != values.shape[-1]:
-        raise ValueError(
-            f"`x` must be one of {', '.join(FLOATS)}, with a column for each of the kernel's inputs, the last axis of "
-            f"its values. Got x.dtype={x.dtype}, x.shape={x.shape}, values.shape={values.shape}."
-        )
-    if layer_index is None:
-        values, scales, zero_points = jax.tree.map(lambda leaf: leaf[None], (values, scales, zero_points))
-    else:
-        check_layer_index(layer_index, values.shape[0])
-    if kernel.scales_kind == "channel":
-        scales = jnp.broadcast_to(scales, (*values.shape[:2], 1))
-    return MatmulOperands(
-        x=x.values if is_rounded else jnp.asarray(x).reshape(-1, x.shape[-1]),
-        row_scales=x.scales if is_rounded else None,
-        kernel=values,
-        scales=scales,
-        zero_points=zero_points,
-        layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
-    )
-
-
-def _packed(
-    x: Any, kernel: Any, layer_index: Any, out_dtype: Any, implementation: str | None, **facts: Any
-) -> tuple[MatmulCall, MatmulOperands]:
-    """A call and its operands, once they are checked; x's activation is the call's where a kernel takes it."""
-    if not isinstance(x, Ungated):
-        return _packed_of(x, kernel, layer_index, out_dtype, **facts)
-    call, operands = _packed_of(gated(x), kernel, layer_index, out_dtype, **facts)
-    lazy = dataclasses.replace(call, activation=x.activation)
-    if isinstance(x.rows, Splits) or not serves(lazy, implementation):
-        return call, operands
-    return lazy, dataclasses.replace(operands, x=x.rows)
-
-
-def _packed_of(
-    x: Any, kernel: Any, layer_index: Any, out_dtype: Any, **facts: Any
-) -> tuple[MatmulCall, MatmulOperands]:
-    operands = product_operands(x, kernel, layer_index)
-    rows = x if isinstance(x, QuantizedRows) else operands.x
-    out_dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
-    if out_dtype.name not in FLOATS:
-        raise ValueError(f"`out_dtype` must be one of {', '.join(FLOATS)}. Got out_dtype={out_dtype.name!r}.")
-    num_rows, depth = rows.shape
-    call = MatmulCall(
-        num_rows=num_rows,
-        depth=depth,
-        columns=operands.kernel.shape[2 if operands.scales is None else 1],
-        dtype=rows.dtype.name,
-        kernel_dtype=operands.kernel.dtype.name,
-        out_dtype=out_dtype.name,
-        scales=kernel.scales_kind if isinstance(kernel, QuantizedKernel) else None,
-        group_size=kernel.group_size if isinstance(kernel, QuantizedKernel) else None,
-        zero_points=operands.zero_points is not None,
-        interleaved=isinstance(kernel, QuantizedKernel) and kernel.interleaved,
-        rounded=isinstance(x, QuantizedRows),
-        modes=modes_of(operands),
-        **facts,
-    )
-    return call, operands
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int8, Int32, Shaped
 
 from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.raw_latents import RawLatents
+from jattn_kernels.raw_queries import RawQueries
 from jattn_kernels.splits import Splits
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
@@ -160,12 +161,17 @@ class RotaryOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentRowOperands:
-    """All arrays of the write of latent rows into pages."""
+    """All arrays of the write of latent rows into pages.
+
+    Attributes:
+        queries: That are to be absorbed beside it; None for none.
+    """
 
     latents: RawLatents
     pages: Shaped[Array, "*L P page_size bytes"]
     slots: Int[Array, " T"]
     layer_index: Int[Array, ""] | int | None = None
+    queries: RawQueries | None = None
 
 
 @typing.no_type_check
@@ -205,16 +211,18 @@ class NextOperands:
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenOperands:
-    """All arrays of the attention of one token that decodes, whose key and value are to be written first.
+    """All arrays of the attention of one token a sequence that decodes, whose key and value are to be written first.
 
     Attributes:
         rotary: Of queries, the key and the value; `qkv` are Splits.
         page_table, seq_lens: As of AttentionOperands.
+        schedule: The implementation's own work list, or None.
     """
 
     rotary: RotaryOperands
-    page_table: Int[Array, "1 max_pages"]
-    seq_lens: Int[Array, "1"]
+    page_table: Int[Array, "B max_pages"]
+    seq_lens: Int[Array, " B"]
+    schedule: Any = None
 
 
 @typing.no_type_check
@@ -311,6 +319,7 @@ class FiltersOperands:
 Operands = (
     AttentionOperands
     | RotaryOperands
+    | TokenOperands
     | LatentRowOperands
     | NormOperands
     | ExpertsOperands

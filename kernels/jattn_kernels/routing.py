@@ -13,8 +13,8 @@ def route(
 ) -> tuple[Float32[Array, "T k"], Int32[Array, "T k"]]:
     """The weights and the numbers of each token's experts, the best first; of equals the lower number.
 
-    All is computed in float32. No expert is chosen from a group that the token may not choose from, also where what is
-    left are scores of -inf.
+    Shared ones stand before those. All is computed in float32. No expert is chosen from a group that the token may not
+    choose from, also where what is left are scores of -inf.
 
     Args:
         bias: Added to the scores for the choice alone, of groups as of experts; never in the weights.

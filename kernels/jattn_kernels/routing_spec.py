@@ -26,6 +26,8 @@ class Routing:
         groups_per_token: Groups that a token's experts are chosen from, the best ones.
         group_score: What makes a group a good one: its best expert's score (DeepSeek-V2's `group_limited_greedy`), or
             the sum of its two best experts' (DeepSeek-V3's `noaux_tc`); in both the bias for the choice counts.
+        shared: Experts behind the others, which have no logits: every token goes to them with a weight of 1, and they
+            are the first of its choices.
 
     Raises:
         ValueError: A field contradicts its rule or another field.
@@ -39,12 +41,15 @@ class Routing:
     num_groups: int = 1
     groups_per_token: int = 1
     group_score: GroupScore = "best"
+    shared: int = 0
 
     def __post_init__(self):
         for name in ("num_experts", "per_token", "num_groups", "groups_per_token"):
             value = getattr(self, name)
             if not is_whole(value) or value < 1:
                 raise ValueError(f"`{name}` must be a whole number of at least 1. Got {name}={value!r}.")
+        if not is_whole(self.shared) or self.shared < 0:
+            raise ValueError(f"`shared` must be a whole number of at least 0. Got shared={self.shared!r}.")
         if self.scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
             raise ValueError(f"`scoring` must be one of softmax, sigmoid, softmax_of_chosen. Got {self.scoring!r}.")
         if self.group_score not in ("best", "two_best"):
@@ -77,6 +82,16 @@ class Routing:
             raise ValueError(
                 f"`group_score` may be 'two_best' only with two experts a group. Got {self.num_groups} groups of one."
             )
+
+    @property
+    def choices(self) -> int:
+        """Experts that each token goes to, shared ones too."""
+        return self.shared + self.per_token
+
+    @property
+    def all_experts(self) -> int:
+        """Experts, shared ones too."""
+        return self.num_experts + self.shared
 
     @property
     def group_size(self) -> int:

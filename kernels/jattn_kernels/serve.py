@@ -43,13 +43,13 @@ def attend(
     )
     chosen = choose(call, implementation).implementation
     if schedule is not None:
-        work = _work_of(schedule, call, chosen.name)
+        work = work_of(schedule, call, chosen.name)
         operands = operands.with_options(schedule=work)
     out, lse = chosen.run(call, _without_derivative(operands))
     return (out, lse) if return_lse else out
 
 
-def _work_of(schedule: Any, call: AttentionCall, implementation: str) -> Any:
+def work_of(schedule: Any, call: AttentionCall, implementation: str) -> Any:
     """The work list of a schedule; that of another call would have a kernel read what is not there."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"`schedule` must be None or what `make_schedule` makes. Got {brief(schedule)}.")

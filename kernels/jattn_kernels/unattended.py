@@ -11,9 +11,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jattn_kernels.attention import paged_decode
 from jattn_kernels.call import AttentionCall, Schedule, modes_of
+from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.head_norms import HeadNorms
 from jattn_kernels.operands import AttentionOptions, RotaryOperands, TokenOperands
 from jattn_kernels.rotary import rotate_and_write
+from jattn_kernels.serve import work_of
 from jattn_kernels.shapes.attention import check_paged_decode
 from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits
@@ -64,7 +66,9 @@ Pages = tuple[Float[Array, "L ..."], Float[Array, "L ..."]]
 
 
 def attended(rows: Unattended) -> tuple[Float[Array, "T D"], Pages]:
-    """The rows that are meant, and the pages with the tokens' keys and values, by a kernel for each."""
+    """The rows that are meant, and the pages with the tokens' keys and values, by one kernel or two."""
+    if (result := attended_at_once(rows)) is not None:
+        return result
     q, k_pages, v_pages = rotate_and_write(
         rows.qkv,
         rows.cos,
@@ -91,6 +95,22 @@ def attended(rows: Unattended) -> tuple[Float[Array, "T D"], Pages]:
     )
     assert not isinstance(out, tuple)
     return out.reshape(rows.shape), (k_pages, v_pages)
+
+
+def attended_at_once(rows: Unattended) -> tuple[Float[Array, "T D"], Pages] | None:
+    """The same by one kernel, but for the merge of splits; None if there is none."""
+    if not isinstance(rows.qkv, Splits):
+        return None
+    call, operands = unattended_call(rows)
+    call = dataclasses.replace(call, operation="projected_decode")
+    if not serves(call, rows.implementation):
+        return None
+    chosen = choose(call, rows.implementation).implementation
+    if rows.schedule is not None:
+        work = work_of(rows.schedule, dataclasses.replace(call, operation="paged_decode"), chosen.name)
+        operands = dataclasses.replace(operands, schedule=work)
+    out, *pages = chosen.run(call, operands)
+    return out.reshape(rows.shape), tuple(pages)
 
 
 def unattended_call(rows: Unattended) -> tuple[AttentionCall, TokenOperands]:

@@ -20,6 +20,7 @@ from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind, RopeName
 from jattn_models.layers import Linear
+from jattn_models.next_product import next_product
 from jattn_models.norms import ProjectionNorm, RMSNorm
 
 
@@ -148,14 +149,12 @@ class Attention(nnx.Module):
 
     def first_product(self, norm: RMSNorm) -> NextProduct | None:
         """The product with the first projection of what `norm` gives, where nothing but turning comes after it."""
-        plain = self.qkv_proj.plain_weights
-        if self.rope is None or not self._turns_alone or norm.scale is None or plain is None:
-            return None
-        (scale, scale_layer), (kernel, layer) = norm.scale.stack_and_layer, plain
-        if scale_layer is None or layer is None:
-            return None
-        facts: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset}
-        return NextProduct(scale=scale, scale_layer=scale_layer, kernel=kernel, layer_index=layer, **facts)
+        return next_product(norm, self.qkv_proj) if self.rope is not None and self._turns_alone else None
+
+    @property
+    def first_projection(self) -> Linear:
+        """What it begins with."""
+        return self.qkv_proj
 
     @property
     def rounds_rows(self) -> bool:

@@ -162,8 +162,8 @@ class Decoder(nnx.Module):
         """float32 logits of the chosen hidden states."""
         return self._connected.gather_logits(self._local_logits(hidden))
 
-    def best_token(self, hidden: Float[Array, "B D"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-        """The likeliest token after each, and its logit (`Parallel.best_token`); no logits go between devices."""
+    def best_token(self, hidden: Float[Array, "B D"]) -> Int32[Array, " B"]:
+        """The likeliest token after each, or NO_TOKEN (`Parallel.best_token`); no logits go between devices."""
         return self._connected.best_token(self._local_logits(hidden))
 
     def _last_norm(self, stream: Stream, parallel: Parallel) -> Float[Array, "T D"]:
@@ -221,7 +221,8 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
             stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))
-    if multiplies and jax.eval_shape(body, jnp.int32(0), (stream, pool))[0].product is not None:
+    # Asked of a number such as the loop's, whose type is weak: its body is then traced once for both.
+    if multiplies and jax.eval_shape(body, 0, (stream, pool))[0].product is not None:
         stream = layer_of(stacks[0], jnp.int32(0)).multiplied(stream)
     stream, pool = jax.lax.fori_loop(first, turns, body, (stream, pool), unroll=in_turn)
     return stream._replace(product=None), pool

@@ -110,14 +110,14 @@ class DecoderLayer(nnx.Module):
     @property
     def first_product(self) -> NextProduct | None:
         """The one it begins with, of the norm of what is there; None where it begins with something else."""
-        if not isinstance(self.input_norm, RMSNorm) or not isinstance(self.attention, Attention):
+        if not isinstance(self.input_norm, RMSNorm):
             return None
         return self.attention.first_product(self.input_norm)
 
     def multiplied(self, stream: Stream) -> Stream:
         """The stream with that product of its rows, as the layer before would leave it."""
         assert isinstance(self.input_norm, RMSNorm)
-        product = self.attention.qkv_proj.splits(self.input_norm.later(stream.rows))
+        product = self.attention.first_projection.splits(self.input_norm.later(stream.rows))
         return stream._replace(product=product)
 
     def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:

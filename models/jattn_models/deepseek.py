@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3: latent attention, dense layers first, then mixtures with shared experts."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -156,9 +157,7 @@ class DeepseekV2ForCausalLM(Decoder):
         if not kind.sparse:
             return tensors
         assert config.experts is not None
-        assert config.experts.shared_size is not None
-        tensors |= tensor_names.of_mixture(config.experts.intermediate_size)
-        tensors |= tensor_names.of_gated_mlp(("mlp", "shared"), "mlp.shared_experts", config.experts.shared_size)
+        tensors |= tensor_names.of_mixture_beside_shared(config.experts, "mlp.shared_experts")
         if config.experts.choice_biased:
             tensors["mlp", "router", "choice_bias"] = tensor_names.whole("mlp.gate.e_score_correction_bias")
         return tensors
@@ -178,21 +177,24 @@ def _attention_tensors(config: LatentConfig) -> dict[Path, Source]:
     """Those of latent attention. What turns in pairs of neighbours there turns in halves here."""
     nope, rope, values, rank = config.nope_dim, config.rope_dim, config.value_dim, config.kv_rank
 
-    def of_heads(name: str, width: int, order: tuple[int, ...], sharded: Any) -> Source:
-        return Source({f"self_attn.{name}.weight": None}, sharded, of_heads=OfHeads(width, order))
+    heads = config.num_q_heads * (nope + rope)
 
-    q_name = "q_proj" if config.q_rank is None else "q_b_proj"
+    def of_heads(name: str, width: int, order: tuple[int, ...], sharded: Any, whole: int | None = None) -> Source:
+        return Source({f"self_attn.{name}.weight": whole}, sharded, of_heads=OfHeads(width, order))
+
+    def q(name: str) -> Source:
+        return of_heads(name, nope + rope, _halves_after(nope, rope), "outputs", heads)
+
+    latents = of_heads("kv_a_proj_with_mqa", rank + rope, _halves_after(rank, rope), None)
+    first = q("q_proj") if config.q_rank is None else Source({"self_attn.q_a_proj.weight": config.q_rank})
     tensors = {
-        ("attention", "q_proj", "kernel"): of_heads(q_name, nope + rope, _halves_after(nope, rope), "outputs"),
-        ("attention", "kv_a_proj", "kernel"): of_heads(
-            "kv_a_proj_with_mqa", rank + rope, _halves_after(rank, rope), None
-        ),
+        ("attention", "in_proj", "kernel"): dataclasses.replace(first, beside=latents),
         ("attention", "kv_a_norm", "scale"): tensor_names.whole("self_attn.kv_a_layernorm.weight"),
         ("attention", "k_up"): of_heads("kv_b_proj", nope + values, tuple(range(nope)), "heads"),
         ("attention", "v_up"): of_heads("kv_b_proj", nope + values, tuple(range(nope, nope + values)), "heads"),
     }
     if config.q_rank is not None:
-        tensors["attention", "q_a_proj", "kernel"] = tensor_names.whole("self_attn.q_a_proj.weight")
+        tensors["attention", "q_proj", "kernel"] = q("q_b_proj")
         tensors["attention", "q_a_norm", "scale"] = tensor_names.whole("self_attn.q_a_layernorm.weight")
     return tensors
 

@@ -65,6 +65,14 @@ class Experts:
         if self.shared_gated and self.shared_size is None:
             raise ValueError("`shared_gated` needs a shared expert. Got shared_size=None.")
 
+    @property
+    def joined(self) -> int:
+        """Experts like the others that the shared one is made of, if it may be held as such behind them; 0 if not."""
+        differs = self.shared_gated or self.biased or self.weighs_inputs or self.activation is not None
+        if self.shared_size is None or differs or self.shared_size % self.intermediate_size:
+            return 0
+        return self.shared_size // self.intermediate_size
+
 
 class GroupedLinear(nnx.Module):
     """One projection an expert; its kernel is [experts, inputs, outputs], its bias [experts, outputs].
@@ -93,13 +101,16 @@ class GroupedLinear(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """The weighted sum of a token's chosen experts; each device holds its share of every expert's hidden units.
 
-    Or some of the experts whole (`Parallel.by_expert`): then it computes what tokens are sent to these.
+    Or some of the experts whole (`Parallel.by_expert`): then it computes what tokens are sent to these. Else a shared
+    expert lies behind the others, cut into as many as it is made of (`Experts.joined`): one kernel does all.
 
     No token is dropped and no shape depends on the router: a token has as many rows as it has experts.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, *, dtype: Any, rngs: nnx.Rngs, parallel: Parallel):
-        units, count, bias = experts.intermediate_size, experts.routing.num_experts, experts.biased
+        joined = 0 if parallel.by_expert else experts.joined
+        routing = dataclasses.replace(experts.routing, shared=joined)
+        units, count, bias = experts.intermediate_size, routing.all_experts, experts.biased
         if parallel.by_expert:
             count = parallel.share(count, "The number of experts")
         else:
@@ -108,7 +119,7 @@ class MixtureOfExperts(nnx.Module):
         self.experts = experts
         self.router = Router(
             hidden_size,
-            experts.routing,
+            routing,
             biased=experts.router_biased,
             choice_biased=experts.choice_biased,
             dtype=dtype,
@@ -118,7 +129,7 @@ class MixtureOfExperts(nnx.Module):
         self.down_proj = GroupedLinear(count, units, hidden_size, bias=bias, dtype=dtype, rngs=rngs)
         self.shared = (
             None
-            if experts.shared_size is None
+            if experts.shared_size is None or joined
             else GatedMLP(
                 hidden_size,
                 experts.shared_size,

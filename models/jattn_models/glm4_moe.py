@@ -73,11 +73,9 @@ class Glm4MoeForCausalLM(Decoder):
         if not kind.sparse:
             return tensors
         assert config.experts is not None
-        assert config.experts.shared_size is not None
         return {
             **tensors,
-            **tensor_names.of_mixture(config.experts.intermediate_size),
-            **tensor_names.of_gated_mlp(("mlp", "shared"), "mlp.shared_experts", config.experts.shared_size),
+            **tensor_names.of_mixture_beside_shared(config.experts, "mlp.shared_experts"),
             ("mlp", "router", "choice_bias"): tensor_names.whole("mlp.gate.e_score_correction_bias"),
         }
 

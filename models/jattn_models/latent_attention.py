@@ -8,18 +8,18 @@ rows themselves, is the backend's choice.
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, RawLatents, forward_latent
+from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, RawLatents, RawQueries, forward_projected_latent
 from jattn.kv_pool import KVGroupSpec
-from jattn.norm import Unnormed, taken
+from jattn.matmul import NextProduct, Splits, added
+from jattn.norm import Unnormed
 from jattn.parallel import Parallel
-from jattn.rotary import rotate
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.layers import Linear, random_weights
+from jattn_models.layers import Linear, ReadInPlace, random_weights
+from jattn_models.next_product import next_product
 from jattn_models.norms import RMSNorm
 
 _EPS = 1e-6  # of the norms of compressed rows, whatever the model's
@@ -63,16 +63,17 @@ class LatentAttention(nnx.Module):
         scale = (config.nope_dim + config.rope_dim) ** -0.5 * config.rope.logit_factor
         self.scaling = scale if config.attention_scale is None else config.attention_scale
         width, outputs = config.hidden_size, heads * (config.nope_dim + config.rope_dim)
-        if config.q_rank is None:
-            self.q_a_proj, self.q_a_norm = None, None
-        else:
-            self.q_a_proj = Linear(width, config.q_rank, dtype=dtype, rngs=rngs)
-            self.q_a_norm = RMSNorm(config.q_rank, eps=_EPS, dtype=dtype)
-        self.q_proj = Linear(config.q_rank or width, outputs, dtype=dtype, rngs=rngs)
-        self.kv_a_proj = Linear(width, config.kv_rank + config.rope_dim, dtype=dtype, rngs=rngs)
+        self.latents_begin = config.q_rank or outputs  # what queries are, or are made of, stands before
+        inputs = self.latents_begin + config.kv_rank + config.rope_dim
+        self.in_proj = Linear(width, inputs, dtype=dtype, rngs=rngs)
+        self.q_a_norm = None if config.q_rank is None else RMSNorm(config.q_rank, eps=_EPS, dtype=dtype)
+        self.q_proj = None if config.q_rank is None else Linear(config.q_rank, outputs, dtype=dtype, rngs=rngs)
         self.kv_a_norm = RMSNorm(config.kv_rank, eps=_EPS, dtype=dtype)
-        self.k_up = random_weights(rngs, (heads, config.nope_dim, config.kv_rank), dtype)
-        self.v_up = random_weights(rngs, (heads, config.value_dim, config.kv_rank), dtype)
+        self.k_up, self.v_up = (
+            ReadInPlace(random_weights(rngs, (heads, size, config.kv_rank), dtype)[...])
+            for size in (config.nope_dim, config.value_dim)
+        )
+        self.nope_dim, self.value_dim = config.nope_dim, config.value_dim
         self.o_proj = Linear(heads * config.value_dim, width, dtype=dtype, rngs=rngs)
 
     def layer(self, layer_index: Int[Array, ""] | int) -> AttentionLayer:
@@ -86,7 +87,7 @@ class LatentAttention(nnx.Module):
             v_head_dim=self.kv_rank,
             scaling=self.scaling,
             kv="latent",
-            head_widths=HeadWidths(nope=self.k_up.shape[-2], value=self.v_up.shape[-2]),
+            head_widths=HeadWidths(nope=self.nope_dim, value=self.value_dim),
         )
 
     def kv_group(self, num_layers: int) -> KVGroupSpec:
@@ -100,17 +101,35 @@ class LatentAttention(nnx.Module):
             latent=True,
         )
 
-    def __call__(self, x: Float[Array, "T D"] | Unnormed, layer_index: Int[Array, ""], this_pass: Any, pool: Any):
-        """The layer's addition to the residual stream, and the pool as the backend returned it."""
-        x, angles = taken(x), this_pass.angles["global"]
-        compressed = x if self.q_a_proj is None or self.q_a_norm is None else self.q_a_norm(self.q_a_proj(x))
-        heads = self.q_proj(compressed).reshape(x.shape[0], self.num_heads, -1)
-        q_nope, q_pe = jnp.split(heads, (heads.shape[-1] - self.rope_dim,), axis=-1)
+    def __call__(
+        self, x: Float[Array, "T D"] | Unnormed | Splits, layer_index: Int[Array, ""], this_pass: Any, pool: Any
+    ):
+        """The layer's addition to the residual stream, and the pool as the backend returned it.
+
+        Args:
+            x: Rows; or their product with the first projection.
+        """
+        angles = this_pass.angles["global"]
+        product = x if isinstance(x, Splits) else self.in_proj.splits(x)
+        first = product
+        if self.q_a_norm is not None and self.q_proj is not None:
+            first = self.q_proj.splits(self.q_a_norm(added(product)[:, : self.latents_begin]))
+        k_up, layer = self.k_up.stack_and_layer
+        queries = RawQueries(rows=first, k_up=k_up, layer_index=layer, rope_dim=self.rope_dim)
         assert self.kv_a_norm.scale is not None
         scale, number = self.kv_a_norm.scale.stack_and_layer
-        facts = {"scale": scale, "layer_index": number, "eps": _EPS}
-        rows = RawLatents(rows=self.kv_a_proj.splits(x), cos=angles[0], sin=angles[1], **facts)
-        attended = (q_nope, rotate(q_pe, *angles), rows, LatentHeads(self.k_up[...], self.v_up[...]))
+        facts = {"scale": scale, "layer_index": number, "eps": _EPS, "begin": self.latents_begin}
+        rows = RawLatents(rows=product, cos=angles[0], sin=angles[1], **facts)
+        heads = LatentHeads(self.k_up.of_layer, self.v_up.of_layer)
         rest = (self.layer(layer_index), this_pass.forward_batch, this_pass.metadata, pool)
-        out, pool = forward_latent(this_pass.backend, *attended, *rest)
+        out, pool = forward_projected_latent(this_pass.backend, queries, rows, heads, *rest)
         return self.o_proj.later(out.reshape(x.shape[0], -1)), pool
+
+    @property
+    def first_projection(self) -> Linear:
+        """What it begins with."""
+        return self.in_proj
+
+    def first_product(self, norm: RMSNorm) -> NextProduct | None:
+        """The product with the first projection of what `norm` gives."""
+        return next_product(norm, self.in_proj)

@@ -21,6 +21,7 @@ from jattn.matmul import (
     adds_up,
     matmul,
     matmul_gated,
+    matmul_gated_of_sum,
     matmul_splits,
     matmul_splits_of_sum,
     with_bias,
@@ -156,12 +157,17 @@ class Linear(nnx.Module):
             return Ungated(rows=self.splits(x), activation=activation)
         return matmul_gated(x, weights, activation, layer_index=layer)
 
-    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T F"] | Splits, Float[Array, "T D"]]:
-        """`splits` of rows that are added up, and their sum."""
+    def gated_of_sum(
+        self, x: Unnormed, activation: Callable[[Array, Array], Array]
+    ) -> tuple[Float[Array, "T F"] | Ungated, Float[Array, "T D"]]:
+        """`gated` of rows that are added up, and their sum."""
         weights, layer = self._weights()
-        bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
+        if self.bias is None:
+            gated, total, _ = matmul_gated_of_sum(x, weights, activation, layer_index=layer)
+            return gated, total
+        bias = self.summed_over.once(self.bias.stack_and_layer[0])
         product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer)
-        return product, total
+        return Ungated(rows=product, activation=activation), total
 
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its kernel adds such rows up."""

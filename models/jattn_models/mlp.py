@@ -59,8 +59,8 @@ class GatedMLP(nnx.Module):
 
     def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
         """The same of rows that are added up, and their sum."""
-        product, total = self.gate_up_proj.splits_of_sum(x)
-        return self.down_proj.splits(Ungated(rows=product, activation=GATES[self.activation])), total
+        hidden, total = self.gate_up_proj.gated_of_sum(x, GATES[self.activation])
+        return self.down_proj.splits(hidden), total
 
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its first projection's kernel adds such rows up."""

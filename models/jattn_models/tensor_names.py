@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from jattn_models.decoder_config import DecoderConfig
+from jattn_models.experts import Experts
 from jattn_models.layer_pattern import LayerKind
-from jattn_models.weights import Path, Source, Widths
+from jattn_models.weights import Joined, Path, Source, Widths
 
 # What the norms of a layer are called: Llama's names, OLMo 2's and Gemma's.
 _NORMS = {
@@ -18,6 +19,7 @@ _NORMS = {
         "mlp_norm": "post_feedforward_layernorm",
     },
 }
+_OF_LAYER = "model.layers.{layer}."
 _OF_EXPERTS = (("mlp", "gate_up_proj"), ("mlp", "down_proj"))  # in a sparse layer
 
 
@@ -61,14 +63,26 @@ def of_model[Config: DecoderConfig](
     for number, (layers, kind) in enumerate(config.stacks):
         for path, source in layer_tensors(config, kind).items():
             source = source if isinstance(source, Source) else Source(source)
-            names = {"model.layers.{layer}." + name: width for name, width in source.parts.items()}
-            numbers = {"layer": layers}
-            if config.experts is not None and any("{expert}" in name for name in names):
-                numbers["expert"] = range(config.experts.routing.num_experts)
             if by_expert and kind.sparse and path[:2] in _OF_EXPERTS:
-                source = dataclasses.replace(source, sharded="experts")
-            sources[("layers", number, *path)] = dataclasses.replace(source, parts=names, numbers=numbers)
+                source = dataclasses.replace(source, sharded="experts", joined=None)
+            sources[("layers", number, *path)] = _of_layers(config, layers, source)
     return sources
+
+
+def _of_layers(config: DecoderConfig, layers: range, source: Source) -> Source:
+    """The source of a leaf of all these layers, given that of one."""
+    numbers, joined, beside = {"layer": layers}, source.joined, source.beside
+    if config.experts is not None and any("{expert}" in name for name in source.parts):
+        numbers["expert"] = range(config.experts.routing.num_experts)
+    if joined is not None:
+        joined = dataclasses.replace(joined, parts=tuple(_OF_LAYER + name for name in joined.parts))
+    return dataclasses.replace(
+        source,
+        parts={_OF_LAYER + name: width for name, width in source.parts.items()},
+        numbers=numbers,
+        joined=joined,
+        beside=None if beside is None else _of_layers(config, layers, beside),
+    )
 
 
 def of_layer(config: DecoderConfig) -> dict[Path, Source]:
@@ -164,3 +178,20 @@ def of_mixture(
     """
     router = {("mlp", "router", "kernel"): whole(f"{prefix}.gate.weight")}
     return router | of_gated_mlp(("mlp",), prefix + ".experts.{expert}", units, gate=gate, up=up, down=down)
+
+
+def of_mixture_beside_shared(experts: Experts, shared: str) -> dict[Path, Source]:
+    """Those of a mixture and of its shared expert, which is held behind the others where it may be.
+
+    Args:
+        experts: With a shared one.
+        shared: Prefix of its tensors.
+    """
+    assert experts.shared_size is not None
+    beside = of_gated_mlp(("mlp", "shared"), shared, experts.shared_size)
+    tensors = of_mixture(experts.intermediate_size)
+    for path in _OF_EXPERTS if experts.joined else ():
+        parts = tuple(beside["mlp", "shared", path[-1], "kernel"].parts)
+        source, joined = tensors[*path, "kernel"], Joined(parts, experts.joined)
+        tensors[*path, "kernel"] = dataclasses.replace(source, joined=joined)
+    return tensors | beside  # of the shared one by itself where devices have experts whole

@@ -36,6 +36,19 @@ class OfHeads:
 
 
 @dataclasses.dataclass(frozen=True)
+class Joined:
+    """Several experts that lie in one tensor, one after the other along the axis that devices share.
+
+    Attributes:
+        parts: Names of the tensors, one for each of the source's parts.
+        count: How many there are.
+    """
+
+    parts: tuple[str, ...]
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Source:
     """Where a leaf comes from.
 
@@ -49,6 +62,8 @@ class Source:
             None where all are. Such a leaf has one part.
         alternating: Whether one tensor's blocks lie in it output by output, each block's first, each block's second.
         unit: Outputs that no two devices split, those of a head: of fewer heads than devices several have the same.
+        joined: Experts behind those that have a number each; None for none.
+        beside: Whose outputs stand behind these, of which each part's width is given then; None for none.
     """
 
     parts: Mapping[str, Widths]
@@ -57,6 +72,8 @@ class Source:
     of_heads: OfHeads | None = None
     alternating: bool = False
     unit: int = 1
+    joined: Joined | None = None
+    beside: "Source | None" = None
 
     def on(self, rank: Rank) -> "Source":
         """The source of a device's leaf, where that has some of the experts whole, a tensor each."""
@@ -76,10 +93,18 @@ class Source:
 
     def names(self) -> Iterator[str]:
         """The tensors that it is made of, one a part and place."""
-        return (self.name(part, place) for place in self.places() for part in self.parts)
+        yield from (self.name(part, place) for place in self.places() for part in self.parts)
+        if self.joined is not None:
+            yield from (self.name(part, place) for place in self.joined_places() for part in self.joined.parts)
+        if self.beside is not None:
+            yield from self.beside.names()
+
+    def joined_places(self) -> Iterator[tuple[int, ...]]:
+        """The leading indices but for the expert's, of tensors that have several."""
+        return _indices([len(numbers) for numbers in self.numbers.values()][:-1])
 
     def name(self, part: str, place: tuple[int, ...]) -> str:
-        return part.format(**{key: self.numbers[key][i] for key, i in zip(self.numbers, place, strict=True)})
+        return part.format(**{key: self.numbers[key][i] for key, i in zip(self.numbers, place, strict=False)})
 
 
 def load(
@@ -238,6 +263,14 @@ def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bo
         share: The leaf's shape without its leading axes; of a kernel [inputs, outputs].
         transposed: Whether its tensors are [outputs, inputs].
     """
+    if source.beside is not None:
+        own = sum(width for part in source.parts for width in source.blocks(part, 0))
+        own //= rank.size if source.sharded == "outputs" else 1
+        alone = dataclasses.replace(source, beside=None)
+        yield from _parts((share[0], own), alone, rank, transposed=transposed)
+        for part in _parts((share[0], share[1] - own), source.beside, rank, transposed=transposed):
+            yield part._replace(start=own + part.start)
+        return
     if source.of_heads is not None:
         yield from _parts_of_heads(share, source, source.of_heads, rank)
         return
@@ -255,6 +288,32 @@ def _parts(share: tuple[int, ...], source: Source, rank: Rank, *, transposed: bo
                 yield _Part(source.name(part, place), whole[order], read, place, start, count)
                 start += piece[-1].stop - piece[-1].start
         assert start == share[-1], f"{source} does not fill {share}"
+    if source.joined is not None:
+        yield from _parts_joined(shape, source, source.joined, rank, order)
+
+
+def _parts_joined(shape: tuple[int, ...], source: Source, joined: Joined, rank: Rank, order: slice) -> Iterator[_Part]:
+    """Those of the experts behind the others.
+
+    Args:
+        shape: Of one of them, whole.
+        order: Of a tensor's axes.
+    """
+    *_, before = (len(numbers) for numbers in source.numbers.values())
+    axis = -1 if source.sharded == "outputs" else -2
+    for place, number in itertools.product(source.joined_places(), range(joined.count)):
+        start = 0
+        for part, name in zip(source.parts, joined.parts, strict=True):
+            blocks = source.blocks(part, shape[-1])
+            whole = [*shape[:-1], sum(blocks)]
+            begin = number * whole[axis]
+            for piece in pieces(tuple(whole), blocks, source.sharded, rank, source.unit):
+                read, tensor = list(piece), list(whole)
+                read[axis] = slice(begin + piece[axis].start, begin + piece[axis].stop)
+                tensor[axis] *= joined.count
+                named = source.name(name, place)
+                yield _Part(named, tuple(tensor[order]), tuple(read[order]), (*place, before + number), start)
+                start += piece[-1].stop - piece[-1].start
 
 
 def _parts_of_heads(share: tuple[int, ...], source: Source, of_heads: OfHeads, rank: Rank) -> Iterator[_Part]:

@@ -88,6 +88,7 @@ PARTS = {"decode", "moe_layer", "decode_step_moe", "decode_step_latent", "decode
         ("matmul_splits/few", {"decode_step_moe", "decode_step_latent", "decode_step_quantized"}),
         ("matmul/int4_1", {"decode_step_quantized"}),
         ("mosaic/mla_decode_heads_16", {"latent", "decode_step_latent"}),
+        ("projected_decode/1_bfloat16", {"decode_step_moe", "decode_step_quantized"}),
         ("mla_write/bfloat16", {"latent", "decode_step_latent"}),
         ("decode", PARTS),
     ],

@@ -71,11 +71,11 @@ def test_abort_frees_pages_at_once_and_harms_no_neighbour(engine, stage):
 
 
 def test_launches_run_in_order_for_each_consumes_the_pool_of_the_one_before(engine, monkeypatch):
-    steps, results = engine.executor.compiled_steps, [(None, engine.executor.state, engine.executor.pool)]
+    steps, results = engine.executor.compiled_steps, [(engine.executor.state, engine.executor.pool, None)]
 
     def spied(key, weights, state, pool, *arguments):
-        assert state is results[-1][1]
-        assert pool is results[-1][2]
+        assert state is results[-1][0]
+        assert pool is results[-1][1]
         results.append(steps(key, weights, state, pool, *arguments))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
         return results[-1]

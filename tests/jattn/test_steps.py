@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn.serving.steps.plain import not_finite
+from jattn.serving.steps.choice import not_finite
 
 INF, NAN = np.inf, np.nan
 

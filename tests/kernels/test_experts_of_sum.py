@@ -40,10 +40,20 @@ class Sizes(NamedTuple):
     units: int
     experts: int
     per_token: int
+    shared: int = 0
+
+    @property
+    def choices(self) -> int:
+        return self.per_token + self.shared
+
+    def routing(self, **facts) -> Routing:
+        return Routing(num_experts=self.experts, per_token=self.per_token, shared=self.shared, **facts)
 
 
 SMALL, LARGE = Sizes(1024, 256, 128, 64, 4), Sizes(2048, 4096, 768, 128, 8)
 UNEVEN = Sizes(1152, 640, 256, 64, 3)
+# DeepSeek-V2-Lite's: a block's columns of what experts return are of one expert.
+LITE = Sizes(2048, 2048, 1408, 64, 6, shared=2)
 
 
 @pytest.fixture
@@ -63,15 +73,15 @@ def given(sizes, dtype="bfloat16", rows=1, *, left_rows=13):
     weights = functools.partial(stack, dtype=dtype)
     kernels = {
         "router": weights(1, sizes.hidden, sizes.experts, size=sizes.hidden**-0.5 * 2),
-        "gate_up": weights(2, sizes.experts, sizes.hidden, 2 * sizes.units, size=sizes.hidden**-0.5),
-        "down": weights(3, sizes.experts, sizes.units, sizes.hidden, size=sizes.units**-0.5),
+        "gate_up": weights(2, sizes.experts + sizes.shared, sizes.hidden, 2 * sizes.units, size=sizes.hidden**-0.5),
+        "down": weights(3, sizes.experts + sizes.shared, sizes.units, sizes.hidden, size=sizes.units**-0.5),
     }
     output = weights(4, sizes.attended, sizes.hidden, size=sizes.attended**-0.5)
     x, more, attended = (
         jax.random.normal(jax.random.key(key), (rows, width))
         for key, width in ((5, sizes.hidden), (6, sizes.hidden), (7, sizes.attended))
     )
-    shares = [0.5, *[0.5 / (sizes.per_token - 1)] * (sizes.per_token - 1)]
+    shares = [0.5, *[0.5 / (sizes.choices - 1)] * (sizes.choices - 1)]
     parts = jnp.pad(jnp.stack([more * share for share in shares]), ((0, 0), (0, left_rows - rows), (0, 0)))
     left = Splits(parts=parts, num_rows=rows, dtype=jnp.dtype(dtype))
     product = Unmultiplied(rows=attended.astype(dtype), kernel=output, layer_index=LAYERS - 1)
@@ -155,12 +165,13 @@ def assert_next_product(product, out, total, given):
     [
         (SMALL, "bfloat16", "softmax", False),
         (SMALL._replace(experts=128), "bfloat16", "softmax_of_chosen", False),
+        (SMALL._replace(per_token=2, shared=2), "bfloat16", "softmax", False),
         pytest.param(UNEVEN, "float16", "sigmoid", True, marks=pytest.mark.slow),
     ],
 )
 def test_one_tokens_mixture_of_a_sum_agrees_with_float64(hopper, sizes, dtype, scoring, biased):
     x, kernels = given(sizes, dtype)
-    routing = Routing(num_experts=sizes.experts, per_token=sizes.per_token, scoring=scoring)
+    routing = sizes.routing(scoring=scoring)
     bias = jax.random.normal(jax.random.key(8), (sizes.experts,)) if biased else None
     product = following(sizes, dtype)
     with interpreted():
@@ -171,11 +182,14 @@ def test_one_tokens_mixture_of_a_sum_agrees_with_float64(hopper, sizes, dtype, s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sizes", "scoring", "biased"), [(SMALL, "softmax", False), (UNEVEN, "sigmoid", True)])
+@pytest.mark.parametrize(
+    ("sizes", "scoring", "biased"),
+    [(SMALL, "softmax", False), (UNEVEN, "sigmoid", True), (LITE, "softmax", False)],
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_one_tokens_mixture_of_a_sum_agrees_with_float64_on_a_gpu(sizes, scoring, biased, dtype):
     x, kernels = given(sizes, dtype)
-    routing = Routing(num_experts=sizes.experts, per_token=sizes.per_token, scoring=scoring)
+    routing = sizes.routing(scoring=scoring)
     bias = jax.random.normal(jax.random.key(8), (sizes.experts,)) if biased else None
     product = following(sizes, dtype)
     run = functools.partial(mixture, routing=routing, choice_bias=bias, following=product)
@@ -190,10 +204,11 @@ def test_one_tokens_mixture_of_a_sum_agrees_with_float64_on_a_gpu(sizes, scoring
 
 
 @pytest.mark.gpu
-def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn():
-    x, kernels = given(LARGE)
-    routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
-    product = following(LARGE, columns=5120)
+@pytest.mark.parametrize(("sizes", "columns"), [(LARGE, 5120), (LITE, 3648)])
+def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn(sizes, columns):
+    x, kernels = given(sizes)
+    routing = sizes.routing(normalised=sizes is LARGE)
+    product = following(sizes, columns=columns)
     run = jax.jit(functools.partial(mixture, routing=routing))
     expected, total, _ = jax.jit(functools.partial(in_turn, routing=routing))(x, kernels)
     next_expected = jax.jit(next_in_turn)(expected, total, product)
@@ -204,12 +219,12 @@ def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn():
         np.testing.assert_array_equal(after.parts, next_expected.parts, f"run {number}")
 
 
-def test_one_tokens_mixture_of_a_sum_is_one_kernel(monkeypatch):
+@pytest.mark.parametrize(("sizes", "columns"), [(LARGE, 5120), (LITE, 3648)])
+def test_one_tokens_mixture_of_a_sum_is_one_kernel(monkeypatch, sizes, columns):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
-    x, kernels = jax.eval_shape(functools.partial(given, LARGE))
-    routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
-    run = functools.partial(mixture, routing=routing)
-    for product in (None, jax.eval_shape(lambda: following(LARGE, columns=5120))):
+    x, kernels = jax.eval_shape(functools.partial(given, sizes))
+    run = functools.partial(mixture, routing=sizes.routing(normalised=sizes is LARGE))
+    for product in (None, jax.eval_shape(lambda: following(sizes, columns=columns))):
         assert misplaced_copies(jax.jit(run).trace(x, kernels, product).jaxpr.jaxpr)[1] == []
         assert is_one_kernel(run, x, kernels, product)
 

@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn_kernels import QuantizedKernel, Splits, Unnormed, added, matmul_splits, matmul_splits_of_sum, rms_norm
+from jattn_kernels import (
+    QuantizedKernel,
+    Splits,
+    Unnormed,
+    added,
+    matmul_gated,
+    matmul_gated_of_sum,
+    matmul_splits,
+    matmul_splits_of_sum,
+    rms_norm,
+)
 from jattn_kernels.call import Device
 from tests.kernels import test_fp8_kernel as of_fp8
 from tests.kernels import test_int4_kernel as of_int4
@@ -65,6 +75,25 @@ def assert_int4(depth, columns, group_size, count, options):
         np.testing.assert_array_equal(out.parts[:, 1:], 0)
 
 
+def assert_gated(depth, columns, count, options):
+    """The activation is that of the product by itself, of the norm that is returned."""
+    x, kernel = of_int4.operands(1, depth, columns, 128, **options)
+    kernel = dataclasses.replace(kernel, scales=kernel.scales / depth**0.5)
+    given, total = to_be_summed(x, count)
+    options = {"layer_index": 1, "implementation": "mosaic"}
+
+    @jax.jit
+    def product(given, kernel):
+        gated, summed, normed = matmul_gated_of_sum(given, kernel, of_int4.silu_gate, **options)
+        return gated, summed, normed, matmul_gated(normed, kernel, of_int4.silu_gate, **options)
+
+    gated, summed, normed, alone = product(given, kernel)
+    assert gated.shape == (1, columns // 2)
+    assert_summed(summed, total, given)
+    assert_normed(normed, summed, given)
+    np.testing.assert_array_equal(np.asarray(gated, np.float32), np.asarray(alone, np.float32))
+
+
 def assert_fp8(depth, columns, count, dtype, lost):
     x, kernel = of_fp8.operands(1, depth, columns, dtype=dtype)
     given, total = to_be_summed(x, count)
@@ -91,6 +120,27 @@ def assert_fp8(depth, columns, count, dtype, lost):
 def test_int4_product_of_a_sum_without_races(hopper, depth, columns, group_size, count, options):
     with interpreted():
         assert_int4(depth, columns, group_size, count, options)
+
+
+@pytest.mark.parametrize(("depth", "columns", "count", "options"), [(1024, 1344, 1, {}), (2048, 576, 2, {})])
+def test_gated_product_of_a_sum_without_races(hopper, depth, columns, count, options):
+    with interpreted():
+        assert_gated(depth, columns, count, options)
+
+
+def test_a_gate_is_left_to_who_reads_it_where_no_kernel_takes_it_with_the_norm(hopper):
+    x, kernel = of_int4.operands(1, 1024, 448, 128)
+    given, total = to_be_summed(x, 1)
+    with interpreted():
+        ungated, summed, _ = matmul_gated_of_sum(given, kernel, of_int4.silu_gate, layer_index=1)
+    assert ungated.shape == (1, 224)
+    assert_summed(summed, total, given)
+
+
+def test_a_gated_product_of_what_is_no_sum_gets_a_sentence(hopper):
+    x, kernel = of_int4.operands(1, 1024, 448, 128)
+    with pytest.raises(ValueError, match="must be Unnormed, with some `additions`"):
+        matmul_gated_of_sum(unnormed(x), kernel, of_int4.silu_gate, layer_index=1)
 
 
 @pytest.mark.parametrize(("depth", "columns", "count", "dtype"), [(1024, 128, 2, "bfloat16"), (3072, 64, 1, "float16")])
@@ -138,3 +188,11 @@ def test_product_of_a_sum_on_a_gpu(depth, columns, count):
     assert_int4(depth, columns, 32, count, {"dtype": "float16"})
     for dtype in ("bfloat16", "float16"):
         assert_fp8(depth, columns, count, dtype, 2.0**-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "columns"), [(4096, 28672), (2048, 16384)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gated_product_of_a_sum_on_a_gpu(depth, columns, count):
+    assert_gated(depth, columns, count, {})
+    assert_gated(depth, columns, count, {"dtype": "float16"})

@@ -99,6 +99,17 @@ def test_routed_mixture_goes_where_the_oracle_routes(hopper, case, scoring, bias
     assert_mixture(case, route_choices(inputs, logits, routing, bias), routed(x, logits, *experts, bias))
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 64, 200, 2048])
+def test_routed_mixture_beside_shared_experts_goes_where_the_oracle_routes(hopper, tokens):
+    case = ExpertCase(name="shared", tokens=tokens, experts=66, per_token=8, hidden=512, units=256)
+    logits = np.random.default_rng(1).permuted(np.tile(np.linspace(-4, 4, 64), (tokens, 1)), axis=1)
+    logits, routing = jnp.asarray(logits, jnp.float32), Routing(num_experts=64, per_token=6, shared=2)
+    inputs = build(case)
+    x, _, _, gate_up, down = inputs.args
+    out = jax.jit(functools.partial(routed_experts, routing=routing))(x, logits, gate_up=gate_up, down=down)
+    assert_mixture(case, route_choices(inputs, logits, routing), out)
+
+
 @pytest.mark.parametrize("choice", ["any", "same"])
 @pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many", "few"])
 def test_tokens_result_is_the_same_to_the_bit_whatever_its_neighbours_are(hopper, sizes, choice):

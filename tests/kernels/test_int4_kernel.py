@@ -109,6 +109,8 @@ def assert_gated(rows, depth, columns, options):
         (60, 512, 448, {}),  # of both halves' 112 columns two strips share 16; 256 inputs a stage
         (64, 384, 128, {"dtype": "float16"}),  # a strip of each
         (64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
+        (1, 1024, 896, {}),  # a row that is in shared memory all the time, a work tile a block
+        (1, 1024, 1024, {"dtype": "float16"}),
     ],
 )
 def test_gated_product_without_races(hopper, rows, depth, columns, options):
@@ -116,9 +118,10 @@ def test_gated_product_without_races(hopper, rows, depth, columns, options):
         assert_gated(rows, depth, columns, options)
 
 
-@pytest.mark.parametrize("rows", [56, 65])
-def test_other_rows_are_activated_by_who_reads_them(hopper, rows):
-    x, kernel = operands(rows, 256, 448, 128)
+@pytest.mark.parametrize(("rows", "depth"), [(56, 256), (65, 256), (1, 1024), (1, 512)])
+def test_other_rows_are_activated_by_who_reads_them(hopper, rows, depth):
+    """Of one row those whose work tiles do not come out even, and those that are too short to be shared."""
+    x, kernel = operands(rows, depth, 448, 128)
     with interpreted():
         ungated = matmul_gated(x, kernel, silu_gate, layer_index=1)
     assert isinstance(ungated, Ungated)
@@ -182,3 +185,10 @@ def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
 @pytest.mark.parametrize(("depth", "columns"), [(1024, 28672), (1024, 2560), (512, 3328)])
 def test_gated_product_on_a_gpu(rows, depth, columns):
     assert_gated(rows, depth, columns, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("depth", "columns"), [(4096, 28672), (1024, 16384), (3072, 24576)])
+def test_gated_product_of_one_row_on_a_gpu(depth, columns):
+    assert_gated(1, depth, columns, {})
+    assert_gated(1, depth, columns, {"dtype": "float16"})

@@ -118,3 +118,36 @@ def test_mosaic_refuses_with_a_sentence(hopper, pages_dtype, compressed, sentenc
     latents, pages, slots = arguments(compressed)
     with pytest.raises(NotImplementedError, match=sentence):
         mla_write(latents, pages.astype(pages_dtype), slots, layer_index=LAYER, implementation="mosaic")
+
+
+@pytest.mark.parametrize("skipped", [8, 12])
+@pytest.mark.parametrize("splits", [None, 3])
+def test_mosaic_writes_rows_behind_other_numbers_alike(hopper, skipped, splits):
+    """By whole vectors of a thread, or not."""
+    latents, pages, slots = arguments()
+    others = jnp.full((len(slots), skipped), jnp.nan, latents.dtype)
+    rows = jnp.concatenate([others, latents.rows], axis=1)
+    own = latents.rows
+    if splits:
+        rows, own = splits_of(rows, splits), splits_of(own, splits)
+        own = dataclasses.replace(own, parts=rows.parts[..., skipped:])
+    run = jax.jit(lambda raw: mla_write(raw, pages, slots, layer_index=LAYER, implementation="mosaic"))
+    behind = dataclasses.replace(latents, rows=rows, begin=skipped)
+    for found, expected in zip(run(behind), run(dataclasses.replace(latents, rows=own)), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_xla_writes_rows_behind_other_numbers():
+    latents, pages, slots = arguments()
+    others = jnp.full((len(slots), 12), jnp.nan, latents.dtype)
+    behind = dataclasses.replace(latents, rows=jnp.concatenate([others, latents.rows], axis=1), begin=12)
+    made = (mla_write(raw, pages, slots, layer_index=LAYER, implementation="xla") for raw in (behind, latents))
+    for found, expected in zip(*made, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("begin", [-1, 320])
+def test_rows_that_begin_behind_their_last_number_are_refused(begin):
+    latents, pages, slots = arguments()
+    with pytest.raises(ValueError, match=f"`begin` must be a column of the rows. Got begin={begin}"):
+        mla_write(dataclasses.replace(latents, begin=begin), pages, slots, layer_index=LAYER)

@@ -164,7 +164,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message):
         ({"choice_bias": 0.5}, "`choice_bias` must be an array of JAX or NumPy. Got a float"),
         (
             {"logits": zeros(5, 4), "routing": Routing(num_experts=4, per_token=2)},
-            "`routing` must be over the experts of `gate_up`, 6. Got num_experts=4",
+            "`routing` must be over the experts of `gate_up`, 6. Got num_experts=4, shared=0",
         ),
     ],
 )

@@ -115,14 +115,18 @@ def test_routed_mixture_is_the_mixture_of_what_is_routed(hopper):
     assert_mixture(case, inputs, out)
 
 
-@pytest.mark.parametrize(("scoring", "biased", "dtype"), [("softmax", False, "bfloat16"), ("sigmoid", True, "float16")])
-def test_one_tokens_mixture_agrees_with_the_oracle(hopper, scoring, biased, dtype):
-    case = ExpertCase(name="one", tokens=2, experts=32, per_token=3, hidden=256, units=128, layers=2, dtype=dtype)
+@pytest.mark.parametrize(
+    ("scoring", "biased", "dtype", "shared"),
+    [("softmax", False, "bfloat16", 0), ("sigmoid", True, "float16", 0), ("softmax", False, "bfloat16", 1)],
+)
+def test_one_tokens_mixture_agrees_with_the_oracle(hopper, scoring, biased, dtype, shared):
+    sizes = {"experts": 32 + shared, "per_token": 3, "hidden": 256, "units": 128}
+    case = ExpertCase(name="one", tokens=2, layers=2, dtype=dtype, **sizes)
     inputs = build(case)
     rng = np.random.default_rng(1)
-    logits = jnp.asarray(rng.permuted(np.linspace(-4, 4, case.experts * 2)).reshape(2, -1), jnp.float32)
-    bias = jnp.asarray(rng.integers(2, size=case.experts), jnp.float32) if biased else None
-    routing = Routing(num_experts=case.experts, per_token=case.per_token, scoring=scoring)
+    logits = jnp.asarray(rng.permuted(np.linspace(-4, 4, 64)).reshape(2, -1), jnp.float32)
+    bias = jnp.asarray(rng.integers(2, size=32), jnp.float32) if biased else None
+    routing = Routing(num_experts=32, per_token=3 - shared, scoring=scoring, shared=shared)
     x, _, _, *experts = inputs.args
     run = functools.partial(routed_experts, routing=routing, implementation="mosaic", choice_bias=bias)
 

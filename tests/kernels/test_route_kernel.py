@@ -48,6 +48,7 @@ SCORINGS = {
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize(
     ("tokens", "scoring", "biased", "rows_of_choices"),
     [
@@ -61,18 +62,18 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         slow(3, "softmax_normalised", True, True),
     ],
 )
-def test_route_and_group_is_routing_then_grouping(tokens, scoring, biased, rows_of_choices):
-    routing = Routing(num_experts=EXPERTS, per_token=3, **SCORINGS[scoring])
+def test_route_and_group_is_routing_then_grouping(tokens, scoring, biased, rows_of_choices, shared):
+    routing = Routing(num_experts=EXPERTS, per_token=3, shared=shared, **SCORINGS[scoring])
     bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], EXPERTS // 4), jnp.float32) if biased else None
     logits, facts = random_logits(tokens), {"block_rows": BLOCK_ROWS, "rows_of_choices": rows_of_choices}
-    assert route.fits(tokens, EXPERTS)
+    assert route.fits(tokens, EXPERTS, shared)
     assert choice.chooses(routing, is_biased=biased)
     run = functools.partial(route.route_and_group, routing, num_tokens=tokens, **facts)
     with interpreted():
         weights, groups = jax.jit(run)(route.RouteOperands(logits=logits, bias=bias))
     expected_weights, chosen = compiled_routed(logits, routing, bias)
     np.testing.assert_allclose(np.asarray(weights).T, expected_weights, rtol=1e-5)
-    assert_groups(groups, compiled_grouping(chosen, EXPERTS, **facts))
+    assert_groups(groups, compiled_grouping(chosen, EXPERTS + shared, **facts))
 
 
 FEW_TOKENS = [
@@ -88,8 +89,8 @@ of_few_tokens = pytest.mark.parametrize(
 )
 
 
-def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices):
-    routing = Routing(num_experts=experts, per_token=per_token, **SCORINGS[scoring])
+def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices, shared=0):
+    routing = Routing(num_experts=experts, per_token=per_token, shared=shared, **SCORINGS[scoring])
     bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], experts // 4), jnp.float32) if biased else None
     logits, facts = random_logits(tokens, experts), {"block_rows": BLOCK_ROWS, "rows_of_choices": rows_of_choices}
     # Of halves each, and rows of no token that are not numbers.
@@ -101,7 +102,7 @@ def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_c
     weights, groups = jax.jit(run)(parts, bias)
     expected_weights, chosen = compiled_routed(logits, routing, bias)
     np.testing.assert_allclose(np.asarray(weights).T, expected_weights, rtol=1e-5)
-    assert_groups(groups, compiled_grouping(chosen, experts, **facts))
+    assert_groups(groups, compiled_grouping(chosen, experts + shared, **facts))
 
 
 @of_few_tokens
@@ -116,6 +117,30 @@ def test_gpu_few_tokens_are_routed_and_grouped(tokens, experts, per_token, scori
     if scoring in ("sigmoid", "softmax") and biased:
         pytest.skip("scores of approximate exponentials may choose another of nearly equal experts")
     assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices)
+
+
+SHARED = [(8, 64, 6, "softmax", False, False, 2), (3, 32, 3, "sigmoid", True, True, 1)]
+beside_shared = pytest.mark.parametrize(
+    ("tokens", "experts", "per_token", "scoring", "biased", "rows_of_choices", "shared"), SHARED
+)
+
+
+@beside_shared
+def test_few_tokens_are_routed_beside_shared_experts(
+    tokens, experts, per_token, scoring, biased, rows_of_choices, shared
+):
+    with interpreted():
+        assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices, shared)
+
+
+@pytest.mark.gpu
+@beside_shared
+def test_gpu_few_tokens_are_routed_beside_shared_experts(
+    tokens, experts, per_token, scoring, biased, rows_of_choices, shared
+):
+    if biased:
+        pytest.skip("scores of approximate exponentials may choose another of nearly equal experts")
+    assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices, shared)
 
 
 def test_few_tokens_of_infinities_and_no_numbers_harm_no_other():
@@ -143,8 +168,9 @@ def test_few_tokens_of_infinities_and_no_numbers_harm_no_other():
     ("tokens", "scoring", "biased"),
     [(70, "softmax_normalised", False), (3, "sigmoid", True), slow(130, "softmax", True), slow(70, "softmax", False)],
 )
-def test_choose_experts_is_routing(tokens, scoring, biased):
-    routing = Routing(num_experts=EXPERTS, per_token=3, **SCORINGS[scoring])
+@pytest.mark.parametrize("shared", [0, 1])
+def test_choose_experts_is_routing(tokens, scoring, biased, shared):
+    routing = Routing(num_experts=EXPERTS, per_token=3, shared=shared, **SCORINGS[scoring])
     bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], EXPERTS // 4), jnp.float32) if biased else None
     logits = random_logits(tokens)
     with interpreted():

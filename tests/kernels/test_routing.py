@@ -68,6 +68,15 @@ def test_routing_is_the_oracles(scoring, grouping, biased):
     assert_routed(random_logits(routing), routing, bias)
 
 
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_shared_experts_come_first_with_weights_of_one(scoring):
+    routing = case(scoring, scaling_factor=2.5, shared=2)
+    weights, chosen = assert_routed(random_logits(routing), routing)
+    assert (routing.choices, routing.all_experts) == (5, 14)
+    np.testing.assert_array_equal(chosen[:, :2], np.tile([12, 13], (len(chosen), 1)))
+    np.testing.assert_array_equal(weights[:, :2], 1.0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("per_token", [1, 6])
 def test_other_numbers_of_experts_a_token(per_token, seed):
@@ -170,6 +179,8 @@ def test_routing_is_hashable():
         ({"num_experts": 0}, "`num_experts` must be a whole number of at least 1. Got num_experts=0"),
         ({"per_token": 1.0}, "`per_token` must be a whole number of at least 1. Got per_token=1.0"),
         ({"num_groups": True}, "`num_groups` must be a whole number of at least 1. Got num_groups=True"),
+        ({"shared": -1}, "`shared` must be a whole number of at least 0. Got shared=-1"),
+        ({"shared": 1.0}, "`shared` must be a whole number of at least 0. Got shared=1.0"),
         ({"groups_per_token": 0}, "`groups_per_token` must be a whole number of at least 1"),
         ({"per_token": 13}, "`per_token` must be at most `num_experts`. Got 13 of 12"),
         ({"scoring": "tanh"}, "`scoring` must be one of softmax, sigmoid, softmax_of_chosen. Got 'tanh'"),

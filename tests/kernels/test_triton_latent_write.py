@@ -4,6 +4,9 @@
 from tests.kernels.harness.triton_interpreter import interpreted
 # isort: on
 
+import dataclasses
+
+import jax.numpy as jnp
 import pytest
 
 from jattn_kernels import mla_write
@@ -21,6 +24,14 @@ def test_triton_packs_what_splits_add_up_to():
     given = packed_arguments()
     with interpreted():
         assert_packs(given, "triton", rows=splits_of(given[0].rows, 4))
+
+
+def test_triton_packs_rows_behind_other_numbers():
+    latents, *rest = packed_arguments()
+    others = jnp.full((len(latents.cos), 12), jnp.nan, latents.dtype)
+    behind = dataclasses.replace(latents, rows=jnp.concatenate([others, latents.rows], axis=1), begin=12)
+    with interpreted():
+        assert_packs((behind, *rest), "triton")
 
 
 def test_triton_refuses_other_latents_than_packed_ones():

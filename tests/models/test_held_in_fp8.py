@@ -61,7 +61,7 @@ def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
     for path, leaf in expected.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=str(path))
     in_few_bits = {path[-2] for path, leaf in found.items() if leaf.dtype == jnp.float8_e4m3fn}
-    assert in_few_bits <= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "q_proj", "kv_a_proj", "q_a_proj"}
+    assert in_few_bits <= {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "q_proj", "in_proj"}
     wide = {path[-2:] for path, leaf in found.items() if leaf.dtype == jnp.bfloat16}
     assert {("vocabulary", "embedding"), ("norm", "scale")} <= wide
     if case == "qwen2_moe":
@@ -69,7 +69,7 @@ def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
         assert all(leaf.dtype == jnp.bfloat16 for leaf in found.values() if leaf.ndim == 4)
 
 
-def rows_rounded(x, kernel, *, bias=None, layer_index=None, out_dtype=None, implementation=None):
+def rows_rounded(x, kernel, *, bias=None, layer_index=None, out_dtype=None, implementation=None, ahead=()):
     """A layer's product with weights that stand for themselves, the rows rounded to fp8 beforehand."""
     x = taken(x)
     if layer_index is None or kernel.shape[-1] == 1:
@@ -110,7 +110,7 @@ def test_logits_are_those_of_weights_that_stand_for_themselves_and_rounded_rows(
     assert_alike(*found)
 
 
-def ungated(linear, x, activation):
+def ungated(linear, x, activation, ahead=()):
     return Ungated(rows=linear.splits(x), activation=activation)
 
 

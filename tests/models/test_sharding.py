@@ -71,7 +71,7 @@ def test_every_weight_of_a_share_says_how_it_is_split():
         whole, (first, _) = flat(nnx.state(load(case))), shares(Checkpoint(GOLDEN / case), 2)[1]
         alike = [path[-2:] for path, leaf in flat(first).items() if leaf.shape == whole[path].shape]
         same = {path[0] for path in alike if path not in once}
-        assert {name for name in same if "norm" not in name} <= {"router", "shared_gate", "q_a_proj", "kv_a_proj"}
+        assert {name for name in same if "norm" not in name} <= {"router", "shared_gate", "in_proj"}
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

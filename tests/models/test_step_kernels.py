@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench.step_workload import LLAMA_3_8B, QWEN3_30B_A3B
+from bench.step_workload import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
 from jattn.backend import BackendOptions, backend_class
 from jattn.kv_pool import make_pool
 from jattn.matmul import matmul
@@ -17,6 +17,7 @@ from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import Device
 from jattn_kernels.triton import implementation, launch
+from jattn_models.deepseek import DeepseekV2ForCausalLM
 from jattn_models.few_bits import hold_projections
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
@@ -42,8 +43,8 @@ def step_of(variant):
     return step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B), variant)
 
 
-def two_layers(model_class, shapes):
-    config = model_class.config_class.from_dict(shapes | {"num_hidden_layers": 2})
+def two_layers(model_class, shapes, *, layers=2):
+    config = model_class.config_class.from_dict(shapes | {"num_hidden_layers": layers})
     return nnx.eval_shape(lambda: model_class(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
 
@@ -96,10 +97,10 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
-    """A layer has four products, rotation, attention, its merge."""
+    """A layer has four products, attention that turns its heads, its merge."""
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
-    assert num_kernels(step_of_model(model, "greedy")) == 2 * 7 + 1
+    assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 1
 
 
 def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
@@ -110,6 +111,14 @@ def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
     assert not re.search(r"stablehlo\.transpose.*tensor<64x\d+x4x4x2x", text)
     assert not re.search(r"tensor<64x28672x", text)
     assert re.search(r"tensor<1x64x14336xbf16>", text)
+
+
+def test_the_activation_of_one_row_is_of_its_product_in_int4(hopper):
+    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
+    hold_projections(model, "int4")
+    text = step_of_model(model, "greedy")
+    assert not re.search(r"tensor<(?:\d+x)?[14]x28672x", text)
+    assert re.search(r"tensor<1x1x14336xbf16>", text)
 
 
 def test_xla_adds_up_no_splits(step):
@@ -129,3 +138,15 @@ def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
     step = step_of("plain")
     assert len(re.findall(r"custom_call @keep_tokens", step)) == 1
     assert not re.search(r"stablehlo\.(case|if|while)\b", step)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 5 + 4 + 1), (8, 6 + 10 + 1)])
+def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
+    """Of a dense layer and two sparse ones of DeepSeek-V2-Lite, which are a loop's body where there are several tokens.
+
+    A layer has its first product, queries with the write, decode, its merge; a dense one o's product and a norm. Then
+    one token's mixture is one kernel, and has the first product of the layer after it. Eight tokens take six: o, norm,
+    router, routing and the experts' two products, shared ones among them.
+    """
+    text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=3), "greedy", rows=rows)
+    assert num_kernels(text) == kernels

@@ -9,8 +9,9 @@ import numpy as np
 from jattn.serving.plan import Chunk
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.choice import Variant
 from jattn.serving.steps.loop_state import LoopState, empty_rows
-from jattn.serving.steps.plain import PrefillBatch, Variant
+from jattn.serving.steps.plain import PrefillBatch
 
 
 def decode_batch(requests: Sequence[Request], bucket: int, config: ResolvedConfig) -> np.ndarray:

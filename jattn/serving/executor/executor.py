@@ -17,6 +17,7 @@ from jattn.device_mesh import held_by_all, spans_processes
 from jattn.lowering import LoweringProcesses, processes_for
 from jattn.mailbox import mailbox_of
 from jattn.model import CausalLM
+from jattn.parallel import NO_TOKEN
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
 from jattn.serving.executor.checks import check_decode, check_prefill
@@ -48,7 +49,6 @@ from jattn.serving.plan import Plan
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
 from jattn.serving.steps.packing import packed
-from jattn.serving.steps.plain import NO_TOKEN
 from jattn.step_compilation import COMPILING_AT_ONCE, compile_steps
 from jattn_kernels.call import default_device
 
@@ -172,7 +172,7 @@ class Executor:
             masks = masks_of(forward.requests, forward.sample_key.size, self._vocab_size)
             self._run_first((forward.sample_key,))
             self.idle_time.look()
-            output, self.state = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
+            self.state, output = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
             self.idle_time.enqueued(output.tokens)
             self._enqueued(forward.sampled(output))
             self._forwards.popleft()
@@ -272,7 +272,7 @@ class Executor:
         self._run_first((key,))
         self.stats.launches += 1
         self.stats.found_idle += self.idle_time.look()
-        output, self.state, self.pool = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
+        self.state, self.pool, output = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
         score = functools.partial(self._enqueue, score_key(self.config), self.weights, output.prompt_hidden)
         scores = scores_of(plan.chunks, score_key(self.config).size, score)
         output = dataclasses.replace(output, prompt_hidden=None)

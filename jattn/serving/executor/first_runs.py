@@ -47,7 +47,7 @@ class FirstRuns:
                 if key.kind == _SCORE:
                     jax.block_until_ready(steps(key, alone, *batch))
                 elif key.kind in _CHOICES:
-                    _, state = jax.block_until_ready(steps(key, alone, state, *batch))
+                    state, _ = jax.block_until_ready(steps(key, alone, state, *batch))
                 else:
-                    _, state, pool = jax.block_until_ready(steps(key, alone, state, pool, *batch))
+                    state, pool, _ = jax.block_until_ready(steps(key, alone, state, pool, *batch))
         return state, pool

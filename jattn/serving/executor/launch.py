@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jattn.parallel import NO_TOKEN
 from jattn.serving.executor.scores import Score
 from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.request import Request
 from jattn.serving.steps.logprobs import Logprob, TokenLogprobs
-from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Unsampled
+from jattn.serving.steps.plain import UNUSED, StepOutput, Unsampled
 
 
 @dataclasses.dataclass

@@ -20,10 +20,10 @@ _HELD = {
 _GIVEN = {
     "note": False,
     "score": False,
-    "sample_decode": (False, False),  # output and loop state
+    "sample_decode": (False, False),  # loop state and output
     "sample_prefill": (False, False),
 }
-_OF_A_PASS = (True, False, True), (False, False, True)  # weights, loop state and pool; output, loop state and pool
+_OF_A_PASS = (True, False, True), (False, True, False)  # weights, loop state and pool; loop state, pool and output
 
 
 def on_mesh(plans: dict[Any, StepPlan], parallel: Parallel) -> dict[Any, StepPlan]:

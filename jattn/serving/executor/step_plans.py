@@ -13,8 +13,9 @@ from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.scores import score_batch
 from jattn.serving.request import Request
 from jattn.serving.resolved_config import ResolvedConfig
+from jattn.serving.steps.choice import VARIANTS, Variant
 from jattn.serving.steps.packing import Packing, on_packed, packed
-from jattn.serving.steps.plain import VARIANTS, Steps, Variant
+from jattn.serving.steps.plain import Steps
 
 _SCORED_AT_ONCE = 256  # places of prompts whose logits are held at the same time
 
@@ -80,7 +81,7 @@ def _score_plans(steps: Steps, plans: Mapping[StepKey, StepPlan], config: Resolv
     prefill = plans.get(StepKey("prefill", config.prefill_buckets[0], "full"))
     if prefill is None:
         return {}
-    key, left = score_key(config), jax.eval_shape(prefill.function, *prefill.arguments)[0].prompt_hidden
+    key, left = score_key(config), jax.eval_shape(prefill.function, *prefill.arguments)[2].prompt_hidden
     arguments = (prefill.arguments[0], np.zeros(left.shape, left.dtype), score_batch([], key.size))
     return {key: StepPlan(steps.score, arguments)}
 

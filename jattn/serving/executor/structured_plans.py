@@ -13,7 +13,8 @@ from jattn.serving.executor.masks import empty_masks
 from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey, taking_packed
 from jattn.serving.resolved_config import ResolvedConfig
-from jattn.serving.steps.plain import Steps, Unsampled, Variant
+from jattn.serving.steps.choice import Variant
+from jattn.serving.steps.plain import Steps, Unsampled
 
 
 def forward_key(kind: Literal["decode", "prefill"], size: int, config: ResolvedConfig) -> StepKey:
@@ -57,7 +58,7 @@ def structured_plans(
         plans[forward_key("prefill", size, config)] = taking_packed(prefill, held, sent, donate=(1, 2))
     forwards, plans = on_mesh(plans, config.parallel), {}
     smallest = forwards[forward_key("decode", config.decode_buckets[0], config)]
-    left = jax.eval_shape(smallest.function, *smallest.arguments)[0]
+    left = jax.eval_shape(smallest.function, *smallest.arguments)[2]
     for forward in forwards:
         key = sample_key(forward, config)
         of_decode = key.kind == "sample_decode"

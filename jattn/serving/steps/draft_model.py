@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jattn.arguments import whole_number
 from jattn.backend import AttentionBackend, AttentionLayer
@@ -180,6 +180,6 @@ class TargetAndDraft(nnx.Module):
         """The target's."""
         return self.target.compute_logits(hidden)
 
-    def best_token(self, hidden: Float[Array, "B D"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:
-        """The target's likeliest token after each, and its logit."""
+    def best_token(self, hidden: Float[Array, "B D"]) -> Int32[Array, " B"]:
+        """The target's likeliest token after each, or NO_TOKEN."""
         return self.target.best_token(hidden)

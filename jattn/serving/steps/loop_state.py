@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jattn.pytree import pytree
 from jattn.serving.steps.logit_rules import LogitRules, TokenHistory, empty_rules
@@ -64,7 +64,14 @@ class LoopState:
 
     def take(self, rows: Int[Array, " B"]) -> "LoopState":
         """The named rows, zeros for padding."""
-        return jax.tree.map(lambda leaf: leaf.at[rows].get(mode="fill", fill_value=0), self)
+        num_rows = self.finished.shape[0]
+        row = jnp.minimum(rows, num_rows - 1)
+
+        def taken(leaf: Array) -> Array:
+            there = (rows < num_rows).reshape(-1, *(1 for _ in leaf.shape[1:]))
+            return jnp.where(there, leaf[row], jnp.zeros((), leaf.dtype))
+
+        return jax.tree.map(taken, self)
 
     def put(self, rows: Int[Array, " B"], values: "LoopState") -> "LoopState":
         """The state with the named rows replaced; what is None in `values` stays."""
@@ -100,13 +107,56 @@ class LoopState:
         ids = self.tokens.ids.at[rows, positions].set(token_ids, mode="drop")
         return dataclasses.replace(self, tokens=dataclasses.replace(self.tokens, ids=ids))
 
+    def taken_with_pages(self, plan: Int[Array, "B plan"]) -> tuple["LoopState", "LoopState"]:
+        """The state that `with_pages` gives, and its rows that the plan names, as `take` does.
+
+        The rows do not wait until the state's tables are written.
+        """
+        rows, columns, pages = self._planned(plan)
+        values = self.take(rows)
+        tables = (_opened(table, columns, new) for table, new in zip(values.page_tables, pages, strict=True))
+        return self.with_pages(plan), dataclasses.replace(values, page_tables=tuple(tables))
+
+    def places(self, rows: Int[Array, " B"], live: Bool[Array, " B"] | None = None) -> Int[Array, " R"]:
+        """Where each row of the state stands among those named, of which none is named twice; -1 where nowhere.
+
+        Args:
+            live: Those that are meant; all if None.
+        """
+        named = rows[None] == jnp.arange(self.finished.shape[0], dtype=jnp.int32)[:, None]
+        found = jnp.max(jnp.where(named, jnp.arange(rows.shape[0], dtype=jnp.int32)[None], -1), axis=1)
+        return found if live is None else jnp.where(live[jnp.maximum(found, 0)], found, -1)
+
+    def grown(self, rows: Int[Array, " B"], live: Bool[Array, " B"]) -> "LoopState":
+        """The state once live rows have a key more; the others that are named have none."""
+        places = self.places(rows)
+        lengths = jnp.where(live[jnp.maximum(places, 0)], self.seq_lens + 1, 0)
+        return dataclasses.replace(self, seq_lens=jnp.where(places < 0, self.seq_lens, lengths))
+
+    def with_values(self, places: Int[Array, " R"], **values: Shaped[Array, " B"]) -> "LoopState":
+        """The state with new values of some rows, field by field.
+
+        XLA makes one kernel of it, which writes all fields in place. Scatters would be one each.
+
+        Args:
+            places: Of each row's values (`places`).
+        """
+
+        def replaced(leaf: Array, new: Array) -> Array:
+            return jnp.where(places < 0, leaf, new[jnp.maximum(places, 0)])
+
+        return dataclasses.replace(self, **{name: replaced(getattr(self, name), new) for name, new in values.items()})
+
+    def _planned(self, plan: Int[Array, "B plan"]) -> tuple[Int[Array, " B"], Int[Array, " B"], list[Array]]:
+        return plan[:, 0], plan[:, 1], jnp.split(plan[:, 2:], len(self.page_tables), axis=1)
+
     def with_pages(self, plan: Int[Array, "B plan"]) -> "LoopState":
         """The state with pages in the rows' tables.
 
         Args:
             plan: Of each row its index, a column of its tables, and the pages that stand from there on in each.
         """
-        rows, columns, pages = plan[:, 0], plan[:, 1], jnp.split(plan[:, 2:], len(self.page_tables), axis=1)
+        rows, columns, pages = self._planned(plan)
         tables = (_with_pages(table, rows, columns, new) for table, new in zip(self.page_tables, pages, strict=True))
         return dataclasses.replace(self, page_tables=tuple(tables))
 
@@ -122,8 +172,19 @@ class LoopState:
 
 
 def _with_pages(table: Any, rows: Int[Array, " B"], columns: Int[Array, " B"], pages: Int[Array, "B pages"]) -> Any:
+    if rows.shape[0] == 1:  # XLA would make three kernels of it
+        named = rows == jnp.arange(table.shape[0], dtype=jnp.int32)
+        return jnp.where(named[:, None], _opened(table, columns, pages), table)
     places = columns[:, None] + jnp.arange(pages.shape[1], dtype=jnp.int32)[None]
     return table.at[rows[:, None], places].set(pages, mode="drop")
+
+
+def _opened(table: Any, columns: Int[Array, " N"], pages: Int[Array, "N pages"]) -> Any:
+    """Tables in which pages stand from a column on, each in its own or all in one's."""
+    place = jnp.arange(table.shape[1], dtype=jnp.int32)[None] - columns[:, None]
+    for number in range(pages.shape[1]):
+        table = jnp.where(place == number, pages[:, number : number + 1], table)
+    return table
 
 
 def empty_rows(

@@ -1,10 +1,11 @@
 """The two steps of the serving loop, prefill and decode, as pure functions of arrays."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jattn.backend import AttentionBackend
@@ -12,18 +13,13 @@ from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.pytree import pytree
-from jattn.serving.steps.logit_rules import TokenMasks, apply_masks, apply_rules
+from jattn.serving.steps.choice import Choice, Variant, choose, stops
+from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.steps.logprobs import TokenLogprobs, token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import decode_pass, owners, ragged_pass
-from jattn.serving.steps.sampler import sample
 from jattn_kernels import call
 
-# What the requests of a launch ask for, at most: the likeliest token, a drawn one, or whatever there is.
-Variant = Literal["greedy", "plain", "full"]
-VARIANTS: tuple[Variant, ...] = get_args(Variant)
-
-NO_TOKEN = -1  # in a token's place: the row's logits were not finite, or left no token that may come
 UNUSED = -2  # in a token's place: the row has no more of them from this step
 
 
@@ -90,27 +86,16 @@ class Unsampled:
     prompt_hidden: Float[Array, "M D"] | None = None
 
 
-@pytree(kw_only=True)
-class Choice:
-    """The token chosen at each of N places.
-
-    Attributes:
-        tokens: Whatever, where it is broken.
-        broken: Whether the logits are not finite, or no token may come.
-        stopped: Whether the token is a stop token of its row.
-    """
-
-    tokens: Int[Array, " N"]
-    broken: Bool[Array, " N"]
-    stopped: Bool[Array, " N"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """The steps of one model; static, so that weights, state and pool are all arguments.
 
     Each is a forward pass and the choice of tokens. These are steps of their own too: between them the host may find
     out which tokens may come, while the pass runs.
+
+    Results come in the order of the arguments, state and pool before what is new: JAX gives the memory of donated
+    arrays to results of their shape in that order, and tokens of all rows would take that of a part of the state, which
+    XLA would then copy.
 
     Attributes:
         graph: The model without its arrays (`nnx.split`).
@@ -135,7 +120,7 @@ class Steps:
         batch: PrefillBatch,
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, StepOutput]:
         """Computes parts of prompts, and the token that follows each one that ends; beside them decodes, in one launch.
 
         The decodes' tokens come behind those of the prompts. State and pool are donated.
@@ -143,9 +128,9 @@ class Steps:
         Args:
             plan: The rows that decode, as in `decode`; none, if the step has no places for them.
         """
-        unsampled, state, pool = self.forward_prefill(weights, state, pool, plan, batch, variant=variant)
-        output, state = self.sample(weights, state, unsampled, variant=variant)
-        return dataclasses.replace(output, prompt_hidden=unsampled.prompt_hidden), state, pool
+        state, pool, unsampled = self.forward_prefill(weights, state, pool, plan, batch, variant=variant)
+        state, output = self.sample(weights, state, unsampled, variant=variant)
+        return state, pool, dataclasses.replace(output, prompt_hidden=unsampled.prompt_hidden)
 
     def forward_prefill(
         self,
@@ -156,7 +141,7 @@ class Steps:
         batch: PrefillBatch,
         *,
         variant: Variant,
-    ) -> tuple[Unsampled, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, Unsampled]:
         """`prefill` but for the choice of tokens."""
         state = state.put(batch.rows, batch.values).with_window_pages(batch.rows, batch.window_pages).with_pages(plan)
         decoding, num_rows = plan[:, 0], state.finished.shape[0]
@@ -182,7 +167,7 @@ class Steps:
         every = jnp.arange(num_rows, dtype=jnp.int32)
         padding = ((0, max(0, self.prefill_tokens - num_tokens)), (0, 0))
         of_prompts = jnp.pad(hidden, padding) if variant == "full" else None
-        return Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_hidden=of_prompts), state, pool
+        return state, pool, Unsampled(hidden=hidden[last], rows=every, live=gives, prompt_hidden=of_prompts)
 
     def decode(
         self,
@@ -192,7 +177,7 @@ class Steps:
         plan: Int[Array, "B plan"],
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, StepOutput]:
         """One more token for each row; finished and padded rows write nowhere. State and pool are donated.
 
         On a GPU layers run in turn without a loop: as a turn of a loop it would keep copies of their weights.
@@ -200,9 +185,9 @@ class Steps:
         Args:
             plan: The rows and their last pages, as `LoopState.with_pages` takes them.
         """
-        unsampled, state, pool = self.forward_decode(weights, state, pool, plan, variant=variant)
-        output, state = self.sample(weights, state, unsampled, variant=variant)
-        return output, state, pool
+        state, pool, unsampled = self.forward_decode(weights, state, pool, plan, variant=variant)
+        state, output = self.sample(weights, state, unsampled, variant=variant)
+        return state, pool, output
 
     def forward_decode(
         self,
@@ -212,16 +197,18 @@ class Steps:
         plan: Int[Array, "B plan"],
         *,
         variant: Variant,
-    ) -> tuple[Unsampled, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, Unsampled]:
         """`decode` but for the choice of tokens."""
-        rows, state = plan[:, 0], state.with_pages(plan)
-        values = state.take(rows)
+        rows, (state, values) = plan[:, 0], state.taken_with_pages(plan)
         live = (rows < state.finished.shape[0]) & ~values.finished
         unrolled = call.default_device().platform == "gpu"
-        batch = decode_pass(pool, values.page_tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        # A kernel that reads rows of the state by their numbers cannot write them in place: XLA would copy them first.
+        # Behind a barrier it makes no kernel that does both.
+        tables = lax.optimization_barrier(values.page_tables)
+        batch = decode_pass(pool, tables, values.last_tokens, values.seq_lens, live, unrolled=unrolled)
+        live = lax.optimization_barrier(live)
         hidden, pool = self._forward(weights, pool, batch)
-        state = dataclasses.replace(state, seq_lens=state.seq_lens.at[rows].set(batch.seq_lens, mode="drop"))
-        return Unsampled(hidden=hidden, rows=rows, live=live), state, pool
+        return state.grown(rows, live), pool, Unsampled(hidden=hidden, rows=rows, live=live)
 
     def sample(
         self,
@@ -231,7 +218,7 @@ class Steps:
         masks: TokenMasks | None = None,
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState]:
+    ) -> tuple[LoopState, StepOutput]:
         """The live rows' next tokens, drawn with each row's key for the position they will have. State is donated.
 
         A row whose logits are not finite, or that no token is left to, has finished, and yields NO_TOKEN.
@@ -242,20 +229,16 @@ class Steps:
         rows, live = unsampled.rows, unsampled.live
         values = state.take(rows)
         choice, logits = self._choose(weights, unsampled.hidden, values, variant, masks)
-        tokens = choice.tokens
+        tokens, finished = jnp.maximum(choice.tokens, 0), choice.stopped | choice.broken
+        state = state.with_values(state.places(rows, live), last_tokens=tokens, finished=finished)
         rows = jnp.where(live, rows, state.finished.shape[0])
-        state = dataclasses.replace(
-            state,
-            last_tokens=state.last_tokens.at[rows].set(tokens, mode="drop"),
-            finished=state.finished.at[rows].set(choice.stopped | choice.broken, mode="drop"),
-        )
         state = state.with_tokens(rows, values.seq_lens, tokens)
-        output = StepOutput(tokens=jnp.where(choice.broken, NO_TOKEN, tokens))
+        output = StepOutput(tokens=choice.tokens)
         if variant != "full":
-            return output, state
+            return state, output
         assert state.history
         state = dataclasses.replace(state, history=state.history.with_tokens(rows, tokens))
-        return dataclasses.replace(output, logprobs=token_logprobs(logits, tokens, top=self.max_logprobs)), state
+        return state, dataclasses.replace(output, logprobs=token_logprobs(logits, tokens, top=self.max_logprobs))
 
     def score(self, weights: Any, hidden: Float[Array, "M D"], places: Int[Array, "S 2"]) -> TokenLogprobs:
         """Log-probabilities of tokens of prompts.
@@ -306,36 +289,12 @@ class Steps:
 
     def _choose(self, weights, hidden, values, variant, masks) -> tuple[Choice, Any]:
         """A token at each place, and the logits, which several devices do not gather where nobody else needs them."""
-        if self.parallel.axis is None or variant != "greedy" or masks is not None:
+        if variant != "greedy" or masks is not None:
             logits = self._logits(weights, hidden)
             return choose(logits, values, variant, masks), logits
-        tokens, best = self._model(weights).best_token(hidden)
-        stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
-        return Choice(tokens=tokens, broken=~jnp.isfinite(best), stopped=stopped), None
-
-
-def choose(logits: Float[Array, "N V"], values: LoopState, variant: Variant, masks: TokenMasks | None = None) -> Choice:
-    """Chooses a token at each place as its row asks.
-
-    Args:
-        values: The row of each place; `seq_lens` is the position of the token to be chosen.
-        masks: Of each place; None where all tokens may come.
-    """
-    ruled = logits
-    if variant == "full":
-        assert values.rules
-        assert values.history
-        ruled = apply_rules(logits, values.rules, values.history, values.stop_ids, values.seq_lens)
-    if masks is not None:
-        ruled = apply_masks(ruled, masks)
-    tokens = sample(ruled, values.sampling, values.seq_lens, greedy_only=variant == "greedy")
-    stopped = jnp.any(tokens[:, None] == values.stop_ids, axis=1)
-    broken = not_finite(logits)
-    if masks is not None:
-        broken |= jnp.all(ruled == -jnp.inf, axis=1)
-    return Choice(tokens=tokens, broken=broken, stopped=stopped)
-
-
-def not_finite(logits: Float[Array, "B V"]) -> Bool[Array, " B"]:
-    """Whether a row has no likeliest token: a logit is NaN or +inf, or all are -inf. Some -inf only mask tokens."""
-    return ~jnp.all(logits < jnp.inf, axis=1) | jnp.all(logits == -jnp.inf, axis=1)  # XLA's maximum may lose a NaN
+        if self.parallel.axis is None:
+            logits = self._logits(weights, hidden)
+            tokens = self.parallel.best_token(logits)
+        else:
+            logits, tokens = None, self._model(weights).best_token(hidden)
+        return Choice(tokens=tokens, broken=tokens < 0, stopped=stops(tokens, values.stop_ids)), logits

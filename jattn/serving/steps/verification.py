@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jattn.kv_pool import KVPool
+from jattn.serving.steps.choice import Variant
 from jattn.serving.steps.drafting import NO_DRAFT, Drafter
 from jattn.serving.steps.logit_rules import TokenMasks
 from jattn.serving.steps.logprobs import token_logprobs
 from jattn.serving.steps.loop_state import LoopState
 from jattn.serving.steps.passes import verify_pass
-from jattn.serving.steps.plain import NO_TOKEN, UNUSED, StepOutput, Steps, Unsampled, Variant
+from jattn.serving.steps.plain import UNUSED, StepOutput, Steps, Unsampled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class SpeculativeSteps(Steps):
         plan: Int[Array, "B plan"],
         *,
         variant: Variant,
-    ) -> tuple[Unsampled, LoopState, KVPool]:
+    ) -> tuple[LoopState, KVPool, Unsampled]:
         """Drafts tokens for each row and computes them with it, so that it may be given several; else as `Steps` do.
 
         Keys are written for all drafted tokens; those that are not accepted lie past the row's length, where the next
@@ -57,7 +58,7 @@ class SpeculativeSteps(Steps):
         hidden, pool = self._forward(
             weights, pool, verify_pass(pool, values.page_tables, tokens, values.seq_lens, live)
         )
-        return Unsampled(hidden=hidden, rows=rows, live=live, drafts=drafts), state, pool
+        return state, pool, Unsampled(hidden=hidden, rows=rows, live=live, drafts=drafts)
 
     def sample(
         self,
@@ -67,7 +68,7 @@ class SpeculativeSteps(Steps):
         masks: TokenMasks | None = None,
         *,
         variant: Variant,
-    ) -> tuple[StepOutput, LoopState]:
+    ) -> tuple[LoopState, StepOutput]:
         """The tokens that the live rows are given, chosen as `Steps.sample` would one by one.
 
         A row with a mask is given one: which tokens may come after it the host does not know yet.
@@ -84,7 +85,7 @@ class SpeculativeSteps(Steps):
         assert values.tokens
         by_row = (drafts.shape[0], drafts.shape[1] + 1)
         positions = at_places.seq_lens.reshape(by_row)
-        chosen = jnp.where(choice.broken, NO_TOKEN, choice.tokens).reshape(by_row)
+        chosen = choice.tokens.reshape(by_row)
         ends = (choice.broken | choice.stopped).reshape(by_row) | (positions + 1 >= values.tokens.limits[:, None])
         num_accepted, count = accepted(drafts, chosen, ends)
         is_given = live[:, None] & (jnp.arange(by_row[1], dtype=jnp.int32)[None] < count[:, None])
@@ -104,11 +105,12 @@ class SpeculativeSteps(Steps):
             tokens=jnp.where(is_given, chosen, UNUSED), drafts=jnp.stack([num_drafted, num_accepted], axis=1)
         )
         if variant != "full":
-            return output, state
+            return state, output
         assert state.history
-        state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), choice.tokens))
-        logprobs = token_logprobs(logits, choice.tokens, top=self.max_logprobs)
-        return dataclasses.replace(output, logprobs=logprobs), state
+        tokens = jnp.maximum(choice.tokens, 0)
+        state = dataclasses.replace(state, history=state.history.with_tokens(given_rows.reshape(-1), tokens))
+        logprobs = token_logprobs(logits, tokens, top=self.max_logprobs)
+        return state, dataclasses.replace(output, logprobs=logprobs)
 
 
 def _at_places(values: LoopState, drafts: Int[Array, "B drafts"], variant: Variant) -> LoopState:

@@ -24,7 +24,19 @@ def routed(
         weights = jax.nn.softmax(weights, axis=-1)
     if routing.normalised:
         weights /= jnp.sum(weights, axis=-1, keepdims=True) + LEAST_SUM
-    return weights * routing.scaling_factor, chosen
+    return _behind_shared(routing, weights * routing.scaling_factor, chosen)
+
+
+def _behind_shared(
+    routing: Routing, weights: Float32[Array, "T k"], chosen: Int32[Array, "T k"]
+) -> tuple[Float32[Array, "T choices"], Int32[Array, "T choices"]]:
+    """A token's choices, the experts first that all go to."""
+    if not routing.shared:
+        return weights, chosen
+    numbers = jnp.arange(routing.num_experts, routing.all_experts, dtype=chosen.dtype)
+    numbers = jnp.broadcast_to(numbers[None], (chosen.shape[0], routing.shared))
+    ones = jnp.ones(numbers.shape, weights.dtype)
+    return jnp.concatenate([ones, weights], axis=1), jnp.concatenate([numbers, chosen], axis=1)
 
 
 def _scores(logits: Float32[Array, "T E"], routing: Routing) -> Float32[Array, "T E"]:

@@ -6,24 +6,27 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
-from jattn_kernels.mosaic import layout_search
+from jattn_kernels.mosaic import layout_search, repeated_operations
 from jattn_kernels.mosaic.sm90 import (
     gated_matmul,
     mla_decode,
     mla_extend,
+    mla_queries,
     mla_write,
     paged_decode,
     rms_norm,
     rotate_and_write,
     skinny_matmul,
 )
+from jattn_kernels.mosaic.sm90.decode.projected import projected_decode
 from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
-from jattn_kernels.operands import MatmulOperands, Operands
+from jattn_kernels.operands import LatentRowOperands, MatmulOperands, Operands
 
 layout_search.install()
+repeated_operations.install()
 
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
@@ -33,13 +36,19 @@ def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     return products.get(call.kernel_dtype, skinny_matmul.matmul)(call, operands)
 
 
+def _mla_write(call: AttentionCall, operands: LatentRowOperands) -> Any:
+    run = mla_write.mla_write if operands.queries is None else mla_queries.absorb_and_write
+    return run(call, operands)
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.paged_decode,
+    "projected_decode": projected_decode,
     "paged_extend": extend.paged_extend,
     "ragged_extend": extend.ragged_extend,
     "mla_decode": mla_decode.mla_decode,
     "mla_extend": mla_extend.mla_extend,
-    "mla_write": mla_write.mla_write,
+    "mla_write": _mla_write,
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,

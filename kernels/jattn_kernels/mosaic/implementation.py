@@ -35,6 +35,7 @@ _PAGE_SIZES: dict[Operation, tuple[int, ...]] = {
 }
 _MOST_LATENT, _ROTATED_DIM = 512, 64
 _MOST_FP8_ROWS = 16
+_MOST_ABSORBED, _ABSORBED_DIM = 64, 128  # tokens; numbers of a query head that do not turn
 _PACKED_LATENT = 512  # numbers: rows of fewer are no multiples of the 16 bytes that a thread loads
 # Optional arguments, and fields of a spec.
 _NOT_SERVED: dict[Operation, tuple[str, ...]] = {
@@ -148,6 +149,10 @@ def _refuses_attention(call: AttentionCall) -> str | None:
         return _refuses_latent(call)
     if operation == "mla_write":
         return _refuses_latent_write(call)
+    if operation == "projected_decode":
+        from jattn_kernels.mosaic.sm90.decode import projected
+
+        return projected.refuses(call)
     if operation not in _HEAD_DIMS:
         return f"`mosaic` does not do {operation}."
     fp8 = operation in _FP8_OPERATIONS and call.kv_dtype in _FP8_DTYPES
@@ -221,6 +226,12 @@ def _refuses_packed(call: AttentionCall) -> str | None:
 def _refuses_latent_write(call: AttentionCall) -> str | None:
     if call.q_dtype not in _DTYPES or call.kv_dtype != call.q_dtype:
         return f"`mosaic` does not take {call.q_dtype} rows and {call.kv_dtype} latents in mla_write."
+    few = call.num_tokens is None or 1 <= call.num_tokens <= _MOST_ABSORBED
+    if call.absorbed is not None and not (few and call.absorbed == _ABSORBED_DIM):
+        return (
+            f"`mosaic` absorbs queries of 1 to {_MOST_ABSORBED} tokens in mla_write, {_ABSORBED_DIM} numbers of a head,"
+            f" not of {call.num_tokens}, {call.absorbed} of a head."
+        )
     return _refuses_latent_widths(call.spec)
 
 

@@ -18,6 +18,7 @@ def install() -> None:
     """Lets JAX search so from now on, in this process."""
     layout_inference.find_assignments_for = find_assignments_for
     constraints.compute_transitively_equal_vars = compute_transitively_equal_vars
+    constraints.ConstraintSystem.__and__ = both
 
 
 def find_assignments_for(
@@ -48,6 +49,20 @@ def find_assignments_for(
         found |= solution
     wanted = set(unknowns)
     return {variable: layout for variable, layout in found.items() if variable in wanted}, fuel
+
+
+def both(
+    system: constraints.ConstraintSystem, other: constraints.ConstraintSystem | constraints.Unsatisfiable
+) -> constraints.ConstraintSystem | constraints.Unsatisfiable:
+    """What both ask for; looks at what `other` assigns, where JAX looks at all that the kernel so far does."""
+    if isinstance(other, constraints.Unsatisfiable):
+        return other
+    for variable, layout in other.assignments.items():
+        if variable in system.assignments and system.assignments[variable] != layout:
+            return constraints.Unsatisfiable()
+    return constraints.ConstraintSystem(
+        assignments=system.assignments | other.assignments, constraints=[*system.constraints, *other.constraints]
+    )
 
 
 def _independent(

@@ -12,11 +12,13 @@ from jattn_kernels.routing_spec import Routing
 def route(
     logits: Float[Any, "T E"], routing: Routing, *, bias: Float[Any, " E"] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The float64 weights and the numbers of each token's experts, best first; of equals the lower number."""
+    """The float64 weights and the numbers of each token's experts, best first behind shared ones; equals by number."""
     bias = np.zeros(routing.num_experts) if bias is None else np.asarray(bias, np.float64)
     rows = [_route_one(row, routing, bias) for row in np.asarray(logits, np.float64)]
-    weights = np.array([weights for weights, _ in rows], np.float64).reshape(-1, routing.per_token)
-    chosen = np.array([chosen for _, chosen in rows], np.int32).reshape(-1, routing.per_token)
+    shared = [routing.num_experts + number for number in range(routing.shared)]
+    weights = np.array([[1.0] * len(shared) + [*weights] for weights, _ in rows], np.float64)
+    chosen = np.array([shared + chosen for _, chosen in rows], np.int32)
+    weights, chosen = (array.reshape(-1, len(shared) + routing.per_token) for array in (weights, chosen))
     return weights, chosen
 
 

@@ -70,9 +70,10 @@ def check_experts(x, gate_up, down, biases, layer_index, routing=None) -> None:
             f"`gate_up` and `down` must be [..., E, {x.shape[1]}, 2F] and [..., E, F, {x.shape[1]}]. "
             f"Got gate_up.shape={gate_up.shape}, down.shape={down.shape}."
         )
-    if routing is not None and routing.num_experts != stack[-1]:
+    if routing is not None and routing.all_experts != stack[-1]:
         raise ValueError(
-            f"`routing` must be over the experts of `gate_up`, {stack[-1]}. Got num_experts={routing.num_experts}."
+            f"`routing` must be over the experts of `gate_up`, {stack[-1]}. Got num_experts={routing.num_experts}, "
+            f"shared={routing.shared}."
         )
     if isinstance(gate_up, QuantizedKernel) or isinstance(down, QuantizedKernel):
         _check_quantized_experts(gate_up, down)

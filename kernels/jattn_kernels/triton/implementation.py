@@ -46,6 +46,8 @@ def refuses(call: Call) -> str | None:
             return None if call.num_rows else "`triton` takes some rows of logits, not none."
     if call.operation == "rotate_and_write":
         return _refuses_rotation(call)
+    if call.operation == "mla_write" and call.absorbed is not None:
+        return "`triton` absorbs no queries beside the write of latent rows."
     if call.operation == "mla_write":
         return _refuses_latent_write(call)
     return _refuses_attention(call)

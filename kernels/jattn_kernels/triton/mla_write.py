@@ -71,8 +71,8 @@ def mla_write(
 ) -> tuple[Float[Array, "T W"], UInt8[Array, "*L P page_size bytes"]]:
     """The rows before they are packed, and the pages that have them at their slots."""
     latents, pages = operands.latents, operands.pages
-    rows, (num_tokens, width) = latents.rows, latents.rows.shape
-    parts = rows.parts if isinstance(rows, Splits) else rows[None]
+    rows, num_tokens, width = latents.rows, latents.rows.shape[0], latents.width
+    parts = (rows.parts if isinstance(rows, Splits) else rows[None])[..., latents.begin :]
     stacked = operands.layer_index is not None
     scale, scale_layer = latents.scales()
     *_, num_pages, page_size, row_bytes = pages.shape

@@ -37,6 +37,10 @@ def refuses(call: Call) -> str | None:
         return "`xla` takes a router's logits before the mixture, by itself."
     if not isinstance(call, AttentionCall):
         return None
+    if call.absorbed is not None:
+        return "`xla` absorbs queries before the write of latent rows, by itself."
+    if call.operation == "projected_decode":
+        return "`xla` turns heads and writes keys before it decodes, by itself."
     packs = call.operation.startswith("mla") and is_packed(call.kv_dtype)
     for dtype in (call.q_dtype, *(() if packs else (call.kv_dtype,))):
         if dtype not in _DTYPES:

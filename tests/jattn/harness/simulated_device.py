@@ -49,7 +49,7 @@ class SimulatedDevice:
             assert num_tokens <= key[1]
             self.prefills.append((num_tokens, key[1]))
         self._ends.append(max(self.now, self._ends[-1]) + num_tokens)
-        return StepOutput(tokens=jnp.ones(self._num_rows if prompts else len(plan), jnp.int32)), state, pool
+        return state, pool, StepOutput(tokens=jnp.ones(self._num_rows if prompts else len(plan), jnp.int32))
 
     def step(self):
         """The engine's events; `now` is then when the last of the launches that it waited for has ended."""

@@ -27,7 +27,10 @@ def plain_mixture(made, x, weights_of):
             }
             given, weight = (token * weight, 1.0) if facts.weighs_inputs else (token, weight)
             parts.append((weight, *_gated_mlp(given, own, facts.activation)))
-        if facts.shared_size is not None:
+        for number in range(facts.routing.num_experts, len(leaves["down_proj.kernel"])):
+            own = {name: leaf[number] for name, leaf in leaves.items() if name.startswith(_OF_EXPERTS)}
+            parts.append((1.0, *_gated_mlp(token, own, None)))
+        if any(name.startswith("shared.") for name in leaves):
             own = {name.removeprefix("shared."): leaf for name, leaf in leaves.items() if name.startswith("shared.")}
             weight = sigmoid(token @ leaves["shared_gate.kernel"]) if facts.shared_gated else 1.0
             parts.append((weight, *_gated_mlp(token, own, None)))

@@ -63,6 +63,8 @@ def refuses(call: MatmulCall) -> str | None:
             "`mosaic` takes an activation after products of bfloat16 or float16 alone, not of "
             f"{call.dtype} rows and {call.kernel_dtype} weights into {call.out_dtype}."
         )
+    if call.norm is not None:
+        return "`mosaic` takes no norm before a product with weights that are not in int4 and an activation after it."
     units = call.columns // 2
     if call.num_rows % TILED_ROWS or call.columns % 2 or call.depth % _DEPTH or units % UNITS:
         return (

@@ -69,7 +69,7 @@ def normed_halves(halves: list[Any], norms: HeadNorms, scales: list[Any] | None)
     return [(part * inverse * factor).astype(dtype) for part, factor in zip(wide, factors, strict=True)]
 
 
-def _stored(numbers: Any, dtype: Any) -> Any:
+def stored(numbers: Any, dtype: Any) -> Any:
     """Numbers as pages hold them; of fp8 none is larger than the largest one."""
     if numbers.dtype == dtype:
         return numbers
@@ -143,7 +143,7 @@ def rotate_and_write(
             return [half.astype(qkv.dtype) for half in (first * cos - second * sin, second * cos + first * sin)]
 
         def write(pages_ref, first, halves):
-            for part, numbers in enumerate(_stored(half, k_pages.dtype) for half in halves):
+            for part, numbers in enumerate(stored(half, k_pages.dtype) for half in halves):
                 heads = pl.ds(first, at_once)
                 if by_token:
                     pages_ref[layer_ref[0] * (num_pages * page_size) + slot, heads, part] = numbers

@@ -47,6 +47,7 @@ _HALF_DEPTH = _DEPTH // 2
 _STAGES = 11
 _SHARED_BYTES = 220 * 1024  # of rows that are normed, their scale, and the stages beside them
 _MOST_SPLITS = 16
+_SPLITS_OF_STEP = 10  # that a reader adds up in the time of a step, as reckoned
 
 
 class _Scratch(NamedTuple):
@@ -115,13 +116,14 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
 
 
 def num_splits(depth: int, columns: int) -> int:
-    """The fewest splits of the depth that make the longest share of an SM shortest."""
+    """The splits of the depth that cost least: steps of an SM's longest share, and what each split adds to a reader."""
     sms, steps, blocks = tiles.num_sms(), pl.cdiv(depth, _DEPTH), pl.cdiv(columns, WGMMA_ROWS)
 
-    def longest_share(splits: int) -> int:
-        return pl.cdiv(blocks * splits, sms) * pl.cdiv(steps, splits)
+    def cost(splits: int) -> int:
+        longest_share = pl.cdiv(blocks * splits, sms) * pl.cdiv(steps, splits)
+        return _SPLITS_OF_STEP * longest_share + splits
 
-    return min(range(1, min(steps, _MOST_SPLITS) + 1), key=longest_share)
+    return min(range(1, min(steps, _MOST_SPLITS) + 1), key=cost)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

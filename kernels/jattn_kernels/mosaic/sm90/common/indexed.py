@@ -15,13 +15,16 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jattn_kernels.mosaic.sm90.common import tiles
 
 
-def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any) -> None:
+def scatter(
+    target: Any, places: jax.Array, values: jax.Array | int, layout: Any, *, of: plgpu.RefType | None = None
+) -> None:
     """target[places[i]] = values[i] for each i whose place is not below 0; of equal places one remains.
 
     Args:
         target: [N] of the values' dtype, in global or shared memory; on a GPU any contiguous one, by its flat places.
         places: int32, of this layout.
         values: Of this layout; or an int32 for all.
+        of: The type of a target that lies otherwise than its shape says, by whose memory places are; on a GPU alone.
     """
     if tiles.interpret_params() is not None:
 
@@ -34,7 +37,7 @@ def scatter(target: Any, places: jax.Array, values: jax.Array | int, layout: Any
         return
     arrays = (places,) if isinstance(values, int) else (places, values)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[layout] * len(arrays)))
+    @plgpu.inline_mgpu(arg_types=(of or plgpu.RefType(), *[layout] * len(arrays)))
     def store_registers(ctx, target, places, *of_places):
         del ctx
         for i, register in enumerate(places.registers.flat):

@@ -6,13 +6,16 @@ A half of a warp has a row: its largest number, the power of two that the row is
 import math
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
-from jattn_kernels.lowering.fp8_parts import EXPONENT, MANTISSA_BITS, NARROW_SIZE, SIZES
+from jattn_kernels.lowering.fp8_parts import EXPONENT, MANTISSA_BITS, NARROW_SIZE, SIZES, leading_bits
+from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS
 
 COLUMNS = 128  # of a row: eight of a thread, and one row of swizzled memory as parts
@@ -32,6 +35,9 @@ def split_rows(rows: Any, parts: Any, sizes: Any) -> None:
         parts: [parts * R, 128], tiled, of fp8.
         sizes: float32 [R].
     """
+    if tiles.interpret_params() is not None:
+        _split_all(rows, parts, sizes)
+        return
     num_rows, kind = rows.shape[0], _KINDS[jnp.dtype(parts.dtype).name]
     num_parts, is_bfloat16 = parts.shape[0] // num_rows, rows.dtype == jnp.bfloat16
     dropped = MANTISSA_BITS - jnp.finfo(parts.dtype).nmant
@@ -114,6 +120,19 @@ def split_rows(rows: Any, parts: Any, sizes: Any) -> None:
 
     run: Any = split
     run(rows, parts, sizes)
+
+
+def _split_all(rows: Any, parts: Any, sizes: Any) -> None:
+    """The same in the interpreter."""
+    rest, num_rows, dtype = rows[...].astype(jnp.float32), rows.shape[0], parts.dtype
+    exponent = lax.bitcast_convert_type(jnp.max(jnp.abs(rest), axis=1), jnp.int32) & EXPONENT
+    largest = jnp.where(exponent == 0, 1.0, jnp.clip(lax.bitcast_convert_type(exponent, jnp.float32), *SIZES))
+    sizes[...] = largest / NARROW_SIZE
+    rest /= (largest / NARROW_SIZE)[:, None]
+    for begin in range(0, parts.shape[0], num_rows):
+        part = leading_bits(rest, dtype)
+        parts[pl.ds(begin, num_rows)] = part.astype(dtype)
+        rest -= part
 
 
 def _two(word: Any, is_bfloat16: bool) -> tuple[Any, Any]:

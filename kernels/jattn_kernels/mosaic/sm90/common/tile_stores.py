@@ -15,30 +15,34 @@ COLUMNS = 64  # that lie together in a tile, of 16 bits
 _THREADS = 128
 
 
-def store_registers(target: Any, values: jax.Array, layout: Any, places: Callable[[Any], Callable[[int], Any]]) -> None:
+def store_registers(target: Any, values: jax.Array, layout: Any, places: Callable[..., Any], *scalars: Any) -> None:
     """The numbers of each register into a tile, side by side.
 
     Args:
         target: (rows, columns), of 16 bits, tiled as `tiles.tile` does that with copies of 64 columns.
         values: Of this layout.
-        places: Of the thread's number, what tells where in the tile's memory its i-th register goes, swizzle included;
-            numbers are int32 in MLIR.
+        places: Of the thread's number and of scalars, what tells where in the tile's memory its i-th register goes,
+            swizzle included; numbers are int32 in MLIR.
     """
-    tiling: Any = plgpu.TilingTransform
-    swizzling: Any = plgpu.SwizzleTransform
-    tiled = plgpu.RefType((tiling((TILED_ROWS, COLUMNS)), swizzling(2 * COLUMNS)))
 
-    @plgpu.inline_mgpu(arg_types=(tiled, layout))
-    def store(ctx: Any, target: Any, values: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(tiled(), layout, *[plgpu.Layout.WG_SPLAT] * len(scalars)))
+    def store(ctx: Any, target: Any, values: Any, *scalars: Any) -> None:
         del ctx
         number = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-        place = places(arith.remui(number, constant(_THREADS)))
+        place = places(arith.remui(number, constant(_THREADS)), *(scalar.registers.item() for scalar in scalars))
         pointer, kind = utils.memref_ptr(target), ir.MemRefType(target.type).element_type
         for i, register in enumerate(values.registers.flat):
             llvm.store(register, utils.getelementptr(pointer, [place(i)], kind))
 
     run: Any = store
-    run(target, values)
+    run(target, values, *scalars)
+
+
+def tiled() -> plgpu.RefType:
+    """The type of a tile of 16 bits as `tiles.tile` makes it with copies of 64 columns."""
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return plgpu.RefType((tiling((TILED_ROWS, COLUMNS)), swizzling(2 * COLUMNS)))
 
 
 def constant(value: int) -> Any:

@@ -31,6 +31,7 @@ class DecodeConfig:
         q_parts: How many numbers of fp8 stand for one of a query, where its products with keys are of fp8.
         whole_queries: Whether queries come as they are, and become sums of fp8 numbers in the kernel.
         packed: Whether latents are packed, and converted on their way into shared memory.
+        projected: Whether queries, and the tokens' keys and values, are made of what a projection leaves.
     """
 
     spec: AttentionSpec
@@ -45,6 +46,7 @@ class DecodeConfig:
     q_parts: int = 1
     whole_queries: bool = False
     packed: bool = False
+    projected: bool = False
 
     @property
     def rows(self) -> int:
@@ -116,6 +118,9 @@ class Operands(NamedTuple):
         tile_rotations: Of a rotary embedding the angles' cosine and sine for the first key of each tile. The queries
             are then rotated by their own numbers, float32, and [B, blocks of rows, H, rows].
         key_rotations: The same for each key of any tile, by its number there.
+        heads: Of one token a sequence, a `TokenHeads` that queries, keys and values are made of, in place of `q`. The
+            keys and values are written into the pages, which are Refs.
+        slots: Where to; of each sequence.
     """
 
     q: Any  # [B, parts, rows, H]; rotated: float32 [B, row blocks, H, block_rows]
@@ -135,6 +140,8 @@ class Operands(NamedTuple):
     mask: Any = None  # [B, keys]
     tile_rotations: Any = None  # float32 [tiles, H / 2] each
     key_rotations: Any = None  # float16 [block_kv, H / 2] each
+    heads: Any = None
+    slots: Any = None  # [B]
 
 
 class SharedMemory(NamedTuple):

@@ -1,7 +1,6 @@
 """A consumer warpgroup of the decode kernel: online softmax (Milakov & Gimelshein 2018) over its share of tiles."""
 
 import functools
-import math
 import operator
 from typing import Any, NamedTuple
 
@@ -19,13 +18,14 @@ from jattn_kernels.mosaic.sm90.common.convert import (
     rotate_keys,
     rotate_queries_back,
 )
-from jattn_kernels.mosaic.sm90.common.logits import LOG2E, base2_logits
+from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.split_rows import split_rows
 from jattn_kernels.mosaic.sm90.common.work_tiles import WorkTile, WorkTiles, walk
 from jattn_kernels.mosaic.sm90.decode.config import DecodeConfig, Operands, SharedMemory
+from jattn_kernels.mosaic.sm90.decode.new_token import NewToken
 from jattn_kernels.mosaic.sm90.decode.producer import steps_of
+from jattn_kernels.mosaic.sm90.decode.results import Results, State
 
-_THREADS = 128
 _COLUMNS = 64  # of latents that are in registers at a time
 _OF_ROWS = plgpu.Layout.WGMMA.reduce(0)
 
@@ -37,14 +37,6 @@ class _Rows(NamedTuple):
     end: Any
     position: Any
     queries: Any
-
-
-class _State(NamedTuple):
-    """Of some keys: unnormalised output, and each row's largest logit m_i in base 2 and sum l_i of exponentials."""
-
-    acc: Any  # [width, rows] float32
-    m_i: Any  # [rows]
-    l_i: Any  # [block_kv, rows], summed over keys in the end: [rows]
 
 
 class Consumer:
@@ -63,6 +55,7 @@ class Consumer:
         self._scratch = scratch
         self._shape = (config.sizes.block_kv, config.sizes.block_rows)
         self._head, self._row_block = lax.axis_index("head"), lax.axis_index("rows")
+        self._results = Results(config, operands, scratch, number)
         self._slopes = self._load_slopes()
         self._key_rotations = self._load_key_rotations()
 
@@ -78,20 +71,27 @@ class Consumer:
                 now.end_key if self._operands.end is None else self._of_rows(self._operands.end, now),
                 self._of_rows(self._operands.position, now),
             )
-            plgpu.barrier_wait(scratch.q_full.at[slot])
-            q_smem, sizes = scratch.q.at[slot], None
+            q_smem, sizes, new = scratch.q.at[slot], None, None
+            if self._config.projected:
+                new = NewToken(self._config, self._operands, self._head, now)
+                new.make_queries(q_smem if self._config.whole_queries else q_smem.at[0])
+            else:
+                plgpu.barrier_wait(scratch.q_full.at[slot])
             if self._config.whole_queries:
                 q_smem, sizes = self._split_queries(q_smem)
-                plgpu.barrier_arrive(scratch.q_empty.at[slot])
-            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, sizes, done)
-            if not self._config.whole_queries:
+                if new is None:
+                    plgpu.barrier_arrive(scratch.q_empty.at[slot])
+            state = self._attend(now, _Rows(*bounds, self._queries(q_smem)), q_smem, sizes, done, new)
+            if new is not None:
+                new.write()
+            elif not self._config.whole_queries:
                 plgpu.barrier_arrive(scratch.q_empty.at[slot])
             if self._number:
-                self._send_partial(state, is_first=number == begin)
+                self._results.send_partial(state, is_first=number == begin)
             else:
                 for other in others:
-                    state = self._merged(state, other)
-                self._store(state, out_refs, now, number)
+                    state = self._results.merged(state, other)
+                self._results.store(state, out_refs, now, number)
             return done + steps_of(now, self._config) * self._config.sizes.warpgroups
 
         walk(self._operands, work_tiles, attend_work_tile, jnp.int32(0))
@@ -101,8 +101,12 @@ class Consumer:
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, sizes, done) -> _State:
-        """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on."""
+    def _attend(self, work_tile: WorkTile, rows: _Rows, q_smem, sizes, done, new: NewToken | None = None) -> State:
+        """This warpgroup's tiles of a work tile: each `warpgroups`-th, from its own number on.
+
+        Args:
+            new: The sequence's own token, where it is made here.
+        """
         config, scratch, operands = self._config, self._scratch, self._operands
         block_kv, stages, warpgroups = self._shape[0], config.sizes.stages, config.sizes.warpgroups
         (k_smem, *_), (k_full, *_), (k_empty, *_) = scratch.pages, scratch.full, scratch.empty
@@ -121,6 +125,10 @@ class Consumer:
         def tile_of(step):
             return work_tile.first + step * warpgroups + self._number
 
+        def put_value(stage, tile):
+            if new is not None:
+                new.put(v_smem.at[stage], 1, tile)
+
         def attend_tile(step, carry):
             (acc, m_i, l_i), (mask, tile_rotation) = carry
             tile, stage = tile_of(step), stage_of(step)
@@ -132,6 +140,8 @@ class Consumer:
             if config.rotates:
                 rotate_queries_back(rows.queries, self._converted.queries, tile_rotation)
             plgpu.barrier_wait(k_full.at[stage])
+            if new is not None:
+                new.put(k_smem.at[stage], 0, tile)
             if config.rotates:
                 self._rotate_keys(k_smem.at[stage])
                 plgpu.barrier_arrive(k_empty.at[stage])
@@ -143,9 +153,13 @@ class Consumer:
                     plgpu.wgmma(ref, k_smem.at[stage], q_smem.transpose((1, 0)))
                 else:
                     for part in range(config.q_parts):
-                        plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[part].transpose((1, 0)))
+                        own = part
+                        if config.whole_queries:  # by the interpreter
+                            own = pl.ds(part * self._shape[1], self._shape[1])
+                        plgpu.wgmma(ref, k_smem.at[stage], q_smem.at[own].transpose((1, 0)))
                 if config.turns:
                     plgpu.barrier_wait(v_full.at[stage])
+                    put_value(stage, tile)
                     keys_left = work_tile.end_key - tile * block_kv
                     pl.when(keys_left < block_kv)(lambda: turned_values.zero_rows_from(v_smem.at[stage], keys_left))
                     columns = turned_values.turned(v_smem.at[stage])
@@ -155,6 +169,7 @@ class Consumer:
                     dequantise_tile(v_smem.at[stage, :, pl.ds(0, config.width)], values)
                 elif config.dequantises:
                     plgpu.barrier_wait(v_full.at[stage])
+                    put_value(stage, tile)
                     dequantise(v_smem.at[stage], values)
                     plgpu.barrier_arrive(v_empty.at[stage])
                 return ref[...], None
@@ -180,15 +195,16 @@ class Consumer:
             l_i = l_i * self._spread(alpha) + p  # summed over the keys in the end
             if config.turns:
                 acc = tiles.accumulate(acc, turned, self._p_smem.transpose((1, 0)))
-                return _State(acc, m_new, l_i), following
+                return State(acc, m_new, l_i), following
             if not config.dequantises and not latent:
                 plgpu.barrier_wait(v_full.at[stage])
+                put_value(stage, tile)
             keys_left = work_tile.end_key - tile * block_kv
             pl.when(keys_left < block_kv)(lambda: self._zero_rows_from(values, keys_left))
             acc = tiles.accumulate(acc, values.transpose((1, 0)), self._p_smem.transpose((1, 0)))
             if not config.dequantises:
                 plgpu.barrier_arrive(v_empty.at[stage])
-            return _State(acc, m_new, l_i), following
+            return State(acc, m_new, l_i), following
 
         def skip_tile(step):
             """An empty one: the producer warpgroup waits for it too."""
@@ -197,7 +213,7 @@ class Consumer:
                 plgpu.barrier_wait(filled.at[stage])
                 plgpu.barrier_arrive(emptied.at[stage])
 
-        start = _State(
+        start = State(
             plgpu.layout_cast(jnp.zeros((config.width, self._shape[1]), jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full(self._shape[1:], -jnp.inf, jnp.float32), _OF_ROWS),
             plgpu.layout_cast(jnp.zeros(self._shape, jnp.float32), plgpu.Layout.WGMMA),
@@ -206,7 +222,7 @@ class Consumer:
         state, _ = lax.fori_loop(0, steps, attend_tile, (start, self._load_of_tile(work_tile, tile_of(0))))
         if self._number:
             pl.loop(steps, steps_of(work_tile, config))(skip_tile)
-        return _State(state.acc, state.m_i, state.l_i.sum(axis=0))
+        return State(state.acc, state.m_i, state.l_i.sum(axis=0))
 
     def _zero_rows_from(self, values, keys_left) -> None:
         """Clears rows of values that the sequence does not own, as many columns at a time as registers can take."""
@@ -215,40 +231,6 @@ class Consumer:
             return
         for begin in range(0, self._config.width, _COLUMNS):
             tiles.zero_rows_from(values.at[:, pl.ds(begin, _COLUMNS)], keys_left)
-
-    def _send_partial(self, state: _State, *, is_first) -> None:
-        """Gives this warpgroup's part of a work tile to the first one, normalised: one number a row goes with it."""
-        which = self._number - 1
-        out, log_sum = self._normalised(state)
-        pl.when(jnp.logical_not(is_first))(lambda: plgpu.barrier_wait(self._scratch.partials_empty.at[which]))
-        out_smem, log_sum_smem = self._scratch.partials
-        out_smem[which] = plgpu.layout_cast(out, plgpu.Layout.WGMMA)
-        log_sum_smem[which] = plgpu.layout_cast(log_sum, _OF_ROWS)
-        plgpu.barrier_arrive(self._scratch.partials_full.at[which])
-
-    def _merged(self, state: _State, other: int) -> _State:
-        """The first warpgroup's part of a work tile with another's, always in this order."""
-        which = other - 1
-        own_out, own_sum = self._normalised(state)
-        plgpu.barrier_wait(self._scratch.partials_full.at[which])
-        out_smem, log_sum_smem = self._scratch.partials
-        out = plgpu.load(out_smem.at[which], layout=plgpu.Layout.WGMMA, optimized=False)
-        log_sum = plgpu.load(log_sum_smem.at[which], layout=_OF_ROWS, optimized=False)
-        plgpu.barrier_arrive(self._scratch.partials_empty.at[which])
-        m_i = jnp.maximum(own_sum, log_sum)
-        shift = jnp.where(m_i == -jnp.inf, 0.0, m_i)
-        own_weight, weight = jnp.exp2(own_sum - shift), jnp.exp2(log_sum - shift)
-        acc = own_out * lax.broadcast_in_dim(own_weight, out.shape, [1]) + out * lax.broadcast_in_dim(
-            weight, out.shape, [1]
-        )
-        return _State(plgpu.layout_cast(acc, plgpu.Layout.WGMMA), m_i, plgpu.layout_cast(own_weight + weight, _OF_ROWS))
-
-    def _normalised(self, state: _State):
-        """Output, and the logarithm in base 2 of each row's sum of exponentials; 0 and -inf where it sees nothing."""
-        empty = state.m_i == -jnp.inf
-        safe_l_i = jnp.where(empty, 1.0, state.l_i)
-        out = state.acc / lax.broadcast_in_dim(safe_l_i, state.acc.shape, [1])
-        return out, jnp.where(empty, -jnp.inf, state.m_i + jnp.log2(safe_l_i))
 
     def _spread(self, of_rows):
         """A number of each row, or one for all, for every key."""
@@ -329,37 +311,3 @@ class Consumer:
                 word = lax.shift_right_logical(word, token)
             seen &= (word & 1) == 1
         return seen
-
-    def _store(self, state: _State, out_refs, work_tile: WorkTile, number) -> None:
-        """The result of a work tile: where the sequence's lies, or among the splits."""
-        config, head, row_block = self._config, self._head, self._row_block
-        out_ref, lse_ref, split_outs_ref, split_lses_ref = out_refs
-        out_smem, lse_smem = self._scratch.result
-        out, log_sum = self._normalised(state)
-        if self._operands.out_factor is not None:
-            out = out * self._operands.out_factor[head]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile's
-        if config.turns:
-            turned_values.store_product(plgpu.layout_cast(out, plgpu.Layout.WGMMA), out_smem)
-        else:
-            out_smem.transpose((1, 0))[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-        lse_smem[...] = log_sum / LOG2E
-        plgpu.commit_smem()
-
-        @pl.when(work_tile.splits > 1)
-        def store_split():
-            rows = pl.ds(row_block * config.sizes.block_rows, config.sizes.block_rows)
-            plgpu.copy_smem_to_gmem(out_smem, split_outs_ref.at[number, head, rows])
-            plgpu.copy_smem_to_gmem(lse_smem, split_lses_ref.at[number, head, rows])
-
-        @pl.when(work_tile.splits == 1)
-        def store_sequence():
-            own = lax.rem(head, config.heads_per_block) * config.rows
-            shape = (config.rows, config.width)
-            layout = plgpu.Layout.WG_STRIDED(shape, vec_size=math.gcd(math.prod(shape) // _THREADS, 8))
-            result = plgpu.load(out_smem.at[pl.ds(own, config.rows)], layout=layout, optimized=False)
-            out_ref[work_tile.sequence, head, pl.ds(row_block * config.rows, config.rows)] = result.astype(
-                config.out_dtype
-            )
-            for row in range(config.rows):
-                lse_ref[work_tile.sequence, head, row_block * config.rows + row] = lse_smem[own + row]

@@ -35,8 +35,8 @@ _CONSUMER_REGISTERS = {2: 232, 3: 152}  # where so many consumer warpgroups shar
 def decode(config: DecodeConfig, operands: Operands, schedule: DecodeSchedule) -> SplitResults:
     """Attention of all work tiles of a schedule."""
     assert schedule.block_kv == config.sizes.block_kv
-    heads = config.spec.num_kv_heads
-    shape = (operands.q.shape[0], heads, config.row_blocks * config.rows)
+    heads, num_seqs = config.spec.num_kv_heads, operands.page_table.shape[0]
+    shape = (num_seqs, heads, config.row_blocks * config.rows)
     split_shape = (schedule.work_tiles.shape[0], heads, config.row_blocks * config.sizes.block_rows)
     leaves, tree = jax.tree.flatten(operands)
     run = launch.kernel(

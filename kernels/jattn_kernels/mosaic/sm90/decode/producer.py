@@ -36,7 +36,6 @@ def _copy_share(
     rows = block if config.rotates else pl.ds(block * block_rows, block_rows)
 
     def copy_work_tile(number, now, following, state):
-        @pl.when(is_first)
         def copy_queries():
             slot = lax.rem(number - begin, 2)
             pl.when(number - begin >= 2)(lambda: plgpu.barrier_wait(scratch.q_empty.at[slot]))
@@ -56,6 +55,8 @@ def _copy_share(
             q = operands.q.at[now.sequence, rows] if config.rotates else operands.q.at[now.sequence, :, rows]
             plgpu.copy_gmem_to_smem(q, scratch.q.at[slot], scratch.q_full.at[slot])
 
+        if not config.projected:
+            pl.when(is_first)(copy_queries)
         return _copy_tiles(config, operands, scratch, layer, now, following, state, own)
 
     first_pages = _pages(config, operands, first_work_tile, first_work_tile.first, own)
@@ -74,11 +75,13 @@ def wait_for_last(config: DecodeConfig, scratch: SharedMemory, work_tiles: WorkT
     begin, end, _ = work_tiles
     stages = config.sizes.stages
 
-    @pl.when(is_first)
     def wait_for_the_last_queries():
         @pl.loop(jnp.maximum(begin, end - 2), end)
         def wait(number):
             plgpu.barrier_wait(scratch.q_empty.at[lax.rem(number - begin, 2)])
+
+    if not config.projected:
+        pl.when(is_first)(wait_for_the_last_queries)
 
     @pl.loop(jnp.maximum(done, stages), done + stages)
     def wait_for_the_last_tiles(step):

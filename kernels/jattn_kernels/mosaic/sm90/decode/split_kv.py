@@ -41,7 +41,7 @@ def make_schedule(call: AttentionCall, seq_lens: Int[Array, " B"], max_seq_len: 
     if sizes.tiles_per_split is not None and max_seq_len is None:
         return None
     bounds = sequence_bounds(seq_lens, AttentionOptions(), spec, num_tokens)
-    return _schedule(bounds, spec, sizes, num_tokens, max_seq_len)
+    return schedule_of(bounds, spec, sizes, num_tokens, max_seq_len)
 
 
 def paged_decode(
@@ -59,7 +59,7 @@ def paged_decode(
     dtype = jnp.float16 if kv_dtype.itemsize == 1 else q.dtype
     rows = num_tokens * spec.group_size
     sizes = choose_decode_tiles(spec, kv_dtype.itemsize, num_tokens, latent=call.operation == "mla_decode")
-    shared = _heads_share_rows(spec, num_tokens)
+    shared = heads_share_rows(spec, num_tokens)
     max_keys = page_table.shape[1] * call.page_size
     bounds = sequence_bounds(seq_lens, options, spec, num_tokens)
     q_rows, logit_factor = _queries(
@@ -82,7 +82,7 @@ def paged_decode(
     )
     schedule = options.schedule
     if schedule is None or depends_on_places(spec, options):
-        schedule = _schedule(bounds, spec, sizes, num_tokens, max_keys)
+        schedule = schedule_of(bounds, spec, sizes, num_tokens, max_keys)
 
     def of_rows(of_tokens):
         """Of each sequence, or of each row of a head."""
@@ -175,7 +175,7 @@ def _queries(
     return rows, factor
 
 
-def _schedule(
+def schedule_of(
     bounds: KeyBounds, spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, max_keys: int | None
 ) -> DecodeSchedule:
     """Parts of sequences for as many workers as, with all heads, fill the GPU once."""
@@ -185,7 +185,7 @@ def _schedule(
     return split(first, end, sizes.tiles_per_split, max_keys, block_kv=sizes.block_kv, workers=workers)
 
 
-def _heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
+def heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
     """Whether 8 rows of q as it is hold whole heads, so that it need not be padded."""
     groups = {64: (2, 4), 128: (1, 2, 4), 256: (1, 2, 4)}.get(value_columns(spec), ())
     return num_tokens == 1 and spec.group_size in groups and spec.num_q_heads % TILED_ROWS == 0

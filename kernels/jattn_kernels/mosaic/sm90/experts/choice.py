@@ -1,7 +1,7 @@
 """The choice of experts on Hopper: 64 tokens a warpgroup, a token's scores in the registers of four neighbours.
 
 `per_token` times the best expert that is left, by two reductions over the experts. Of two equal scores the one of the
-lower number is the better.
+lower number is the better. Experts that all tokens go to are the first choices.
 """
 
 from typing import Any, NamedTuple
@@ -54,8 +54,8 @@ class ChoiceScratch(NamedTuple):
 
     Attributes:
         logits: (64, experts), tiled.
-        scores: (per_token, 64): of the chosen experts.
-        chosen: (per_token, 64); -1 where there is no token.
+        scores: (choices, 64): of the chosen experts, in rows of the first ones.
+        chosen: (choices, 64); -1 where there is no token.
         arrived: Barrier of the logits.
     """
 
@@ -67,7 +67,7 @@ class ChoiceScratch(NamedTuple):
 
 def scratch_of(routing: Routing) -> ChoiceScratch:
     """What to allocate for one warpgroup."""
-    by_choice = (routing.per_token, TOKENS)
+    by_choice = (routing.choices, TOKENS)
     return ChoiceScratch(
         logits=tiles.tile((TOKENS, routing.num_experts), jnp.float32),
         scores=plgpu.SMEM(by_choice, jnp.float32),
@@ -88,7 +88,7 @@ def choose_experts(
     """The weights and the numbers of each token's experts, a row a choice: a block for 64 tokens."""
     num_tokens = logits.shape[0]
     blocks = pl.cdiv(num_tokens, TOKENS)
-    by_choice = (routing.per_token, blocks * TOKENS)
+    by_choice = (routing.choices, blocks * TOKENS)
 
     def body(*refs):
         logits, bias, (weights, chosen) = refs[0], None if len(refs) == 3 else refs[1], refs[-2:]
@@ -97,7 +97,7 @@ def choose_experts(
         def choose(scratch):
             choose_block(routing, num_tokens, logits, bias, weights, scratch, block)
 
-            @pl.loop(0, routing.per_token)
+            @pl.loop(0, routing.choices)
             def write(i):
                 chosen[i, pl.ds(block * TOKENS, TOKENS)] = plgpu.load(
                     scratch.chosen.at[i], layout=OF_TOKENS, optimized=False
@@ -122,7 +122,7 @@ def keep_choice(
 ) -> None:
     """A choice of each token of a block; of no token and of no expert it is -1."""
     token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS) + block * TOKENS
-    real = (token < num_tokens) & (chosen >= 0) & (chosen < routing.num_experts)
+    real = (token < num_tokens) & (chosen >= 0) & (chosen < routing.all_experts)
     scratch.chosen[i] = jnp.where(real, chosen, -1)
 
 
@@ -172,16 +172,25 @@ def choose_block(
         is_first = negative_number == spread(-first)
         score = score_of(best, most) if scores is None else jnp.where(is_first, scores, 0.0).sum(axis=1)
         scratch.scores[i] = score
-        keep_choice(routing, num_tokens, i, first.astype(jnp.int32), scratch, block)
+        keep_choice(routing, num_tokens, behind_shared(routing, i), first.astype(jnp.int32), scratch, block)
         return jnp.where(is_first, -jnp.inf, merit), total + score
 
     none = plgpu.layout_cast(jnp.zeros((TOKENS,), jnp.float32), OF_TOKENS)
     _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (merit, none))
     factor = factor_of(routing, of_chosen, all_scores)
+    for number in range(routing.shared):
+        expert = jnp.full((TOKENS,), routing.num_experts + number, jnp.int32)
+        keep_choice(routing, num_tokens, number, plgpu.layout_cast(expert, OF_TOKENS), scratch, block)
+        weights_ref[number, tokens] = plgpu.layout_cast(jnp.ones((TOKENS,), jnp.float32), OF_TOKENS)
 
     plgpu.commit_smem()
 
     @pl.loop(0, routing.per_token)
     def weigh(i):
         score = plgpu.load(scratch.scores.at[i], layout=OF_TOKENS, optimized=False)
-        weights_ref[i, tokens] = score * factor
+        weights_ref[behind_shared(routing, i), tokens] = score * factor
+
+
+def behind_shared(routing: Routing, choice: Any) -> Any:
+    """The place of one of the chosen experts among all that a token goes to."""
+    return choice + routing.shared if routing.shared else choice

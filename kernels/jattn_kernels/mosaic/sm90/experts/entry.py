@@ -18,6 +18,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
+from jattn_kernels.mosaic.sm90.common.token_heads import TokenHeads
 from jattn_kernels.mosaic.sm90.experts import one_token, one_token_fits, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
@@ -101,16 +102,10 @@ def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, F
 
 def _in_halves(attention: TokenOperands) -> Any:
     """Heads and scales in halves; the numbers of layers are arrays."""
-    rotary, norms = attention.rotary, attention.rotary.norms
-    scales = None if norms is None else norms.scales()
-    if norms is not None and scales is not None:
-        *stacks, number = scales
-        q_scale, k_scale = (stack.reshape(-1, 2, stack.shape[-1] // 2) for stack in stacks)
-        norms = dataclasses.replace(norms, q_scale=q_scale, k_scale=k_scale, layer_index=number.reshape(1))
-    assert isinstance(rotary.qkv, Splits)
-    parts = rotary.qkv.parts
-    in_halves = parts.reshape(*parts.shape[:-1], 2, parts.shape[-1] // 2)
-    return dataclasses.replace(attention, rotary=dataclasses.replace(rotary, qkv=in_halves, norms=norms))
+    heads: Any = TokenHeads.of(attention.rotary)
+    return dataclasses.replace(
+        attention, rotary=dataclasses.replace(attention.rotary, qkv=heads.qkv, norms=heads.norms)
+    )
 
 
 def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
@@ -224,7 +219,8 @@ def _in_order(
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
     """Weights, a row a choice, and rows in order: by one kernel, as far as one block can do it."""
     routing, num_tokens, num_experts = call.routing, call.num_tokens, call.num_experts
-    in_one_block = route.fits(num_tokens, num_experts)
+    shared = 0 if routing is None else routing.shared
+    in_one_block = route.fits(num_tokens, num_experts - shared, shared)
     facts: dict[str, Any] = {"rows_of_choices": call.weighs_inputs, "block_rows": block_rows}
     if routing is None:
         routing = Routing(num_experts=num_experts, per_token=call.per_token)

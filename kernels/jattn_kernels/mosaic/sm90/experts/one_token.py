@@ -10,7 +10,8 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
   hidden units            in global memory: a block reads those that its second product's units need when they are there
                           (`one_token_hidden`); the weights are in shared memory by then
 
-Each block makes the choice for itself. Sums are over the whole depth in its order, as `grouped_product` has them.
+Each block makes the choice for itself, after its hidden units of experts that all tokens go to. Sums are over the whole
+depth in its order, as `grouped_product` has them.
 
 It may begin earlier, with attention (`one_token_attention`), the product that is added to the residual stream last,
 the norm of the sum and the router's product (`one_token_router`), as `skinny_matmul` has them, to the bit where their
@@ -73,7 +74,7 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     phases = ExpertPhases.of(call)
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
-        router = router_phases(call.router, call.num_experts)
+        router = router_phases(call.router, call.routing.num_experts)
         before = () if router.attention is None else (_ATTEND,)
         kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
@@ -182,6 +183,8 @@ class _OneToken:
         ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
         if self.next is not None and _NEXT in self.phases:
             self.next.produce_first(operands, scratch, ring)
+        if self.experts.shared and _FIRST in self.phases:
+            done = self.experts.produce_first(operands, scratch, ring, done, of_shared=True)
         if self._chooses:
             plgpu.barrier_wait(scratch.chosen)
         if _FIRST in self.phases:
@@ -225,10 +228,15 @@ class _OneToken:
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)
         ring, done = self._ring(), jnp.int32(0)
+        waits = self.router is None and _FIRST in self.phases
+        if self.experts.shared and _FIRST in self.phases:
+            if waits:
+                plgpu.barrier_wait(scratch.rows_full)
+            done, waits = self.experts.consume_first(hidden, scratch, ring, done, of_shared=True), False
         if self._chooses:
             self._choose(operands, logits, scratch)
         if _FIRST in self.phases:
-            if self.router is None:
+            if waits:
                 plgpu.barrier_wait(scratch.rows_full)
             done = self.experts.consume_first(hidden, scratch, ring, done)
         if _SECOND in self.phases:
@@ -238,7 +246,7 @@ class _OneToken:
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
         """Where blocks find each other's attention, product, logits, what experts return, and hidden units; or None."""
-        router, is_one, per_token = self.router, len(self.phases) > 1, self.routing.per_token
+        router, is_one, per_token = self.router, len(self.phases) > 1, self.experts.per_token
         hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
             count = Count(operands.logits.at[0, 1] if is_one else None)

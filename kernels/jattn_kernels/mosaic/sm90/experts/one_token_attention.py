@@ -2,12 +2,13 @@
 
 A block has one head of keys and every so many of its tiles: k and v of 64 keys are two stages of the ring, each in two
 halves of 64 columns, one below the other. It turns its head's queries itself; the block that has the last tile turns
-the token's key too (`one_token_turning`), puts it and the value into the tile, and then into their page. The weights of
+the token's key too (`token_heads`), puts it and the value into the tile, and then into their page. The weights of
 the product that follows come meanwhile. What splits leave each other are their outputs, normalised, and the logarithms
 of their sums, in base 2 (`one_token_merge`).
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +23,10 @@ from jattn_kernels.mosaic.sm90.common.arrivals import never_zero
 from jattn_kernels.mosaic.sm90.common.indexed import store_at
 from jattn_kernels.mosaic.sm90.common.logits import base2_logits
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS, PageCopies, PoolPlace
+from jattn_kernels.mosaic.sm90.common.token_heads import TokenHeads
+from jattn_kernels.mosaic.sm90.experts.one_token_rows import clear_rows, put_row
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
-from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn_key, turn_queries
+from jattn_kernels.mosaic.sm90.experts.one_token_turning import turn
 from jattn_kernels.spec import AttentionSpec
 
 AT_ONCE = 8  # splits that are merged at a time, and the fewest that there are where there are tiles enough
@@ -158,16 +161,23 @@ class AttentionPhase:
 
     def consume(self, operands: Any, room: SplitRoom, scratch: Scratch, done: Any) -> Any:
         """Stores the block's split; the stages that have been used then."""
+        rotary: Any = operands.rotary
+        layer, norms, scale_layer = rotary.layer_index[0], rotary.norms, None
+        if norms is not None and norms.q_scale is not None:
+            scale_layer = norms.layer_index[0]
+        slot, group = rotary.slots[0], self.spec.group_size
         head, split, share = self._own(operands)
-        group = self.spec.group_size
+        # No layer is below 0: this says that all numbers are read at once, before the branch.
+        is_read = (slot & layer if scale_layer is None else slot & layer & scale_layer) >= 0
 
-        @pl.when(share.first < share.end)
+        @pl.when((share.first < share.end) & is_read)
         def attend():
-            slot = operands.rotary.slots[0]
-            slots = operands.rotary.k_pages.shape[1] * self.page_size
+            slots = rotary.k_pages.shape[1] * self.page_size
             is_new = (split == share.busy - 1) & (slot >= 0) & (slot < slots) & (share.end_key > 0)
-            turn_queries(operands.rotary, scratch, head * group)
-            pl.when(is_new)(lambda: turn_key(operands.rotary, self.spec, scratch, head))
+            heads = TokenHeads(rotary.qkv, rotary.cos, rotary.sin, rotary.norms)
+            for with_key in (False, True):
+                run = functools.partial(turn, heads, self.spec, scratch, head, scale_layer, with_key=with_key)
+                pl.when(is_new == with_key)(run)
             plgpu.commit_smem()
             outs, log_sum = self._attend(share, is_new, scratch, done)
             begin = room.of(split, self.record)
@@ -178,13 +188,13 @@ class AttentionPhase:
             row = plgpu.broadcasted_iota(jnp.int32, log_sum.shape, 0, layout=_OF_ROWS)
             place = jnp.where(row < group, begin + self.depth + head * group + row, -1)
             store_at(room.ref, place, never_zero(log_sum), _OF_ROWS)
-            pl.when(is_new)(lambda: self._write(operands.rotary, scratch, head, slot))
+            pl.when(is_new)(lambda: self._write(rotary, scratch, layer, head, slot))
 
         return done + 2 * (share.end - share.first)
 
-    def _write(self, operands: Any, scratch: Scratch, head: Any, slot: Any) -> None:
+    def _write(self, operands: Any, scratch: Scratch, layer: Any, head: Any, slot: Any) -> None:
         """The token's key and value into its page, which nobody else reads."""
-        layer, page, number = operands.layer_index[0], lax.div(slot, self.page_size), lax.rem(slot, self.page_size)
+        page, number = lax.div(slot, self.page_size), lax.rem(slot, self.page_size)
         place = (number, head) if self.spec.page_layout == "NHD" else (head, number)
         layout = plgpu.Layout.WG_STRIDED((DEPTH,), vec_size=1)
         for of_values, pages in enumerate((operands.k_pages, operands.v_pages)):
@@ -201,21 +211,19 @@ class AttentionPhase:
             halves = [pl.ds(half * _KEYS, _KEYS) for half in range(_HALVES)]
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA) + tile * _KEYS
             keys_left = share.end_key - tile * _KEYS
-
-            def put_new(of_values, stage):
-                @pl.when(is_new & (keys_left <= _KEYS))
-                def put():
-                    for number, half in enumerate(halves):
-                        new = scratch.new.at[of_values, pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)]
-                        _put_row(scratch.kernel.at[stage, half], keys_left - 1, new)
-
+            is_newest = is_new & (keys_left <= _KEYS)
+            k_tile, v_tile = scratch.kernel.at[k_stage], scratch.kernel.at[v_stage]
             plgpu.barrier_wait(scratch.keys_full.at[k_stage])
-            put_new(0, k_stage)
+
+            @pl.when(is_newest)
+            def put_key():
+                put_row(k_tile, keys_left - 1, scratch.new.at[0])
+                plgpu.commit_smem()
 
             def scores(ref):
                 for number, half in enumerate(halves):
                     q = scratch.q.at[:, pl.ds(number * WGMMA_ROWS, WGMMA_ROWS)]
-                    plgpu.wgmma(ref, scratch.kernel.at[k_stage, half], q.transpose((1, 0)))
+                    plgpu.wgmma(ref, k_tile.at[half], q.transpose((1, 0)))
                 return ref[...]
 
             s = pl.run_scoped(scores, tiles.accumulator(*shape))
@@ -229,17 +237,17 @@ class AttentionPhase:
             plgpu.commit_smem()
             l_i = l_i * _spread(alpha, shape) + p
             plgpu.barrier_wait(scratch.keys_full.at[v_stage])
-            put_new(1, v_stage)
 
-            @pl.when(keys_left < _KEYS)
-            def clear():
-                for half in halves:
-                    tiles.zero_rows_from(scratch.kernel.at[v_stage, half], keys_left)
+            @pl.when(keys_left <= _KEYS)
+            def finish_values():
+                clear_rows(v_tile, keys_left)
+                pl.when(is_newest)(lambda: put_row(v_tile, keys_left - 1, scratch.new.at[1]))
+                plgpu.commit_smem()
 
             probabilities = scratch.p.transpose((1, 0))
             new = []
             for half, acc in zip(halves, accs, strict=True):
-                values = scratch.kernel.at[v_stage, half].transpose((1, 0))
+                values = v_tile.at[half].transpose((1, 0))
                 new.append(tiles.accumulate(acc * _spread(alpha, acc.shape), values, probabilities))
             plgpu.barrier_arrive(scratch.empty.at[v_stage])
             return new, m_new, l_i
@@ -256,15 +264,6 @@ class AttentionPhase:
 
 def _spread(of_rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(of_rows, shape, [1])
-
-
-def _put_row(tile: Any, row: Any, numbers: Any) -> None:
-    """tile[row] = numbers, as TMA would have it."""
-    old = plgpu.load(tile, layout=_WGMMA, optimized=False)
-    new = plgpu.load(numbers, layout=_OF_ROWS, optimized=False)
-    rows = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=_WGMMA)
-    tile[...] = jnp.where(rows == row, _spread(new, old.shape), old)
-    plgpu.commit_smem()
 
 
 def fits(call: AttentionCall, depth: int) -> bool:

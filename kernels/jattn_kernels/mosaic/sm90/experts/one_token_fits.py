@@ -8,7 +8,7 @@ from jattn_kernels.mosaic.sm90.experts import one_token_attention
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
-from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_OF_EXPERTS, ExpertPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_products import MOST_DEPTH, ROWS_OF_EXPERTS, ExpertPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
@@ -16,7 +16,6 @@ from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
 
-_MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _MOST_WITH_ATTENTION = 2304  # of those before the choice, beside what attention has in shared memory
 _MOST_EXPERTS = 512
 _LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
@@ -31,17 +30,17 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
     routing = call.routing
     if call.num_tokens != 1 or call.scales is not None or call.weighs_inputs or call.features or routing is None:
         return False
-    if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
+    if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.all_experts != call.num_experts:
         return False
     if call.per_token > TILED_ROWS or call.device.num_sms is None:  # blocks wait for each other: all must run
         return False
     depths = call.hidden_size, call.units
-    if not chooses(routing, is_biased=is_biased) or max(depths) > _MOST_DEPTH or any(d % DEPTH for d in depths):
+    if not chooses(routing, is_biased=is_biased) or max(depths) > MOST_DEPTH or any(d % DEPTH for d in depths):
         return False
     if call.router is None:
         return True
     told = ExpertPhases.of(call).told_width
-    return call.units <= call.hidden_size and told <= _MOST_DEPTH and _begins_earlier(call.router, routing)
+    return call.units <= call.hidden_size and told <= MOST_DEPTH and _begins_earlier(call.router, routing)
 
 
 def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
@@ -52,7 +51,7 @@ def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
     if (
         routing.num_experts % WGMMA_ROWS
         or norm.columns % routing.num_experts
-        or left_parts < max(_LEAST_PARTS, routing.per_token)
+        or left_parts < max(_LEAST_PARTS, routing.choices)
     ):
         return False
     if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
@@ -64,7 +63,7 @@ def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
         and _attention(call.attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, norm.columns)
     ):
         return False
-    most = _MOST_DEPTH if call.attention is None else _MOST_WITH_ATTENTION
+    most = MOST_DEPTH if call.attention is None else _MOST_WITH_ATTENTION
     return router_phases(call, routing.num_experts).row <= most
 
 

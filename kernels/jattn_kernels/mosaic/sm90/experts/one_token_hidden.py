@@ -63,7 +63,7 @@ class ToldHidden:
     Attributes:
         sums: Where they are: of one split, a stride from one choice to the next.
         units: Of a choice.
-        most: Units that a block has at most.
+        most: Units of different choices that a block has at most.
         dtype: Of the weights, to which they are rounded.
     """
 
@@ -95,6 +95,8 @@ class ToldHidden:
     def of_unit(self, scratch: Scratch, number: Any, choice: Any) -> tuple[Any, Any]:
         """As of `CountedHidden`."""
         del choice
+        if self.most == 1:
+            return scratch.x.at[:, pl.ds(0, self.units)], 0
         return scratch.x.at[:, pl.ds(pl.multiple_of(number * self.units, self.units), self.units)], 0
 
 

@@ -28,6 +28,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 # the others what splits of attention are.
 ROWS_OF_EXPERTS = 4
 ROWS_LEFT = ROWS_OF_EXPERTS + 9
+MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _THREADS, _VECTOR = 128, 4  # numbers that a thread stores at once
 _PAIR = 2  # the gate's columns and the other half's
 
@@ -40,17 +41,21 @@ class ExpertPhases:
         per_token: Experts.
         units: Hidden units of an expert.
         columns: Of the token.
+        shared: Numbers of the experts that are not chosen; the first of those `per_token`.
     """
 
     per_token: int
     units: int
     columns: int
     activation: Callable[[Any, Any], Any]
+    shared: range = range(0)
 
     @classmethod
     def of(cls, call: ExpertsCall) -> "ExpertPhases":
         """Those of a call."""
-        return cls(call.per_token, call.units, call.hidden_size, call.activation)
+        routing = call.routing
+        shared = range(0) if routing is None else range(routing.num_experts, routing.all_experts)
+        return cls(call.per_token, call.units, call.hidden_size, call.activation, shared)
 
     @property
     def hidden_blocks(self) -> int:
@@ -68,17 +73,30 @@ class ExpertPhases:
         return pl.cdiv(self.column_blocks, tiles.num_sms())
 
     @property
+    def _of_neighbours(self) -> bool:
+        """Whether a block's units of the second product are neighbours, of one choice: there is no room for more."""
+        of_choice = self.columns // WGMMA_ROWS
+        return told_width(self.units, self.most_units) > MOST_DEPTH and of_choice % self.most_units == 0
+
+    @property
+    def _most_choices(self) -> int:
+        """That a block's units of the second product are of."""
+        return 1 if self._of_neighbours else self.most_units
+
+    @property
     def told_width(self) -> int:
         """Numbers of hidden units that tell by themselves, of a block's units."""
-        return told_width(self.units, self.most_units)
+        return told_width(self.units, self._most_choices)
 
     def told_hidden(self, ref: Any, begin: int, stride: int, dtype: Any) -> ToldHidden:
         """Hidden units in memory, from a flat place on, with a stride from one choice to the next."""
-        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self.most_units, dtype)
+        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self._most_choices, dtype)
 
     def _count(self, of_second: bool) -> Any:
         """The block's units of a product."""
         units = self.column_blocks if of_second else self.hidden_blocks
+        if of_second and self._of_neighbours:
+            return jnp.clip(units - self._begin(True) * self.most_units, 0, self.most_units)
         return lax.div(units - self._begin(of_second) + tiles.num_sms() - 1, tiles.num_sms())
 
     def _begin(self, of_second: bool) -> Any:
@@ -89,22 +107,41 @@ class ExpertPhases:
     def _unit(self, of_second: bool, number: Any) -> tuple[Any, Any]:
         """The choice and the block of columns of the block's n-th unit."""
         blocks = (self.columns if of_second else self.units) // WGMMA_ROWS
-        unit = self._begin(of_second) + number * tiles.num_sms()
+        if of_second and self._of_neighbours:
+            unit = self._begin(True) * self.most_units + number
+        else:
+            unit = self._begin(of_second) + number * tiles.num_sms()
         return lax.div(unit, blocks), lax.rem(unit, blocks)
 
-    def _for_each(self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any) -> Any:
-        """Calls `visit(choice, block of columns, carry)` for each unit of the block's; the last carry."""
+    @property
+    def _count_of_shared(self) -> Any:
+        """The block's units of the first product of experts that are not chosen, which come first."""
+        units, own, sms = len(self.shared) * (self.units // WGMMA_ROWS), lax.axis_index("block"), tiles.num_sms()
+        return jnp.maximum(lax.div(units - own + sms - 1, sms), 0)
+
+    def _for_each(
+        self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any, *, of_shared: bool = False
+    ) -> Any:
+        """Calls `visit(choice, block of columns, carry)` for each unit of the block's; the last carry.
+
+        Args:
+            of_shared: Of the first product whether of experts that are not chosen, or of the others.
+        """
 
         def step(number, carry):
             return visit(*self._unit(of_second, number), carry)
 
-        return lax.fori_loop(0, self._count(of_second), step, start)
+        if of_shared:
+            return lax.fori_loop(0, self._count_of_shared, step, start)
+        first = self._count_of_shared if self.shared and not of_second else 0
+        return lax.fori_loop(first, self._count(of_second), step, start)
 
-    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
+    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any, *, of_shared: bool = False) -> Any:
+        """Asks for weights; of experts that are not chosen before the others are known."""
         layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
-            expert = scratch.experts[choice, 0]
+            expert = self.shared.start + choice if of_shared else scratch.experts[choice, 0]
 
             def copy_step(k, done):
                 for part in range(_PAIR):
@@ -115,7 +152,7 @@ class ExpertPhases:
 
             return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
 
-        return self._for_each(False, copy_unit, done)
+        return self._for_each(False, copy_unit, done, of_shared=of_shared)
 
     def produce_second(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
@@ -131,8 +168,16 @@ class ExpertPhases:
 
         return self._for_each(True, copy_unit, done)
 
-    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, ring: Ring, done: Any) -> Any:
-        """Stores the block's hidden units."""
+    def consume_first(
+        self,
+        hidden: CountedHidden | ToldHidden,
+        scratch: Scratch,
+        ring: Ring,
+        done: Any,
+        *,
+        of_shared: bool = False,
+    ) -> Any:
+        """Stores the block's hidden units, as `produce_first` has them."""
         steps = self.columns // DEPTH * _PAIR
 
         def multiply_unit(choice, block, done):
@@ -159,7 +204,7 @@ class ExpertPhases:
             hidden.store(choice, block, self.activation(*results))
             return done + steps
 
-        return self._for_each(False, multiply_unit, done)
+        return self._for_each(False, multiply_unit, done, of_shared=of_shared)
 
     def clear(self, parts: Any) -> None:
         """Stores the block's share of the zeros below what experts return."""

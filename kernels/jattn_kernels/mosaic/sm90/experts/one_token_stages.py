@@ -38,8 +38,8 @@ class OneTokenOperands(NamedTuple):
     x: Float[Array, "1 D"] | None
     router: RouterOperands | None
     bias: Float32[Array, " E"] | None
-    gate_up: Float[Array, "L E D F2"]
-    down: Float[Array, "L E F D"]
+    gate_up: Float[Array, "L A D F2"]
+    down: Float[Array, "L A F D"]
     layer: Int[Array, "1"]
     attended: Float32[Array, "S _"] | None = None
     products: Float32[Array, "S D"] | None = None
@@ -125,7 +125,7 @@ def scratch(row: int, columns: int, routing: Routing, dtype: Any, key_copies: in
     Args:
         key_copies: That bring a stage of keys or values; 0 where there is no attention.
     """
-    per_token = routing.per_token
+    per_token = routing.choices
     made = Scratch(
         kernel=tiles.tile((STAGES, DEPTH, WGMMA_ROWS), dtype),
         x=tiles.tile((TILED_ROWS, row), dtype, copied_columns=WGMMA_ROWS),

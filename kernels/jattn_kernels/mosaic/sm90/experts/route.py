@@ -42,9 +42,14 @@ _MOST_SCORES = 512  # experts times warpgroups: what one block has registers and
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def fits(num_tokens: int, num_experts: int) -> bool:
-    """Whether one block can order so many tokens."""
-    return num_experts % GROUP == 0 and _padded(num_experts) * pl.cdiv(num_tokens, TOKENS) <= _MOST_SCORES
+def fits(num_tokens: int, num_experts: int, shared: int = 0) -> bool:
+    """Whether one block can order so many tokens.
+
+    Args:
+        shared: Experts beside the others.
+    """
+    scores = _padded(num_experts + shared) * pl.cdiv(num_tokens, TOKENS)
+    return num_experts % GROUP == 0 and scores <= _MOST_SCORES
 
 
 def _padded(num_experts: int) -> int:
@@ -96,7 +101,7 @@ def group_chosen(
 def _run(
     routing: Routing, operands: RouteOperands, num_tokens: int, block_rows: int, rows_of_choices: bool
 ) -> tuple[Float32[Array, "k T"], ExpertGroups]:
-    per_token, num_experts = routing.per_token, routing.num_experts
+    per_token, num_experts = routing.choices, routing.all_experts
     warpgroups = pl.cdiv(num_tokens, TOKENS)
     by_choice = (per_token, warpgroups * TOKENS)
     most = most_tiles(num_tokens, per_token, num_experts, block_rows)
@@ -139,12 +144,12 @@ class _Body:
 
     def block(self, tree: Any, *refs: Any) -> None:
         operands, outs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), _Outs(*refs[tree.num_leaves :])
-        padded, all_of = _padded(self.routing.num_experts), self.warpgroups
+        padded, all_of = _padded(self.routing.all_experts), self.warpgroups
         scratch = _Scratch(
             logits=tiles.tile((all_of, TOKENS, self.routing.num_experts), jnp.float32),
             tokens=plgpu.SMEM((all_of, _WORDS * padded), jnp.int32),
-            scores=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.float32),
-            chosen=plgpu.SMEM((all_of, self.routing.per_token, TOKENS), jnp.int32),
+            scores=plgpu.SMEM((all_of, self.routing.choices, TOKENS), jnp.float32),
+            chosen=plgpu.SMEM((all_of, self.routing.choices, TOKENS), jnp.int32),
             counts=plgpu.SMEM((all_of, padded), jnp.int32),
             begins=plgpu.SMEM((all_of, padded), jnp.int32),
             room=plgpu.SMEM((all_of, padded), jnp.int32),
@@ -174,7 +179,7 @@ class _Body:
         )
 
     def _for_each_choice(self, visit: Callable[[Any], None]) -> None:
-        pl.loop(0, self.routing.per_token)(visit)
+        pl.loop(0, self.routing.choices)(visit)
 
     def _read_choice(self, operands: RouteOperands, scratch: _Scratch, own: Any) -> None:
         tokens = pl.ds(own * TOKENS, TOKENS)
@@ -186,7 +191,7 @@ class _Body:
 
     def _count(self, scratch: _Scratch, own: Any) -> None:
         """Who goes to an expert; and how many."""
-        words, padded = scratch.tokens.at[own], _padded(self.routing.num_experts)
+        words, padded = scratch.tokens.at[own], _padded(self.routing.all_experts)
         token = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS)
         layout = plgpu.Layout.WG_STRIDED((_WORDS * padded,), vec_size=1)
         words[...] = plgpu.layout_cast(jnp.zeros((_WORDS * padded,), jnp.int32), layout)
@@ -206,11 +211,11 @@ class _Body:
     @property
     def _of_experts(self) -> Any:
         """Layout of a number an expert, some a thread."""
-        return plgpu.Layout.WG_STRIDED((_padded(self.routing.num_experts),), vec_size=1)
+        return plgpu.Layout.WG_STRIDED((_padded(self.routing.all_experts),), vec_size=1)
 
     def _begin(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Where an expert's rows of this warpgroup begin; the first warpgroup writes down the tiles too."""
-        padded, layout = _padded(self.routing.num_experts), self._of_experts
+        padded, layout = _padded(self.routing.all_experts), self._of_experts
         count = before = plgpu.layout_cast(jnp.zeros((padded,), jnp.int32), layout)
         for other in range(self.warpgroups):
             theirs = plgpu.load(scratch.counts.at[other], layout=layout, optimized=False)
@@ -252,7 +257,7 @@ class _Body:
 
     def _place(self, outs: _Outs, scratch: _Scratch, own: Any) -> None:
         """Each row's slot, and the row that a slot has."""
-        words, padded = scratch.tokens.at[own], _padded(self.routing.num_experts)
+        words, padded = scratch.tokens.at[own], _padded(self.routing.all_experts)
         number = plgpu.broadcasted_iota(jnp.int32, (TOKENS,), 0, layout=OF_TOKENS)
         token, lower = number + own * TOKENS, (1 << number % _BITS) - 1
         lowers = jnp.where(number < _BITS, lower, -1), jnp.where(number < _BITS, 0, lower)
@@ -265,7 +270,7 @@ class _Body:
                 slot += _ones(gather(words, chosen + word * padded, OF_TOKENS) & before)
             slot = jnp.where(chosen < 0, -1, slot)
             outs.slots[i, pl.ds(own * TOKENS, TOKENS)] = slot
-            row = token * self.routing.per_token + i if self.rows_of_choices else token
+            row = token * self.routing.choices + i if self.rows_of_choices else token
             scatter(outs.sources, slot, row, OF_TOKENS)
 
     def _sync(self, barrier: Any) -> None:

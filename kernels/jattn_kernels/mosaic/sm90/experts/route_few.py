@@ -36,7 +36,7 @@ def token_rows(num_tokens: int) -> int:
 def fits(routing: Routing, num_tokens: int) -> bool:
     """Whether the tokens are few enough, and the scores of one fill a warp."""
     tokens = token_rows(num_tokens)
-    few = tokens * routing.per_token <= _ROWS and tokens * routing.num_experts <= _MOST_SCORES
+    few = tokens * routing.choices <= _ROWS and tokens * routing.num_experts <= _MOST_SCORES
     return few and routing.num_experts % LANES == 0
 
 
@@ -54,7 +54,7 @@ def route_and_group_few(
     Args:
         parts: Logits are the sum of them; `token_rows` of each, or more.
     """
-    per_token, num_experts, tokens = routing.per_token, routing.num_experts, token_rows(num_tokens)
+    per_token, num_experts, tokens = routing.choices, routing.all_experts, token_rows(num_tokens)
     assert parts.shape[1] >= tokens
     most = most_tiles(num_tokens, per_token, num_experts, block_rows)
     body = _Body(routing, num_tokens, tokens, block_rows, rows_of_choices)
@@ -125,7 +125,7 @@ class _Body:
         logits = sum(parts[1:], parts[0])
         number = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         token = plgpu.broadcasted_iota(jnp.int32, (self.tokens,), 0, layout=layout.reduce(1))
-        if self.tokens * routing.per_token < _ROWS:
+        if self.tokens * routing.choices < _ROWS:
             for copy in range(2):
                 scratch.chosen[copy] = plgpu.layout_cast(jnp.full((_ROWS,), -1, jnp.int32), _OF_ROWS)
             plgpu.commit_smem()
@@ -139,7 +139,7 @@ class _Body:
 
     def _order(self, outs: _Outs, scratch: _Scratch) -> None:
         """Each row's slot, the row that a slot has, and the tiles."""
-        shape, per_token = (_ROWS, _ROWS), self.routing.per_token
+        shape, per_token = (_ROWS, _ROWS), self.routing.choices
         own = plgpu.load(scratch.chosen.at[0], layout=_OF_ROWS, optimized=False)
         others = plgpu.load(scratch.chosen.at[1], layout=_OF_OTHERS, optimized=False)
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.indexed import store_at
-from jattn_kernels.mosaic.sm90.experts.choice import by_chosen, factor_of
+from jattn_kernels.mosaic.sm90.experts.choice import behind_shared, by_chosen, factor_of
 from jattn_kernels.routing_spec import Routing
 
 LANES = 32
@@ -34,12 +34,12 @@ def choose_by_warps(
     weights_ref: Any,
     keep: Callable[[Any, jax.Array], None],
 ) -> None:
-    """A warpgroup's tokens' experts, the best first; their weights go where they belong.
+    """A warpgroup's tokens' experts, the best first behind those that all go to; their weights go where they belong.
 
     Args:
         logits: A row a token, of the layout `by_experts`.
         number: Of each expert, likewise.
-        scores_ref: Shared memory for what is found, a row a choice.
+        scores_ref: Shared memory for what is found, a row a choice, from the first on.
         weights_ref: Where the weights go, a row a choice.
         keep: Takes each choice of all tokens; all of it is in shared memory for who waits for the warpgroup.
     """
@@ -77,18 +77,25 @@ def choose_by_warps(
         else:
             score = jnp.where(is_first, scores, 0.0).sum(axis=1)
         scores_ref[i] = score
-        keep(i, first)
+        keep(behind_shared(routing, i), first)
         return jnp.where(is_first, _TAKEN, key), of_chosen + score
 
     none = plgpu.layout_cast(jnp.zeros((shape[0],), jnp.float32), layout.reduce(1))
     _, of_chosen = lax.fori_loop(0, routing.per_token, choose_next, (key, none))
     factor = factor_of(routing, of_chosen, total)
+    for shared in range(routing.shared):
+        keep(
+            shared, plgpu.layout_cast(jnp.full((shape[0],), routing.num_experts + shared, jnp.int32), layout.reduce(1))
+        )
     plgpu.commit_smem()
 
     @pl.loop(0, routing.per_token)
     def weigh(i):
         score = plgpu.load(scores_ref.at[i], layout=layout.reduce(1), optimized=False)
-        weights_ref[i] = score * factor
+        weights_ref[behind_shared(routing, i)] = score * factor
+
+    for shared in range(routing.shared):
+        weights_ref[shared] = plgpu.layout_cast(jnp.ones((shape[0],), jnp.float32), layout.reduce(1))
 
 
 def _key(numbers: jax.Array) -> jax.Array:
@@ -130,7 +137,8 @@ def of_splits(parts: Any, number: jax.Array, layout: Any) -> jax.Array:
 def ranks(routing: Routing, *, is_biased: bool) -> bool:
     """Whether `choose_by_rank` makes the choice: of scores that are weights by the chosen experts' alone."""
     softmax = routing.scoring in ("softmax", "softmax_of_chosen")
-    return softmax and by_chosen(routing) and not is_biased and routing.num_experts % _THREADS == 0
+    whole = routing.num_experts % _THREADS == 0 and not routing.shared
+    return softmax and by_chosen(routing) and not is_biased and whole
 
 
 def choose_by_rank(

@@ -40,7 +40,10 @@ def refuses(call: MatmulCall) -> str | None:
             f"{size}."
         )
     if call.gate is not None and not _gates(call):
-        return "`mosaic` takes the activation of products of 57 to 64 rows with int4 weights, without zero points."
+        return (
+            "`mosaic` takes the activation of products of 57 to 64 rows with int4 weights without zero points, and of "
+            "one row of columns that all SMs have as many of, which its kernel has in shared memory."
+        )
     if call.norm is not None and not (call.interleaved and call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
         return (
             "`mosaic` norms one row before a product with interleaved int4 weights, and only if it adds it up too: of "
@@ -50,8 +53,13 @@ def refuses(call: MatmulCall) -> str | None:
 
 
 def _gates(call: MatmulCall) -> bool:
-    plain = call.norm is None and not call.zero_points and call.out_dtype == call.dtype
+    plain = not call.zero_points and call.out_dtype == call.dtype and (call.num_rows > 1 or _is_whole(call))
     return plain and bool(gated_widths(call.num_rows, call.columns))
+
+
+def _is_whole(call: MatmulCall) -> bool:
+    """Whether the product's kernel has all of the only row in shared memory."""
+    return call.interleaved and fits(call.num_rows, call.depth, _MOST_WHOLE)
 
 
 def _tiles(call: MatmulCall) -> Int4Tiles:
@@ -63,7 +71,7 @@ def _tiles(call: MatmulCall) -> Int4Tiles:
         groups=call.depth // call.group_size,
         sum_bytes=2 if rounds_splits(call) or call.gate is not None else 4,
         halves=1 if call.gate is None else 2,
-        whole_row=call.interleaved and fits(call.num_rows, call.depth, _MOST_WHOLE),
+        whole_row=_is_whole(call),
     )
 
 
@@ -93,7 +101,8 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         row=None if operands.norm is None else RowOperands.of(operands.norm),
     )
     if call.gate is not None:
-        return parts[0, : call.num_rows]
+        gated = parts[0, : call.num_rows]
+        return (gated, *of_row) if of_row else gated
     result: Any = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
     if operands.zero_points is not None:
         normed = dataclasses.replace(operands, x=of_row[1]) if of_row else operands

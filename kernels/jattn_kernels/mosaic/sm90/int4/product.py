@@ -35,7 +35,7 @@ from jattn_kernels.mosaic.sm90.common.turned import copy_turned, store_turned
 from jattn_kernels.mosaic.sm90.int4 import strips
 from jattn_kernels.mosaic.sm90.int4.stage_products import StageProducts
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_packed, packed_tile
 
 _REGISTERS = {
     2: (40, 232),
@@ -89,12 +89,12 @@ def int4_matmul(
         scales: Of a group of inputs of each output.
         sizes: Of the work tiles.
         num_rows: Of the result; those past x's are 0.
-        rounded: Whether each split's sums are rounded to x's dtype; the result has whole tiles of rows then.
+        rounded: Whether each split's sums are rounded to x's dtype; of several rows the result has whole tiles then.
         activation: Of the rounded halves of the only split, which is stored in place of them.
         norm, row: Of one row that is added up and normed first, what is done and what with.
     """
     depth, columns = x.shape[1], kernel.shape[1]
-    if rounded:
+    if rounded and num_rows > 1:
         num_rows = pl.cdiv(num_rows, sizes.block_rows) * sizes.block_rows
     dtype = x.dtype if rounded else jnp.dtype(jnp.float32)
     product = _Product(
@@ -171,7 +171,7 @@ class _Product:
         scale_dtype = operands.scales.dtype
         groups = tiles.aligned_rows(self.products.groups, sizes.half_columns * jnp.dtype(scale_dtype).itemsize)
         scratch = _Scratch(
-            kernel=_packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
+            kernel=packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
             scales=plgpu.SMEM((sizes.stages * sizes.halves, groups, sizes.half_columns), scale_dtype),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
             full=plgpu.Barrier(num_arrivals=2 * sizes.halves + (0 if self.whole else 1), **stages),
@@ -337,11 +337,3 @@ class _Product:
         if self.sizes.takers == 1:
             return number, jnp.int32(0)
         return lax.rem(number, self.sizes.strips), lax.div(number, self.sizes.strips)
-
-
-def _packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory whose rows of 64 or 128 bytes lie so that threads read 8 without waiting for each other."""
-    tiling: Any = plgpu.TilingTransform  # typed as abstract
-    swizzling: Any = plgpu.SwizzleTransform
-    depth = shape[-1]
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((TILED_ROWS, depth)), swizzling(depth // 2)))

@@ -17,6 +17,7 @@ _STAGES_ENOUGH = 3  # with two of 256 inputs 24.4 us where five of 128 take 23.4
 _STEPS_MORE = 1
 _FEW_ROWS = 64  # up to which there are four consumers, and tiles that give each SM as many columns
 _LEAST_WIDTH, _WIDTHS = 128, 32  # of such tiles, the least and what they differ by
+_UNEVEN = 1.1  # columns of as many work tiles for each SM over those there are, up to which one row is gated
 _MOST_SPLITS = 16
 _MOST_STAGES = 12
 _ITEM_BYTES, _SCALE_BYTES = 2, 4
@@ -68,12 +69,16 @@ class Int4Tiles:
 def gated_widths(rows: int, columns: int) -> list[int]:
     """Columns that a work tile may have of both halves together, of a product with so many.
 
-    None but of a whole tile of 64 rows: of 256 such a product takes as much longer as its activation does by itself,
-    and fewer were not timed.
+    None but of one row, where SMs have as many of them, and of a whole tile of 64 rows: of 256 such a product takes as
+    much longer as its activation does by itself, and others were not timed.
     """
-    if pl.cdiv(rows, TILED_ROWS) * TILED_ROWS != _FEW_ROWS:
+    if rows != 1 and pl.cdiv(rows, TILED_ROWS) * TILED_ROWS != _FEW_ROWS:
         return []
-    return [width for width in range(2 * WGMMA_ROWS, 4 * WGMMA_ROWS + 1, _WIDTHS) if columns % width == 0]
+    widths = [width for width in range(2 * WGMMA_ROWS, 4 * WGMMA_ROWS + 1, _WIDTHS) if columns % width == 0]
+    if rows > 1:
+        return widths
+    sms = tiles.num_sms()
+    return [width for width in widths if pl.cdiv(columns // width, sms) * sms * width <= _UNEVEN * columns]
 
 
 def choose_tiles(
@@ -87,7 +92,7 @@ def choose_tiles(
     """
     block_rows = min(pl.cdiv(rows, TILED_ROWS) * TILED_ROWS, _MOST_ROWS)
     most = 4 if block_rows <= _FEW_ROWS else 2
-    takers = most if rows == 1 else 1  # timed with no more rows
+    takers = most if rows == 1 and halves == 1 else 1  # timed with no more rows
     takes_lines = block_rows <= ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
     of_column = block_depth // 2 + pl.cdiv(groups * block_depth, depth) * _SCALE_BYTES

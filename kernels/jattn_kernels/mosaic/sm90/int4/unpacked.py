@@ -23,6 +23,14 @@ _BASES = {"bfloat16": 0x43084308, "float16": 0x64086408}
 _SUBTRACT = {"bfloat16": "sub.bf16x2", "float16": "sub.rn.f16x2"}
 
 
+def packed_tile(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory whose rows of 64 or 128 bytes lie so that threads read 8 without waiting for each other."""
+    tiling: Any = plgpu.TilingTransform  # typed as abstract
+    swizzling: Any = plgpu.SwizzleTransform
+    depth = shape[-1]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((tiles.TILED_ROWS, depth)), swizzling(depth // 2)))
+
+
 def load_packed(weights: Any) -> jax.Array:
     """A tile of weights of 4 bits, (64, depth), from shared memory."""
     return plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_4X, optimized=False)

@@ -1,0 +1,131 @@
+"""Of what is lowered for a record, mixtures of experts, and what stands before them."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+import jattn_kernels
+from bench.lowered import Hashed, array, lowered_hash
+from jattn_kernels import (
+    AttentionSpec,
+    HeadNorms,
+    NextProduct,
+    QuantizedKernel,
+    Routing,
+    Splits,
+    Unattended,
+    Unmultiplied,
+    Unnormed,
+)
+from jattn_kernels.unattended import attended
+
+
+def mixtures() -> Iterator[tuple[str, Hashed]]:
+    """Qwen3-30B-A3B's sizes: one token, the most that a tile of memory's speed has, and two kinds of prompts."""
+    experts, hidden, units = 128, 2048, 768
+    routing = Routing(num_experts=experts, per_token=8, normalised=True)
+    stacks = {
+        "gate_up": array((2, experts, hidden, 2 * units), "bfloat16"),
+        "down": array((2, experts, units, hidden), "bfloat16"),
+        "layer_index": array((), "int32"),
+    }
+    for tokens, implementation in ((1, "mosaic"), (64, "mosaic"), (256, "mosaic"), (2048, "mosaic"), (64, "xla")):
+        x, logits = array((tokens, hidden), "bfloat16"), array((tokens, experts), "float32")
+        choice = {"weights": array((tokens, 8), "float32"), "chosen": array((tokens, 8), "int32")}
+        given = functools.partial(jattn_kernels.mixture_of_experts, implementation=implementation)
+        routed = functools.partial(jattn_kernels.routed_experts, routing=routing, implementation=implementation)
+        name = f"{implementation}_{tokens}"
+        yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
+        yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
+    yield from _beside_shared()
+    yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks, attends=False)
+    yield "routed_experts/of_attention_1", functools.partial(_mixture_of_sum, routing, stacks, attends=True)
+
+
+def _beside_shared() -> Iterator[tuple[str, Hashed]]:
+    """DeepSeek-V2-Lite's sizes: few tokens, and more."""
+    routing, hidden, units = Routing(num_experts=64, per_token=6, shared=2), 2048, 1408
+    stacks = {
+        "gate_up": array((2, routing.all_experts, hidden, 2 * units), "bfloat16"),
+        "down": array((2, routing.all_experts, units, hidden), "bfloat16"),
+        "layer_index": array((), "int32"),
+    }
+    for tokens in (1, 8, 64):
+        x, logits = array((tokens, hidden), "bfloat16"), array((tokens, routing.num_experts), "float32")
+        routed = functools.partial(jattn_kernels.routed_experts, routing=routing)
+        yield f"routed_experts/shared_{tokens}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
+
+
+def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) -> str:
+    """Of a layer of those sizes all that stands behind its attention, and what the next one begins with.
+
+    Args:
+        attends: Whether attention is part of it.
+    """
+    dtype = "bfloat16"
+
+    def run(row, scale, parts, attended, output, router, qkv, gate_up, down, layer):
+        left = Splits(parts=parts, num_rows=1, dtype=row.dtype)
+        product = Unmultiplied(rows=attended, kernel=output, layer_index=layer)
+        x = Unnormed(rows=row, additions=(left, product), scale=scale, layer_index=layer, eps=1e-6)
+        facts: dict[str, Any] = {"scale_layer": layer, "layer_index": layer, "eps": 1e-6}
+        following = NextProduct(scale=scale, kernel=qkv, **facts)
+        mixture = functools.partial(jattn_kernels.routed_experts_of_sum, layer_index=layer, following=following)
+        return mixture(x, router, routing, gate_up, down)
+
+    row, scale, attended = (array(shape, dtype) for shape in ((1, 2048), (2, 2048), (1, 4096)))
+    if attends:
+        attended = _unattended(stacks["layer_index"], dtype)
+    output, router, qkv = (array((2, *shape), dtype) for shape in ((4096, 2048), (2048, 128), (2048, 5120)))
+    given = row, scale, array((8, 13, 2048), "float32"), attended, output, router, qkv
+    return lowered_hash(run, *given, stacks["gate_up"], stacks["down"], stacks["layer_index"])
+
+
+def projected() -> Iterator[tuple[str, Hashed]]:
+    """Decode that turns heads, of which 4 or 8 see one key's."""
+    for tokens, dtype in ((1, "bfloat16"), (64, "bfloat16"), (64, "float8_e4m3fn")):
+        rows = _unattended(array((), "int32"), "bfloat16", tokens=tokens, kv_dtype=dtype)
+        yield f"projected_decode/{tokens}_{dtype}", functools.partial(lowered_hash, attended, rows)
+
+
+def _unattended(layer: Any, dtype: str, *, tokens: int = 1, kv_dtype: str | None = None) -> Unattended:
+    """Of tokens that see at most 1,024 keys, 32 query heads and 4 of keys."""
+    angles, scale = array((tokens, 64), "float32"), array((2, 128), dtype)
+    pages, number = array((2, 65, 16, 4, 128), kv_dtype or dtype), array((tokens,), "int32")
+    return Unattended(
+        qkv=Splits(parts=array((5, -(-tokens // 4) * 4, 40, 128), "float32"), num_rows=tokens, dtype=jnp.dtype(dtype)),
+        cos=angles,
+        sin=angles,
+        slots=number,
+        norms=HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6),
+        k_pages=pages,
+        v_pages=pages,
+        page_table=array((tokens, 64), "int32"),
+        seq_lens=number,
+        layer_index=layer,
+        spec=AttentionSpec(num_q_heads=32, num_kv_heads=4, head_dim=128),
+    )
+
+
+def mixtures_in_few_bits() -> Iterator[tuple[str, Hashed]]:
+    """Qwen3-30B-A3B's experts in fp8 with a scale for each output or block, gpt-oss-20b's in mxfp4."""
+    qwen3, gpt_oss = (128, 2048, 768), (32, 2880, 2880)
+    for kind, (experts, hidden, units) in {"fp8": qwen3, "blocks": qwen3, "mxfp4": gpt_oss}.items():
+        kernels = [_in_few_bits(kind, (2, experts), *shape) for shape in ((2 * units, hidden), (hidden, units))]
+        for tokens in (1, 64):
+            choice = array((tokens, 4), "float32"), array((tokens, 4), "int32")
+            given = functools.partial(jattn_kernels.mixture_of_experts, implementation="mosaic")
+            rows, layer = array((tokens, hidden), "bfloat16"), array((), "int32")
+            case = functools.partial(lowered_hash, given, rows, *choice, *kernels, layer_index=layer)
+            yield f"mixture_of_experts/{kind}_{tokens}", case
+
+
+def _in_few_bits(kind: str, stack: tuple[int, ...], outputs: int, inputs: int) -> QuantizedKernel:
+    if kind == "mxfp4":
+        shapes = (*stack, outputs, inputs // 2), (*stack, inputs // 32, outputs)
+        return QuantizedKernel(values=array(shapes[0], "uint8"), scales=array(shapes[1], "uint8"))
+    scales = (outputs, 1) if kind == "fp8" else (outputs // 128, inputs // 128)
+    values = array((*stack, outputs, inputs), "float8_e4m3fn")
+    return QuantizedKernel(values=values, scales=array((*stack, *scales), "float32"))
