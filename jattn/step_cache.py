@@ -136,6 +136,11 @@ def step_cache() -> StepCache | None:
     return StepCache(Path(folder) / _FOLDER)
 
 
+def jax_cache_keeps() -> bool:
+    """Whether JAX's own cache keeps what is compiled now."""
+    return bool(jax.config.jax_compilation_cache_dir) and bool(jax.config.jax_enable_compilation_cache)
+
+
 class _Without:
     """How many compile without JAX's cache now, in whatever threads."""
 

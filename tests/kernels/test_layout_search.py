@@ -98,3 +98,21 @@ def test_equal_variables_are_found_along_chains_in_the_order_of_mention():
         constraints=[constraints.Equals(C, B), constraints.Equals(D, E), constraints.Equals(A, B)]
     )
     assert layout_search.compute_transitively_equal_vars(system) == {C: [B, A], B: [C, A], D: [E], E: [D], A: [C, B]}
+
+
+def test_what_two_systems_ask_for_is_what_jax_makes_of_it():
+    tiled, splat = constraints.RegisterLayout(TILED), constraints.RegisterLayout(SPLAT)
+    one = constraints.ConstraintSystem(assignments={A: tiled, B: splat}, constraints=[constraints.Equals(C, D)])
+    others = [
+        constraints.ConstraintSystem(assignments={B: splat, C: tiled}, constraints=[either(E, TILED)]),
+        constraints.ConstraintSystem(assignments={A: splat}),
+        constraints.ConstraintSystem(),
+        constraints.Unsatisfiable(),
+    ]
+    for other in others:
+        for left, right in ((one, other), (other, one)):
+            if isinstance(left, constraints.ConstraintSystem):
+                ours, jaxs = layout_search.both(left, right), layout_search._both(left, right)
+                assert type(ours) is type(jaxs)
+                assert str(ours) == str(jaxs) or isinstance(ours, constraints.Unsatisfiable)
+    assert isinstance(one & others[1], constraints.Unsatisfiable)

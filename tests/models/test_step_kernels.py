@@ -16,6 +16,8 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import Device
+from jattn_kernels.mosaic import entry
+from jattn_kernels.traced_once import traced_once
 from jattn_kernels.triton import implementation, launch
 from jattn_models.deepseek import DeepseekV2ForCausalLM
 from jattn_models.few_bits import hold_projections
@@ -82,6 +84,20 @@ def test_a_layer_is_one_kernel(step):
     """
     assert num_kernels(step) == 2 + 2
     assert "stablehlo.while" not in step
+
+
+def test_a_layer_is_traced_once(hopper, monkeypatch):
+    """Its kernel, though the decoder asks what shapes the loop's body leaves; and a mixture alone for its shape."""
+    traced, operation = [], entry.OPERATIONS["mixture_of_experts"]
+
+    def noted(call, operands):
+        traced.append(call)
+        return operation(call, operands)
+
+    monkeypatch.setitem(entry.OPERATIONS, "mixture_of_experts", noted)
+    with traced_once():
+        step_of("greedy")
+    assert len(traced) == len(set(traced)) == 2
 
 
 def test_a_first_product_of_too_many_columns_is_left_to_its_layer(hopper):

@@ -9,7 +9,7 @@ itself, late and by this same pass, so that the machine code is the same or near
 from typing import Any
 
 import jax.experimental.mosaic.gpu.core as mosaic_core
-from jaxlib.mlir import ir, passmanager
+from jax.extend.mlir import ir, passmanager
 
 _lower = mosaic_core.lower_mgpu_module
 
