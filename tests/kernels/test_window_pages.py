@@ -57,18 +57,15 @@ def hopper(monkeypatch):
     monkeypatch.setattr(split_kv, "num_sms", lambda: 3)
 
 
-def attended(case, inputs, implementation):
+def assert_same(case, implementation):
     face = functools.partial(
         getattr(jattn_kernels, case.operation), spec=case.spec, return_lse=True, implementation=implementation
     )
-    return jax.jit(face)(*inputs.args, **inputs.options)
-
-
-def assert_same(case, implementation):
-    inputs = build(case)
-    expected = attended(case, inputs, implementation)
+    inputs, attended = build(case), jax.jit(face)
+    expected = attended(*inputs.args, **inputs.options)
     assert_close(case, inputs, *expected, narrow_products=implementation == "mosaic")
-    for found, each in zip(attended(case, without_unseen(case, inputs), implementation), expected, strict=True):
+    unseen = without_unseen(case, inputs)
+    for found, each in zip(attended(*unseen.args, **unseen.options), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(each, np.float32))
 
 

@@ -12,6 +12,7 @@ from jax._src import callback as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 from jattn_kernels.mosaic.sm90.common import tiles
+from tests.kernels.harness import races
 
 
 @contextlib.contextmanager
@@ -24,11 +25,10 @@ def interpreted(*, numpy: bool = True) -> Iterator[None]:
         numpy: Whether accesses are of NumPy's arrays: in half the time, and threads overtake each other more.
     """
     states: list[Any] = []
-    of_a_kernel: Any = gpu_callbacks.GPURaceDetectionState
     to_int: Any = shared_memory._to_int
 
     def watched(*args: Any, **facts: Any) -> Any:
-        states.append(of_a_kernel(*args, **facts))
+        states.append(races.GPURaceDetectionState(*args, **facts))
         return states[-1]
 
     with pytest.MonkeyPatch.context() as patch:
