@@ -1,5 +1,7 @@
 """The bench of the host's time drives an engine and says where a step's time goes."""
 
+import re
+
 from bench import host_time
 from bench.step_workload import LLAMA_3_8B
 from jattn.serving.engine import Engine
@@ -14,7 +16,7 @@ def test_parts_of_a_step_are_measured(capsys, monkeypatch):
         host_time.main(["--batch", "2", "--steps", "5", "--sampling", "nucleus", "--cpu-time"])
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("Batch 2, nucleus: ")
-    assert all(f"{part} 0." in line for part in ("plan", "arrays", "call", "take"))
+    assert all(re.search(rf"\b{part} \d+\.\d", line) for part in ("plan", "arrays", "call", "take"))
 
 
 def test_a_model_of_random_weights_may_be_measured(capsys, monkeypatch):
