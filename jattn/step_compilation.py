@@ -202,9 +202,6 @@ def compiler_options(*, unrolled: bool, shared: bool = False) -> dict[str, Any] 
     new one (229 GiB for a pool of 76): it tries in vain to compute things twice in place of keeping them, and warns of
     it for each step. It need not try: what a step keeps is little, and what it takes is the same.
 
-    Nor need it compile each of its own kernels in several ways and time them: a third of its work, for kernels of
-    microseconds that turn out alike (steps of 1, 64 and 256 rows take the same within 0.3 %). Products are still timed.
-
     Devices that share a step exchange in kernels, all in one order: a graph in which two of them may run at once would
     let one take what is meant for the other.
 
@@ -215,10 +212,6 @@ def compiler_options(*, unrolled: bool, shared: bool = False) -> dict[str, Any] 
     if jax.default_backend() != "gpu":
         return None
     unrolling = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL"}
-    told = {
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_experimental_enable_fusion_autotuner": False,
-        "xla_disable_hlo_passes": "rematerialization",
-    }
+    told = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "rematerialization"}
     in_order = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
     return {**told, **(unrolling if unrolled else {}), **(in_order if shared else {})}
