@@ -55,7 +55,7 @@ class Consumer:
         self._scratch = scratch
         self._shape = (config.sizes.block_kv, config.sizes.block_rows)
         self._head, self._row_block = lax.axis_index("head"), lax.axis_index("rows")
-        self._results = Results(config, operands, scratch, number)
+        self._results = Results(config, operands, scratch, number, (self._head, self._row_block))
         self._slopes = self._load_slopes()
         self._key_rotations = self._load_key_rotations()
 

@@ -30,11 +30,12 @@ class Results:
 
     Args:
         number: Which one.
+        place: The block's key head and its block of rows.
     """
 
-    def __init__(self, config: DecodeConfig, operands: Operands, scratch: SharedMemory, number: int):
+    def __init__(self, config: DecodeConfig, operands: Operands, scratch: SharedMemory, number: int, place: Any):
         self._config, self._operands, self._scratch, self._number = config, operands, scratch, number
-        self._head, self._row_block = lax.axis_index("head"), lax.axis_index("rows")
+        self._head, self._row_block = place
 
     def send_partial(self, state: State, *, is_first) -> None:
         """Gives this warpgroup's part of a work tile to the first one, normalised: one number a row goes with it."""
