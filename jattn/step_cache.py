@@ -5,7 +5,6 @@ import hashlib
 import os
 import pickle
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
+from jattn.jax_setting import JaxSetting
 from jattn.progress import logger
 from jattn_kernels.mosaic.runtime import name_runtime
 
@@ -130,7 +130,7 @@ def use_persistent_cache(folder: Path | None = None) -> None:
 def step_cache() -> StepCache | None:
     """The cache in JAX's own folder, ready to load kernels; None where JAX keeps nothing, or keeps it elsewhere."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not (jax.config.jax_enable_compilation_cache or _without.count):
+    if not folder or "://" in folder or not (jax.config.jax_enable_compilation_cache or _without_jax_cache.is_held):
         return None
     name_runtime()
     return StepCache(Path(folder) / _FOLDER)
@@ -141,15 +141,7 @@ def jax_cache_keeps() -> bool:
     return bool(jax.config.jax_compilation_cache_dir) and bool(jax.config.jax_enable_compilation_cache)
 
 
-class _Without:
-    """How many compile without JAX's cache now, in whatever threads."""
-
-    def __init__(self):
-        self.count = 0
-        self.lock = threading.Lock()
-
-
-_without = _Without()
+_without_jax_cache = JaxSetting("jax_enable_compilation_cache", False, compilation_cache.reset_cache)
 
 
 @contextlib.contextmanager
@@ -158,18 +150,8 @@ def without_jax_cache() -> Iterator[None]:
 
     (XLA of JAX 0.11.2: a function is "not found" when the second copy runs.)
     """
-    if not jax.config.jax_enable_compilation_cache and not _without.count:
+    if not jax.config.jax_enable_compilation_cache and not _without_jax_cache.is_held:
         yield
         return
-    _count_without(1)
-    try:
+    with _without_jax_cache.held():
         yield
-    finally:
-        _count_without(-1)
-
-
-def _count_without(change: int) -> None:
-    with _without.lock:
-        _without.count += change
-        jax.config.update("jax_enable_compilation_cache", not _without.count)
-        compilation_cache.reset_cache()

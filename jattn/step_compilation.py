@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 
 from jattn.compiled_steps import CompiledSteps, StepPlan, StepRecord
+from jattn.jax_setting import JaxSetting
 from jattn.kernel_compilation import kernels_beside
-from jattn.lowering import LoweringProcesses, processes_for
+from jattn.lowering import PLACES, LoweringProcesses, processes_for
 from jattn.progress import logger, shown
 from jattn.step_cache import StepCache, jax_cache_keeps, step_cache, without_jax_cache
 from jattn.step_keys import StepNames
@@ -21,6 +22,7 @@ from jattn_kernels.traced_once import traced_once
 
 COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python's lock
 _CORES_A_STEP = 4  # for which its kernels are compiled beside it
+_without_places = JaxSetting(PLACES, 0)
 
 Compilation = Future[tuple[jax.stages.Compiled, StepRecord]]
 
@@ -113,21 +115,20 @@ def _in_turn(
     plans: Mapping[Hashable, StepPlan], kept: _Kept, processes: LoweringProcesses, at_once: int
 ) -> Generator[tuple[Hashable, Compilation]]:
     def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[jax.stages.Compiled, StepRecord]:
-        start = time.perf_counter()
-        with kernels_beside(lowered, plans[key].devices[0]) if kernels_apart else contextlib.nullcontext():
-            step = lowered.compile()
-        seconds = time.perf_counter() - start
+        step, seconds = _timed(lowered.compile)()
         kept.store(key, step)
         return step, StepRecord(before + seconds, loaded=False)
 
     pending: dict[Compilation, Hashable] = {}
     # Threads that compile are called after whoever asked for it.
     pool = ThreadPoolExecutor(at_once, threading.current_thread().name)
-    with without_jax_cache() if kept.cache is not None and kept.names else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if kept.cache is not None and kept.names:
+            stack.enter_context(without_jax_cache())
         # Many steps keep every core busy by themselves; JAX's own cache would keep each kernel as a program; and
         # several processes may tune together whatever one of them compiles.
-        spare = _CORES_A_STEP * len(plans) <= at_once
-        kernels_apart = spare and not jax_cache_keeps() and jax.process_count() == 1
+        if _CORES_A_STEP * len(plans) <= at_once and not jax_cache_keeps() and jax.process_count() == 1:
+            stack.enter_context(kernels_beside(next(iter(plans.values())).devices[0]))
         try:
             steps = {key: (plan.function, plan.arguments) for key, plan in plans.items()}
             # A step without a name is of code that no other process can be known to have.
@@ -183,7 +184,7 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
 
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
     step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
-    with traced_once():
+    with traced_once(), _without_places.held():
         return step.lower(*plan.arguments)
 
 

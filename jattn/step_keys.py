@@ -27,7 +27,8 @@ _BY_VERSION = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")  # packages that n
 _ALWAYS = ("jattn", "jattn_kernels")
 _STDLIB = sys.stdlib_module_names
 _LIBRARIES = ("jax_cuda*", "nvidia*", "jax_triton*", "triton*")  # what a GPU's steps call, and what compiles them
-_ONLY_TOLD = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_explain", "jax_dump")  # settings
+# Settings, by how their names begin, that change no step.
+_ONLY_TOLD = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_explain", "jax_dump", "jax_traceback_in")
 
 
 class NoName(Exception):

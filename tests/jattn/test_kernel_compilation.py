@@ -1,6 +1,5 @@
-"""Mosaic's kernels of a step are found in its program, each once, and compiled beside it where that is worth it."""
+"""Mosaic's kernels are compiled as soon as they are lowered, each once, and where that is worth it."""
 
-import functools
 import importlib.util
 import json
 import os
@@ -8,86 +7,91 @@ import subprocess
 import sys
 import threading
 from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu import core
 
 from jattn import kernel_compilation, step_compilation
 from jattn.compiled_steps import StepPlan
-from jattn.kernel_compilation import MosaicKernel, kernels_beside, mosaic_kernels
+from jattn.kernel_compilation import compile_alone, kernels_beside
 from jattn.lowering import LoweringProcesses
 from jattn.step_compilation import compile_steps
-
-X = jax.ShapeDtypeStruct((8,), jnp.float32)
-
-
-def calls(x, *, modules, told=None):
-    """A program that calls a kernel for each of the modules, in a loop."""
-
-    def body(_, x):
-        for module in modules:
-            attributes = {"kernel_hash": module[:1], "module": module, "use_custom_barrier": False} | (told or {})
-            x = jax.ffi.ffi_call("mosaic_gpu_v2", X)(x, **attributes, skip_device_barrier=True)
-        return x
-
-    return jax.lax.fori_loop(0, 3, body, x)
+from jattn_kernels import rms_norm
+from jattn_kernels.call import Device
 
 
-def lowered(*modules, **options):
-    step = jax.jit(functools.partial(calls, modules=modules, **options))
-    return step.trace(X).lower(lowering_platforms=("cuda",))
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Kernels are lowered for one, and none is known yet."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    monkeypatch.setattr(core, "KNOWN_KERNELS", {})
+    jax.clear_caches()
+
+
+def lower_kernel(rows):
+    """Of as many rows as no other."""
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, 1024), (1024,)))
+    step = jax.jit(lambda x, scale: rms_norm(x, scale, eps=1e-6, implementation="mosaic"))
+    return step.trace(x, scale).lower(lowering_platforms=("cuda",))
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Kernels that are compiled by themselves, with the threads that do it."""
+    """Kernels that are compiled by themselves, with the device and the thread of each."""
     found = []
     monkeypatch.setattr(
         kernel_compilation,
         "compile_alone",
-        lambda kernel, device: found.append((kernel, device, threading.get_ident())),
+        lambda kernel_hash, module, device: found.append((kernel_hash, module, device, threading.get_ident())),
     )
     return found
 
 
-def test_each_kernel_of_a_program_is_found_once():
-    """As bytes, which need not be a text."""
-    kernels = mosaic_kernels(lowered(b"a\xff\x00", b"b", b"a\xff\x00"))
-    assert kernels == [MosaicKernel(b"a", b"a\xff\x00", False), MosaicKernel(b"b", b"b", False)]
+def test_each_kernel_is_compiled_once_with_what_its_step_calls_it_by(compiled):
+    with kernels_beside(jax.devices()[0]):
+        lowered = [lower_kernel(rows) for rows in (8, 16)]
+    assert len(compiled) == 2
+    for kernel_hash, module, device, thread in compiled:
+        assert core.KNOWN_KERNELS[kernel_hash] == module
+        assert device is jax.devices()[0]
+        assert thread != threading.get_ident()
+    texts = [step.as_text("stablehlo") for step in lowered]
+    assert all("mosaic_gpu_v2" in text and "use_custom_barrier = false" in text for text in texts)
 
 
-def test_other_calls_are_no_kernels():
-    step = jax.jit(lambda x: jax.ffi.ffi_call("other", X)(x) + 1)
-    assert mosaic_kernels(step.trace(X).lower(lowering_platforms=("cuda",))) == []
+def test_a_kernel_is_begun_while_others_are_lowered(monkeypatch):
+    begun = threading.Event()
+    monkeypatch.setattr(kernel_compilation, "compile_alone", lambda *_: begun.set())
+    with kernels_beside(jax.devices()[0]):
+        lower_kernel(8)
+        assert begun.wait(60)
 
 
-def test_kernels_are_compiled_in_threads_that_are_waited_for(compiled):
-    with kernels_beside(lowered(b"a", b"b"), jax.devices()[0]):
-        pass
-    assert sorted(kernel.module for kernel, _, _ in compiled) == [b"a", b"b"]
-    assert {device for _, device, _ in compiled} == {jax.devices()[0]}
-    assert threading.get_ident() not in {thread for _, _, thread in compiled}
+def test_all_are_compiled_when_it_ends_and_none_is_later(compiled):
+    with kernels_beside(jax.devices()[0]):
+        lower_kernel(8)
+    lower_kernel(16)
+    assert len(compiled) == 1
+
+
+def test_several_may_ask_for_it_at_once(compiled):
+    with kernels_beside("outer"), ThreadPoolExecutor(1) as pool:
+        with kernels_beside("inner"):
+            lower_kernel(8)
+        pool.submit(lower_kernel, 16).result()
+    assert sorted(device for _, _, device, _ in compiled) == ["inner", "outer", "outer"]
 
 
 def test_a_kernel_that_cannot_be_compiled_is_left_to_the_step():
     """A CPU knows no such call."""
-    entered = False
-    with kernels_beside(lowered(b"a"), jax.devices()[0]):
-        entered = True
-    assert entered
+    with kernels_beside(jax.devices()[0]):
+        lower_kernel(8)
+    ((kernel_hash, module),) = core.KNOWN_KERNELS.items()
     with pytest.raises(Exception, match="mosaic_gpu_v2"):
-        kernel_compilation.compile_alone(MosaicKernel(b"a", b"a", False), jax.devices()[0])
-
-
-def test_calls_that_look_otherwise_are_left_to_the_step(compiled):
-    """Attributes of another version of JAX."""
-    unlike = lowered(b"a", told={"use_custom_barrier": 1.5})
-    with pytest.raises(ValueError, match="BoolAttr"):
-        mosaic_kernels(unlike)
-    with kernels_beside(unlike, jax.devices()[0]):
-        pass
-    assert compiled == []
+        compile_alone(kernel_hash, module, jax.devices()[0])
 
 
 def doubled(x):
@@ -96,26 +100,28 @@ def doubled(x):
 
 @pytest.fixture
 def beside(monkeypatch):
-    """The steps that kernels are compiled beside, by the device of each."""
+    """Each time that kernels are compiled beside steps, the device."""
     steps = []
 
-    def noted(lowered, device):
+    def noted(device):
         steps.append(device)
-        return kernels_beside(lowered, device)
+        return kernels_beside(device)
 
     monkeypatch.setattr(step_compilation, "kernels_beside", noted)
     return steps
 
 
-@pytest.mark.parametrize(("cores", "num_steps", "num_beside"), [(16, 1, 1), (16, 4, 4), (16, 5, 0), (2, 1, 0)])
+@pytest.mark.parametrize(
+    ("cores", "num_steps", "is_beside"), [(16, 1, True), (16, 4, True), (16, 5, False), (2, 1, False)]
+)
 def test_kernels_are_compiled_beside_few_steps_on_many_cores(
-    no_cache, monkeypatch, beside, cores, num_steps, num_beside
+    no_cache, monkeypatch, beside, cores, num_steps, is_beside
 ):
     monkeypatch.setattr(step_compilation, "COMPILING_AT_ONCE", cores)
     plans: dict[Hashable, StepPlan] = {size: StepPlan(doubled, (jnp.zeros(size + 1),)) for size in range(num_steps)}
     steps = compile_steps(plans, processes=LoweringProcesses(0))
     assert steps(0, jnp.ones(1)).tolist() == [2]
-    assert beside == num_beside * jax.devices()[:1]
+    assert beside == is_beside * jax.devices()[:1]
 
 
 def test_no_kernel_becomes_a_program_in_jaxs_own_cache(no_cache, monkeypatch, beside, tmp_path):

@@ -22,4 +22,4 @@ def install() -> None:
 def lower_mgpu_module(module: ir.Module, *args: Any, **kwargs: Any) -> None:
     """JAX's lowering of a kernel, in place, and then no operation twice where once is enough."""
     _lower(module, *args, **kwargs)
-    passmanager.PassManager.parse("builtin.module(cse)", module.context).run(module.operation)
+    passmanager.PassManager.parse("builtin.module(cse,strip-debuginfo)", module.context).run(module.operation)
