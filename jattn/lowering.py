@@ -6,6 +6,7 @@ function that is lowered already. What it cannot do, such as a step of a script'
 
 import contextlib
 import dataclasses
+import gc
 import os
 import pickle
 import queue
@@ -45,6 +46,18 @@ _KERNELS = ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
 Step = tuple[Callable[..., Any], Any]  # a function and its arguments, or their shapes
 
 
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """In it Python's garbage collector waits: of what is traced and lowered all is in use, and it looks at it often."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Question(NamedTuple):
     """A step to be lowered, and where it is to run.
 
@@ -67,7 +80,7 @@ class Question(NamedTuple):
         for name, value in {**self.settings, PLACES: 0}.items():
             if getattr(jax.config, name, value) != value:
                 jax.config.update(name, value)
-        with traced_once():
+        with traced_once(), without_collection():
             exported = export.export(
                 jax.jit(self.function),
                 platforms=["cuda" if self.device.platform == "gpu" else "cpu"],

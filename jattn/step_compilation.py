@@ -14,7 +14,7 @@ import jax
 from jattn.compiled_steps import CompiledSteps, StepPlan, StepRecord
 from jattn.jax_setting import JaxSetting
 from jattn.kernel_compilation import kernels_beside
-from jattn.lowering import PLACES, LoweringProcesses, processes_for
+from jattn.lowering import PLACES, LoweringProcesses, processes_for, without_collection
 from jattn.progress import logger, shown
 from jattn.step_cache import StepCache, jax_cache_keeps, step_cache, without_jax_cache
 from jattn.step_keys import StepNames
@@ -184,7 +184,7 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
 
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
     step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
-    with traced_once(), _without_places.held():
+    with traced_once(), _without_places.held(), without_collection():
         return step.lower(*plan.arguments)
 
 

@@ -1,5 +1,6 @@
 """Steps traced and lowered in processes of their own are those that this one would have lowered."""
 
+import gc
 import logging
 import os
 
@@ -10,7 +11,7 @@ import pytest
 
 from jattn import lowering
 from jattn.compiled_steps import StepPlan
-from jattn.lowering import LoweringProcesses, processes_for
+from jattn.lowering import LoweringProcesses, processes_for, without_collection
 from jattn.step_compilation import compile_steps
 from jattn_kernels.call import Device, assume_device
 from jattn_kernels.dispatch import implementations, register
@@ -151,3 +152,19 @@ def test_kernels_of_a_gpu_are_lowered_without_one(capability, call, caplog):
 def test_calls_of_triton_kernels_may_be_sent_by_the_name_that_they_have():
     triton = pytest.importorskip("jax_triton.triton_lib")  # each release of jax-triton may rename them
     assert triton.CUSTOM_CALL_TARGET_NAME in lowering._KERNELS
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_garbage_collector_is_afterwards_as_it_was(is_on):
+    def fail():
+        assert not gc.isenabled()
+        raise KeyError
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        with pytest.raises(KeyError), without_collection():
+            fail()
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if before else gc.disable)()
