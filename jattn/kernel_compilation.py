@@ -42,17 +42,17 @@ def kernels_beside(device: Any) -> Iterator[None]:
     Args:
         device: One of those that run the steps; they are alike.
     """
-    known = _known_kernels()
+    listeners = _listeners()
     with ThreadPoolExecutor(_THREADS) as pool:
 
         def told(kernel_hash: bytes, module: bytes) -> None:
             pool.submit(compile_alone, kernel_hash, module, device)
 
-        known.told.append(told)
+        listeners.append(told)
         try:
             yield
         finally:
-            known.told.remove(told)
+            listeners.remove(told)
 
 
 def compile_alone(kernel_hash: bytes, module: bytes, device: Any) -> None:
@@ -63,9 +63,13 @@ def compile_alone(kernel_hash: bytes, module: bytes, device: Any) -> None:
     program.lower().compile()
 
 
-def _known_kernels() -> _KnownKernels:
+def _listeners() -> list[Told]:
+    """Whom JAX's register tells; nobody is told where a version of JAX has none."""
     from jax.experimental.mosaic.gpu import core  # a second, which who has no such kernel need not wait for
 
-    if not isinstance(core.KNOWN_KERNELS, _KnownKernels):
-        core.KNOWN_KERNELS = _KnownKernels(core.KNOWN_KERNELS)
-    return core.KNOWN_KERNELS
+    known = getattr(core, "KNOWN_KERNELS", None)
+    if not isinstance(known, dict):
+        return []
+    if not isinstance(known, _KnownKernels):
+        core.KNOWN_KERNELS = known = _KnownKernels(known)
+    return known.told

@@ -85,6 +85,14 @@ def test_several_may_ask_for_it_at_once(compiled):
     assert sorted(device for _, _, device, _ in compiled) == ["inner", "outer", "outer"]
 
 
+def test_a_jax_without_that_register_compiles_as_it_would(compiled, monkeypatch):
+    monkeypatch.delattr(core, "KNOWN_KERNELS")
+    with kernels_beside(jax.devices()[0]):
+        monkeypatch.setattr(core, "KNOWN_KERNELS", {}, raising=False)
+        lower_kernel(8)
+    assert compiled == []
+
+
 def test_a_kernel_that_cannot_be_compiled_is_left_to_the_step():
     """A CPU knows no such call."""
     with kernels_beside(jax.devices()[0]):
