@@ -34,6 +34,8 @@ EXAMPLE_TOKENS = 64
 EXAMPLE_COLUMNS = 4096  # of a norm
 EXAMPLE_EXPERTS: dict[str, Any] = {"per_token": 8, "num_experts": 128, "hidden_size": 2048, "units": 768}
 DTYPES = ("bfloat16", "float16", "float32")
+# Who serves no `projected_decode` turns heads and attends in two calls, which are there.
+OPERATIONS = tuple(operation for operation in get_args(Operation) if operation != "projected_decode")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ def _if_asked(call: Call, chosen: str) -> str:
 
 def _examples(dtype: str, device: Device) -> Iterator[Call]:
     """A call of each kind."""
-    for operation in get_args(Operation):
+    for operation in OPERATIONS:
         yield AttentionCall(
             operation=operation,
             spec=MLA_EXAMPLE if operation.startswith("mla") else EXAMPLE,

@@ -4,7 +4,6 @@ import io
 import logging
 import time
 import types
-from typing import get_args
 
 import pytest
 from rich.console import Console
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from jattn import cli, devices, doctor
 from jattn.doctor import Facts, clashes, gpu_of, parse_driver, served, show
 from jattn.no_device import NoDeviceError
-from jattn_kernels.call import Device, Operation
+from jattn_kernels.call import Device
 
 CUDA13 = {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2"}
 CUDA12 = {"jax": "0.11.2", "jax-cuda12-plugin": "0.11.2"}
@@ -127,7 +126,7 @@ def test_show_is_plain_lines_in_a_pipe():
     assert well
     assert text.count("is the first choice") == 1
     assert {"devices\tcpu 0: cpu", "NVIDIA driver\tnone", "jax\t0.11.2", "jax-triton\tnot installed"} <= set(lines)
-    calls = ", ".join([*get_args(Operation), "rms_norm", "mixture_of_experts"])
+    calls = ", ".join([*doctor.OPERATIONS, "rms_norm", "mixture_of_experts"])
     assert any(line.startswith(f"{calls} of bfloat16, float16, float32\txla\t") for line in lines)
     assert lines[-1] == "No clash is known for this machine."
 
