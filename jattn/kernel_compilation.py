@@ -65,7 +65,7 @@ def compile_alone(kernel_hash: bytes, module: bytes, device: Any) -> None:
 
 def _listeners() -> list[Told]:
     """Whom JAX's register tells; nobody is told where a version of JAX has none."""
-    from jax.experimental.mosaic.gpu import core  # a second, which who has no such kernel need not wait for
+    from jax.experimental.mosaic.gpu import core  # for those alone who compile steps
 
     known = getattr(core, "KNOWN_KERNELS", None)
     if not isinstance(known, dict):

@@ -26,7 +26,7 @@ from jattn_kernels.dispatch import implementations
 from jattn_kernels.traced_once import traced_once
 
 _FEWEST_STEPS = 4  # for which processes are begun: each imports JAX first
-# Where each operation comes from is a sixth of what a step's compilation takes, and no part of what it does.
+# Where each operation comes from: a sixth of what XLA takes for a step beside its kernels, and no part of what it does.
 PLACES = "jax_traceback_in_locations_limit"
 # Settings of JAX that are of this process alone, by how their names begin.
 _NOT_TOLD = (
