@@ -84,28 +84,31 @@ def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) 
 
 
 def projected() -> Iterator[tuple[str, Hashed]]:
-    """Decode that turns heads, of which 4 or 8 see one key's."""
+    """Decode that turns heads, of Llama-3-8B's sizes."""
     for tokens, dtype in ((1, "bfloat16"), (64, "bfloat16"), (64, "float8_e4m3fn")):
-        rows = _unattended(array((), "int32"), "bfloat16", tokens=tokens, kv_dtype=dtype)
+        rows = _unattended(array((), "int32"), "bfloat16", tokens=tokens, kv_heads=8, normed=False, kv_dtype=dtype)
         yield f"projected_decode/{tokens}_{dtype}", functools.partial(lowered_hash, attended, rows)
 
 
-def _unattended(layer: Any, dtype: str, *, tokens: int = 1, kv_dtype: str | None = None) -> Unattended:
-    """Of tokens that see at most 1,024 keys, 32 query heads and 4 of keys."""
+def _unattended(
+    layer: Any, dtype: str, *, tokens: int = 1, kv_heads: int = 4, normed: bool = True, kv_dtype: str | None = None
+) -> Unattended:
+    """Of tokens that see at most 1,024 keys, 32 query heads."""
     angles, scale = array((tokens, 64), "float32"), array((2, 128), dtype)
-    pages, number = array((2, 65, 16, 4, 128), kv_dtype or dtype), array((tokens,), "int32")
+    pages, number = array((2, 65, 16, kv_heads, 128), kv_dtype or dtype), array((tokens,), "int32")
+    parts = array((5, -(-tokens // 4) * 4, 32 + 2 * kv_heads, 128), "float32")
     return Unattended(
-        qkv=Splits(parts=array((5, -(-tokens // 4) * 4, 40, 128), "float32"), num_rows=tokens, dtype=jnp.dtype(dtype)),
+        qkv=Splits(parts=parts, num_rows=tokens, dtype=jnp.dtype(dtype)),
         cos=angles,
         sin=angles,
         slots=number,
-        norms=HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6),
+        norms=HeadNorms(q_scale=scale, k_scale=scale, layer_index=layer, eps=1e-6) if normed else None,
         k_pages=pages,
         v_pages=pages,
         page_table=array((tokens, 64), "int32"),
         seq_lens=number,
         layer_index=layer,
-        spec=AttentionSpec(num_q_heads=32, num_kv_heads=4, head_dim=128),
+        spec=AttentionSpec(num_q_heads=32, num_kv_heads=kv_heads, head_dim=128),
     )
 
 

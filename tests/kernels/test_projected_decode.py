@@ -91,7 +91,7 @@ def assert_as_in_turn(rows):
     [
         ((100,), {}),
         ((64, 0, 65, 200, 3), {"rounded": True}),  # a worker has several, of which some are split
-        ((70, 129), {"group": 8, "kv_heads": 1, "page_size": 64, "page_layout": "HND", "normed": True}),
+        ((70, 129), {"group": 8, "kv_heads": 1, "page_size": 64, "page_layout": "HND"}),
         ((33, 20), {"group": 1, "kv_heads": 8, "dtype": "float16"}),
         ((300, 90), {"page_size": 128, "window_left": 70}),
         ((130, 1, 77), {"kv_dtype": "float8_e4m3fn", "rounded": True}),
@@ -119,6 +119,7 @@ def test_it_takes_a_schedule(hopper):
         {"group": 3, "kv_heads": 8},
         {"page_size": 256},
         {"rope_theta": 1e4},
+        {"normed": True},
     ],
 )
 def test_other_rows_are_turned_by_a_kernel_of_their_own(hopper, change):
@@ -131,7 +132,7 @@ def test_other_rows_are_turned_by_a_kernel_of_their_own(hopper, change):
     "options",
     [
         {},
-        {"group": 8, "kv_heads": 4, "normed": True, "page_layout": "HND"},
+        {"group": 8, "kv_heads": 4, "page_layout": "HND"},
         {"kv_dtype": "float8_e4m3fn"},
         {"kv_dtype": "float8_e5m2", "group": 1, "dtype": "float16"},
     ],
@@ -149,7 +150,7 @@ def test_it_is_two_kernels_for_cuda(monkeypatch, batch, options):
     "options",
     [
         {},
-        {"group": 8, "kv_heads": 4, "normed": True, "page_layout": "HND"},
+        {"group": 8, "kv_heads": 4, "page_layout": "HND"},
         {"kv_dtype": "float8_e4m3fn", "rounded": True},
     ],
 )

@@ -91,7 +91,7 @@ class NewToken:
 
 
 def _rows(heads: TokenHeads, config: DecodeConfig, token: Any, head: Any) -> list[jax.Array]:
-    """A token's key of a head, normed and turned as `turn_queries` does that, and its value."""
+    """A token's key of a head, turned as `turn_queries` does that, and its value."""
     spec, dtype = config.spec, config.out_dtype
     splits, tokens, num_heads, _, half = heads.qkv.shape
     column = plgpu.broadcasted_iota(jnp.int32, (DEPTH,), 0, layout=_LAYOUT)
@@ -105,19 +105,6 @@ def _rows(heads: TokenHeads, config: DecodeConfig, token: Any, head: Any) -> lis
 
     key_head = spec.num_q_heads + head
     key, other = (summed(key_head, columns) for columns in (column, jnp.where(is_first, column + half, column - half)))
-    norms = heads.norms
-    if norms is not None:
-        inverse = lax.rsqrt((key * key).sum() / DEPTH + norms.eps)
-        factors: list[Any] = [1.0, 1.0]
-        if norms.k_scale is not None:
-            begin = norms.layer_index[0] * DEPTH
-            places = begin + column, begin + jnp.where(is_first, column + half, column - half)
-            scales = [gather(norms.k_scale, place, _LAYOUT).astype(jnp.float32) for place in places]
-            factors = [scale + norms.offset for scale in scales]
-        key, other = (
-            (numbers * inverse * factor).astype(dtype).astype(jnp.float32)
-            for numbers, factor in zip((key, other), factors, strict=True)
-        )
     cos, sin = (gather(ref, token * half + in_half, _LAYOUT) for ref in (heads.cos, heads.sin))
     turned = key * cos + jnp.where(is_first, -other, other) * sin
     return [turned.astype(dtype), summed(key_head + spec.num_kv_heads, column).astype(dtype)]

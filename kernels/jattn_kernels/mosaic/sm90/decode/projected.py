@@ -2,6 +2,9 @@
 
 Of one token a sequence. A block makes its own queries while their keys are on their way; the one that has the end of a
 sequence's keys makes the token's key and value too, and puts them into the tile in shared memory and into their page.
+
+Heads that are normed as well, as Qwen3's, are left to a kernel of their own: each part of a sequence would make its
+queries again, and for 8 sequences of Qwen3-30B-A3B that took 742 us a step where the two kernels take 546.
 """
 
 import dataclasses
@@ -28,7 +31,7 @@ from jattn_kernels.spec import AttentionSpec
 
 _DTYPES, _FP8_DTYPES = ("bfloat16", "float16"), ("float8_e4m3fn", "float8_e5m2")
 _PAGE_SIZES = (8, 16, 32, 64, 128)
-_SERVED = frozenset({"layer_index", "head_norms"})
+_SERVED = frozenset({"layer_index"})
 
 
 def refuses(call: AttentionCall) -> str | None:
