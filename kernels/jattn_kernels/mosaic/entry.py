@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
-from jattn_kernels.mosaic import layout_search, repeated_operations
+from jattn_kernels.mosaic import kept_layouts, layout_search, repeated_operations
 from jattn_kernels.mosaic.sm90 import (
     gated_matmul,
     mla_decode,
@@ -25,6 +25,7 @@ from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
 from jattn_kernels.operands import LatentRowOperands, MatmulOperands, Operands
 
+kept_layouts.install()
 layout_search.install()
 repeated_operations.install()
 
