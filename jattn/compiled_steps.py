@@ -16,8 +16,8 @@ class StepPlan:
         function: Pure function of arrays.
         arguments: Example arguments; only shapes and dtypes matter (`jax.ShapeDtypeStruct` will do).
         donate: Positions of the arguments whose memory the step may reuse.
-        unrolled: Whether a GPU runs every loop of known length, and those inside it, turn by turn without a loop: for
-            a step so short that launching it counts, and whose loops do not multiply.
+        unrolled: Whether a GPU runs every loop of known length, and those inside it, two turns at a time, or all where
+            devices share the step: for one so short that launching it counts, and whose loops do not multiply.
     """
 
     function: Callable[..., Any]

@@ -85,14 +85,17 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
     assert not any("scheduling" in name for options in told for name in options)
     shared = step_compilation.compiler_options(unrolled=True, shared=True)
     assert shared["xla_gpu_command_buffer_scheduling_mode"] == "SERIALIZE"
+    loops = [options["xla_gpu_enable_while_loop_unrolling"] for options in (told[1], shared)]
+    assert loops == ["WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", "WHILE_LOOP_UNROLLING_FULL_UNROLL"]
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     assert step_compilation.compiler_options(unrolled=True) is None
 
 
-def test_no_step_is_rematerialised_for_a_pool_that_xla_counts_thrice(monkeypatch):
-    """The option is one that this version of XLA knows: others fail on a CPU too."""
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_step_is_rematerialised_for_a_pool_that_xla_counts_thrice(monkeypatch, shared):
+    """The options are ones that this version of XLA knows: others fail on a CPU too."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    told = step_compilation.compiler_options(unrolled=True, shared=True)
+    told = step_compilation.compiler_options(unrolled=True, shared=shared)
     monkeypatch.undo()
     assert told["xla_disable_hlo_passes"] == "rematerialization"
     assert jax.jit(doubled, compiler_options=told)(1.0) == 2
