@@ -43,7 +43,6 @@ _REGISTERS = {
     4: (32, 112),
 }  # by consumer warpgroups: of a thread of the producer, and of theirs
 _WIDTHS = 32  # that a strip begins at a multiple of
-_TILED_COLUMNS = 64  # that lie together in a tile, of 16 bits
 
 
 class _Scratch(NamedTuple):
@@ -270,7 +269,7 @@ class _Product:
 
         def make_share():
             share, begin = share_of_row(operands.x, operands.row, outs, self.norm, place, number)
-            store_share(scratch.x, begin, share, min(self.products.part_depth, _TILED_COLUMNS))
+            store_share(scratch.x, begin, share, self.products.tiled_columns)
 
         place.hold(number, make_share)
 

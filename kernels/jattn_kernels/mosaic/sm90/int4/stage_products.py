@@ -1,4 +1,7 @@
-"""The products of a stage: weights of a part of it are made wider while those of others are multiplied."""
+"""The products of a stage: weights of a part of it are made wider while those of others are multiplied.
+
+Warps multiply by themselves with a tile of 8 rows, and all four of a consumer together with more.
+"""
 
 import dataclasses
 from typing import Any
@@ -9,12 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.warp_products import product
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, ROWS_OF_LINES, Int4Tiles
 from jattn_kernels.mosaic.sm90.int4.unpacked import unpacked
 
 _ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
 _MOST_UNDER_WAY = 4  # of these products
+_TILED_COLUMNS = 64  # of rows, at most, that lie together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,16 @@ class StageProducts:
     def part_depth(self) -> int:
         """Inputs that are multiplied before a scale is."""
         return min(PART_DEPTH, self.group_size)
+
+    @property
+    def tiled_columns(self) -> int:
+        """Of rows, that lie together in shared memory."""
+        return min(self.part_depth, _TILED_COLUMNS)
+
+    @property
+    def by_warps(self) -> bool:
+        """Whether each warp multiplies by itself."""
+        return self.sizes.block_rows == TILED_ROWS
 
     @property
     def batches(self) -> list[range]:
@@ -65,25 +80,37 @@ class StageProducts:
     def _added(
         self, total: Any, begins: range, packed: Any, scratch: Any, stage: Any, first: Any, own: Any, number: Any
     ) -> Any:
-        depth, layout = self.part_depth, plgpu.Layout.WGMMA.reduce(1)
+        layout = plgpu.Layout.WGMMA.reduce(1)
         scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
         factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
+        if self.by_warps:
+            results = [self._of_warps(begin, packed, scratch, first) for begin in begins]
+        else:
+            results = self._of_warpgroup(begins, packed, scratch, first, number)
+        for result, factor in zip(results, factors, strict=True):
+            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
+        return total
 
+    def _of_warps(self, begin: int, packed: Any, scratch: Any, first: Any) -> Any:
+        weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
+        return product(weights, self._rows(begin, scratch, first), self.tiled_columns)
+
+    def _of_warpgroup(self, begins: range, packed: Any, scratch: Any, first: Any, number: Any) -> list[Any]:
         def products(*accumulators):
             for begin, acc in zip(begins, accumulators, strict=True):
-                if self.sizes.whole_row:
-                    x = scratch.x.at[:, pl.ds(pl.multiple_of(first + begin, depth), depth)]
-                else:
-                    x = scratch.x.at[first, :, pl.ds(begin, depth)]
+                x = self._rows(begin, scratch, first)
                 plgpu.wgmma(acc, self._unpacked(begin, packed, scratch, number), x.transpose((1, 0)))
             plgpu.wgmma_wait(0)
             return [acc[...] for acc in accumulators]
 
         accumulator = tiles.accumulator(WGMMA_ROWS, self.sizes.block_rows)
-        results = pl.run_scoped(products, *[accumulator] * len(begins))
-        for result, factor in zip(results, factors, strict=True):
-            total += result * lax.broadcast_in_dim(factor, result.shape, [0])
-        return total
+        return pl.run_scoped(products, *[accumulator] * len(begins))
+
+    def _rows(self, begin: int, scratch: Any, first: Any) -> Any:
+        depth = self.part_depth
+        if self.sizes.whole_row:
+            return scratch.x.at[:, pl.ds(pl.multiple_of(first + begin, depth), depth)]
+        return scratch.x.at[first, :, pl.ds(begin, depth)]
 
     def _unpacked(self, begin: int, packed: Any, scratch: Any, number: Any) -> Any:
         weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
