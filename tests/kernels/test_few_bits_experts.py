@@ -118,6 +118,8 @@ FEW_TOKENS = [
     ExpertCase(name="tiles_of_8", tokens=7, choice="same", hidden=320, units=320, biases=True),
     ExpertCase(name="strays", tokens=3, choice="strays", hidden=320, units=320),
     ExpertCase(name="weighs_inputs", tokens=2, per_token=1, hidden=320, units=320, weighs_inputs=True),
+    ExpertCase(name="tiles_of_16", tokens=14, per_token=3, hidden=320, units=640, layers=2, biases=True, clamped=True),
+    ExpertCase(name="twice_16", tokens=20, experts=4, per_token=1, hidden=320, units=320, choice="same"),
 ]
 
 
@@ -171,7 +173,7 @@ QWEN3, GPT_OSS = (128, 2048, 768), (32, 2880, 2880)
         ("mxfp4", GPT_OSS, 1),
         *(
             pytest.param(kind, shapes, tokens, marks=pytest.mark.slow)
-            for tokens in (1, 8, 256, 2048)
+            for tokens in (1, 8, 64, 256, 2048)
             for kind, shapes in (("channel", QWEN3), ("block", QWEN3), ("mxfp4", GPT_OSS))
         ),
     ],
@@ -182,8 +184,8 @@ def test_kernels_are_lowered_for_cuda_and_copy_no_weights(monkeypatch, kind, sha
     choice = (jax.ShapeDtypeStruct((tokens, 4), dtype) for dtype in (jnp.float32, jnp.int32))
     run = functools.partial(mixture_of_experts, layer_index=jnp.int32(1), implementation="mosaic")
     text = jax.jit(run).trace(x, *choice, *shapes_of(kind, *shapes)).lower(lowering_platforms=("cuda",)).as_text()
-    # Two products, the order of rows, and two that put rows into two terms, unless the products of few tokens do.
-    assert text.count("@mosaic_gpu_v2") == 3 + 2 * (kind != "mxfp4" or tokens > 8) - (tokens > 256)
+    # Two products, the order of rows, and two that put rows into two terms, unless those of few rows make them float16.
+    assert text.count("@mosaic_gpu_v2") == 3 + 2 * (kind != "mxfp4" or tokens > 64) - (tokens > 256)
     of_weights = [line for line in text.splitlines() if f"tensor<2x{shapes[0]}x" in line and "custom_call" not in line]
     assert not [line for line in of_weights if "slice" in line]
 

@@ -187,7 +187,7 @@ def _of_few_bits(
 def _of_few_rows(
     call: ExpertsCall, operands: ExpertsOperands, sizes: tuple[FewRowsSizes, FewRowsSizes]
 ) -> Float[Array, "T D"]:
-    """The same of few tokens: who multiplies rows puts them into terms, and the second product's depth is split."""
+    """The same of few rows an expert: who multiplies rows makes them float16; of few tokens a second depth is split."""
     weights, groups = _in_order(call, operands, sizes[0].rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
     rows = weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x
@@ -210,8 +210,10 @@ def _of_few_rows(
     first = given(rows, groups.sources, operands.gate_up, operands.gate_up_scales, operands.gate_up_bias, 2)
     (hidden,) = few_rows_product(first, sizes[0], activation=call.activation, out_dtype=dtype, **facts)
     second = given(hidden, None, operands.down, operands.down_scales, operands.down_bias, 1)
-    returned = few_rows_product(second, sizes[1], out_dtype=jnp.float32, **facts)
-    return weighted_sum(returned.sum(axis=0).astype(dtype), groups.slots, None if call.weighs_inputs else weights)
+    in_splits = sizes[1].splits > 1
+    returned = few_rows_product(second, sizes[1], out_dtype=jnp.float32 if in_splits else dtype, **facts)
+    returned = returned.sum(axis=0).astype(dtype) if in_splits else returned[0]
+    return weighted_sum(returned, groups.slots, None if call.weighs_inputs else weights)
 
 
 def _in_order(

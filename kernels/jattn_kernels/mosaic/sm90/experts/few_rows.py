@@ -1,17 +1,16 @@
-"""The grouped product of few tokens and weights in mxfp4: all SMs read weights from the start, whatever else waits.
+"""The grouped product of few rows an expert and weights in mxfp4: all SMs read weights from the start.
 
 grid (blocks)             an SM each; takes its share of the units: 64 columns of a tile's rows, a share of the depth
   producer warpgroup      TMA: weights and their scales, some groups of 32 inputs a stage, stages ahead, across units
-  rows' warpgroup         before: a tile's rows in two terms of fp8, in shared memory, a tile ahead; and
-                          after: what the consumers' sums make, biases, activation, the way out
-  consumer warpgroups     every n-th stage each: weights made fp8 in registers, a product a group, times its scale
+  consumer warpgroups     before a tile's first unit: its rows in float16, in shared memory, some rows each. Then every
+                          n-th stage each: weights made float16 in registers, a product a group, times its scale
+  last warpgroup          what the consumers' sums make, biases, activation, the way out
   full                    producer -> a consumer: a stage has arrived; `empty` back: it may be overwritten
-  rows_full               rows' warpgroup -> consumers: a tile's rows are there
-  summed                  consumers -> rows' warpgroup: their sums of a unit are in shared memory; `free` back
+  drained, rows_full      among the consumers: the last tile's rows are done with; the next one's are there
+  summed                  consumers -> last warpgroup: their sums of a unit are in shared memory; `free` back
 
-Both terms of a row are columns of one product. Where there is an activation, the 64 columns are 32 of the gate and 32
-of the other half, so that their sums meet in shared memory. The blocks' shares of the units are neighbours, so that a
-block has few tiles, and rows are put into terms while weights are under way.
+Where there is an activation, the 64 columns are 32 of the gate and 32 of the other half, so that their sums meet in
+shared memory. The blocks' shares of the units are neighbours, so that a block has few tiles.
 
 A unit's sums are added up in an order that its place among the block's units decides: a token's result may differ in
 its last place from what it is among other tokens.
@@ -32,16 +31,13 @@ from jaxtyping import Array, Float, Int, UInt8
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.e2m1 import as_fp8, power_of_two
+from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_sums
 from jattn_kernels.mosaic.sm90.experts.few_rows_result import FewRowsResult
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
 from jattn_kernels.mosaic.sm90.experts.few_rows_units import Unit, for_each_unit
-from jattn_kernels.mosaic.sm90.experts.term_tiles import put_in_terms
-from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
+from jattn_kernels.mosaic.sm90.experts.float16_rows import put_rows_in_float16
 from jattn_kernels.mxfp4 import GROUP
-from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE
-
-_BUFFERS = 2  # of rows in terms, and of sums
+from jattn_kernels.quantized import MXFP4, NUMBERS_OF_BYTE
 
 
 class FewRowsOperands(NamedTuple):
@@ -66,17 +62,17 @@ class FewRowsOperands(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    kernel: Any  # (stages, parts, 64 / parts, bytes)
-    scales: Any  # (stages, groups and those left free, parts, 64 / parts)
-    x: Any  # (2, terms * rows, K)
-    factors: Any  # (2, rows)
-    sums: Any  # (2, consumers, 64, terms * rows)
+    kernel: Any  # (stages, shares, parts, 64 / parts, bytes)
+    scales: Any  # (stages, shares * groups and those left free, parts, 64 / parts)
+    x: Any  # (K / 32, rows, 32)
+    factors: Any  # (rows)
+    sums: Any  # (buffers, consumers, 64 * shares, rows and some left free)
     full: Any
     empty: Any
+    drained: Any
     rows_full: Any
     summed: Any
     free: Any
-    wide: Any  # (consumers, 64, depth of a stage): where the interpreter keeps what became fp8; None on a GPU
 
 
 def few_rows_product(
@@ -119,7 +115,7 @@ class _FewRowsProduct:
 
     @property
     def steps(self) -> int:
-        return self.depth // (self.sizes.groups * GROUP)
+        return self.depth // (self.sizes.stage_groups * GROUP)
 
     def body(self, tree: Any, *refs: Any) -> None:
         operands, out = jax.tree.unflatten(tree, refs[:-1]), refs[-1]
@@ -127,21 +123,21 @@ class _FewRowsProduct:
 
     def _scratch(self) -> _Scratch:
         sizes, parts, side = self.sizes, self.result.parts, self.result.block_columns
-        term_rows, depth = TERMS * sizes.rows, sizes.groups * GROUP
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
-        two: dict[str, Any] = {"num_barriers": _BUFFERS}
+        buffers: dict[str, Any] = {"num_barriers": sizes.buffers}
+        width = sizes.groups * GROUP // NUMBERS_OF_BYTE
         return _Scratch(
-            kernel=plgpu.SMEM((sizes.stages, parts, side, depth // NUMBERS_OF_BYTE), MXFP4),
+            kernel=plgpu.SMEM((sizes.stages, sizes.shares, parts, side, width), MXFP4),
             scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, parts, side), MXFP4),
-            x=tiles.tile((_BUFFERS, term_rows, self.depth), FP8, copied_columns=GROUP),
-            factors=plgpu.SMEM((_BUFFERS, sizes.rows), jnp.float32),
-            sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, term_rows), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=2, **stages),
+            x=plgpu.SMEM((self.depth // GROUP, sizes.rows, GROUP), jnp.float16),
+            factors=plgpu.SMEM((sizes.rows,), jnp.float32),
+            sums=plgpu.SMEM((sizes.buffers, sizes.consumers, WGMMA_ROWS * sizes.shares, sizes.row_sums), jnp.float32),
+            full=plgpu.Barrier(num_arrivals=sizes.shares + 1, **stages),
             empty=plgpu.Barrier(**stages),
-            rows_full=plgpu.Barrier(**two),
-            summed=plgpu.Barrier(num_arrivals=sizes.consumers, **two),
-            free=plgpu.Barrier(**two),
-            wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, depth), FP8),
+            drained=plgpu.Barrier(num_arrivals=sizes.consumers),
+            rows_full=plgpu.Barrier(num_arrivals=sizes.consumers),
+            summed=plgpu.Barrier(num_arrivals=sizes.consumers, **buffers),
+            free=plgpu.Barrier(**buffers),
         )
 
     def _warpgroup(self, operands: Any, out: Any, scratch: _Scratch) -> None:
@@ -153,9 +149,9 @@ class _FewRowsProduct:
             self._consume(operands, scratch, warpgroup)
 
         @pl.when(warpgroup == sizes.consumers)
-        def around():
-            plgpu.set_max_registers(sizes.registers.rows, action="increase")
-            self._prepare_and_finish(operands, out, scratch)
+        def finish():
+            plgpu.set_max_registers(sizes.registers.last, action="decrease")
+            self._finish(operands, out, scratch)
 
         @pl.when(warpgroup == sizes.consumers + 1)
         def produce():
@@ -179,8 +175,8 @@ class _FewRowsProduct:
         return operands.layer[0] * self.num_experts + unit.expert
 
     def _produce(self, operands: Any, scratch: _Scratch) -> None:
-        stages, groups = self.sizes.stages, self.sizes.groups
-        width = groups * GROUP // NUMBERS_OF_BYTE
+        stages, groups, shares = self.sizes.stages, self.sizes.stage_groups, self.sizes.shares
+        width = self.sizes.groups * GROUP // NUMBERS_OF_BYTE
 
         def copy_unit(unit, before, following, number, left, done):
             del before, following, number, left
@@ -193,9 +189,11 @@ class _FewRowsProduct:
                 stage = lax.rem(done + k, stages)
                 pl.when(done + k >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
                 full, whole = scratch.full.at[stage], pl.ds(0, self.result.parts)
-                inputs, scales = pl.ds((first + k) * width, width), pl.ds((first + k) * groups, groups)
-                weights = operands.kernel.at[expert, whole, columns, inputs]
-                plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage], full)
+                for share in range(shares):
+                    inputs = pl.ds(((first + k) * shares + share) * width, width)
+                    weights = operands.kernel.at[expert, whole, columns, inputs]
+                    plgpu.copy_gmem_to_smem(weights, scratch.kernel.at[stage, share], full)
+                scales = pl.ds((first + k) * groups, groups)
                 target = scratch.scales.at[stage, pl.ds(0, groups)]
                 plgpu.copy_gmem_to_smem(operands.scales.at[expert, scales, whole, columns], target, full)
 
@@ -205,106 +203,73 @@ class _FewRowsProduct:
         wait_for_last(scratch.empty, done, stages)
 
     def _consume(self, operands: Any, scratch: _Scratch, warpgroup: Any) -> None:
-        stages, consumers = self.sizes.stages, self.sizes.consumers
-        shape = WGMMA_ROWS, TERMS * self.sizes.rows
+        buffers = self.sizes.buffers
 
-        def multiply_unit(unit, before, following, number, left, carry):
+        def multiply_unit(unit, before, following, number, left, done):
             del following, left
-            done, buffer = carry
-            is_new = unit.tile != before.tile
-            buffer = jnp.where(is_new, 1 - buffer, buffer)
-            pl.when(is_new)(lambda: plgpu.barrier_wait(scratch.rows_full.at[buffer]))
-            first, steps = self._steps_of(unit)
-            own = lax.rem(warpgroup + consumers - lax.rem(done, consumers), consumers)
-
-            def multiply_step(i, total):
-                k = own + i * consumers
-                stage = lax.rem(done + k, stages)
-                plgpu.barrier_wait(scratch.full.at[stage])
-                depth = self.sizes.groups * GROUP
-                inputs = pl.ds(pl.multiple_of((first + k) * depth, GROUP), depth)
-                total = self._added(total, scratch, stage, scratch.x.at[buffer, :, inputs], warpgroup)
-                plgpu.barrier_arrive(scratch.empty.at[stage])
-                return total
-
-            none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(0, lax.div(steps - own + consumers - 1, consumers), multiply_step, none)
-            place = lax.rem(number, _BUFFERS)
-            pl.when(number >= _BUFFERS)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
-            scratch.sums[place, warpgroup] = total
+            pl.when(unit.tile != before.tile)(lambda: self._prepare(operands, scratch, unit, warpgroup))
+            place = lax.rem(number, buffers)
+            pl.when(number >= buffers)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
+            least = 0
+            for count in self.sizes.row_counts:
+                enough = (unit.rows > least) & (unit.rows <= count)
+                sums = scratch.sums.at[place, warpgroup]
+                pl.when(enough)(functools.partial(self._multiply, scratch, unit, warpgroup, count, done, sums))
+                least = count
             plgpu.barrier_arrive(scratch.summed.at[place])
-            return done + steps, buffer
+            return done + self._steps_of(unit)[1]
 
-        self._for_each_unit(operands, multiply_unit, (jnp.int32(0), jnp.int32(_BUFFERS - 1)))
+        self._for_each_unit(operands, multiply_unit, jnp.int32(0))
 
-    def _added(self, total: jax.Array, scratch: _Scratch, stage: Any, x: Any, warpgroup: Any) -> jax.Array:
-        wide = None if scratch.wide is None else scratch.wide.at[warpgroup]
-        return stage_added(total, scratch.kernel.at[stage], scratch.scales.at[stage], x, wide, self.sizes.groups)
+    def _multiply(self, scratch: _Scratch, unit: Unit, warpgroup: Any, count: int, done: Any, sums: Any) -> None:
+        """Leaves a consumer's sums of a unit of at most so many rows."""
+        sizes = self.sizes
+        shape, layout = (WGMMA_ROWS * sizes.shares, count), plgpu.Layout.WGMMA
+        first, steps = self._steps_of(unit)
+        own = lax.rem(warpgroup + sizes.consumers - lax.rem(done, sizes.consumers), sizes.consumers)
 
-    def _prepare_and_finish(self, operands: Any, out: Any, scratch: _Scratch) -> None:
-        def visit(unit, before, following, number, left, buffer):
-            is_first = number == 0
-            pl.when(is_first)(lambda: self._prepare(operands, scratch, unit, buffer))
-            buffer = jnp.where((unit.tile != before.tile) & ~is_first, 1 - buffer, buffer)
-            # The other buffer's tile is done with: all sums of its units have left.
-            prepares = (following.tile != unit.tile) & (left > 0)
-            pl.when(prepares)(lambda: self._prepare(operands, scratch, following, 1 - buffer))
-            place = lax.rem(number, _BUFFERS)
+        def multiply_step(i, total):
+            k = own + i * sizes.consumers
+            stage = lax.rem(done + k, sizes.stages)
+            plgpu.barrier_wait(scratch.full.at[stage])
+            x = scratch.x.at[pl.ds((first + k) * sizes.stage_groups, sizes.stage_groups)]
+            weights, scales = scratch.kernel.at[stage], scratch.scales.at[stage]
+            total = stage_added(total, weights, scales, x, shares=sizes.shares)
+            plgpu.barrier_arrive(scratch.empty.at[stage])
+            return total
+
+        none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+        total = lax.fori_loop(0, lax.div(steps - own + sizes.consumers - 1, sizes.consumers), multiply_step, none)
+        of_rows = plgpu.load(scratch.factors.at[pl.ds(0, count)], layout=layout.reduce(0), optimized=False)
+        store_sums(total * lax.broadcast_in_dim(of_rows, shape, [1]), sums)
+
+    def _prepare(self, operands: Any, scratch: _Scratch, unit: Unit, warpgroup: Any) -> None:
+        """A tile's rows in float16, and their factors: a consumer's share of them."""
+        plgpu.barrier_arrive(scratch.drained)
+        plgpu.barrier_wait(scratch.drained)
+        put_rows_in_float16(
+            operands.x,
+            operands.sources,
+            scratch.x,
+            scratch.factors,
+            unit.first,
+            unit.rows,
+            warpgroup,
+            warpgroups=self.sizes.consumers,
+            split=self.sizes.warps_of_row,
+        )
+        plgpu.barrier_arrive(scratch.rows_full)
+        plgpu.barrier_wait(scratch.rows_full)
+
+    def _finish(self, operands: Any, out: Any, scratch: _Scratch) -> None:
+        buffers = self.sizes.buffers
+
+        def visit(unit, before, following, number, left, carry):
+            del before, following
+            place = lax.rem(number, buffers)
             plgpu.barrier_wait(scratch.summed.at[place])
-            sums, factors = scratch.sums.at[place], scratch.factors.at[buffer]
-            self.result.store(out, unit, self._expert(operands, unit), sums, factors, operands.bias)
-            pl.when(left >= _BUFFERS)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
-            return buffer
+            self.result.store(out, unit, self._expert(operands, unit), scratch.sums.at[place], operands.bias)
+            pl.when(left >= buffers)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
+            return carry
 
-        self._for_each_unit(operands, visit, jnp.int32(0))
-
-    def _prepare(self, operands: Any, scratch: _Scratch, unit: Unit, buffer: Any) -> None:
-        """A tile's rows in two terms, and their factors."""
-        most = operands.x.shape[0] - 1
-
-        @pl.loop(0, unit.rows)
-        def prepare_row(i):
-            slot = unit.first + i
-            row = slot if operands.sources is None else operands.sources[slot]
-            factor = put_in_terms(operands.x.at[jnp.clip(row, 0, most)], scratch.x.at[buffer], i, self.sizes.rows)
-            scratch.factors[buffer, i] = factor
-
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(scratch.rows_full.at[buffer])
-
-
-def stage_added(total: jax.Array, weights: Any, scales: Any, x: Any, wide: Any, groups: int) -> jax.Array:
-    """The sums with a stage's products, each times its scale.
-
-    Args:
-        weights: (parts, 64 / parts, bytes), in shared memory.
-        scales: (groups and those left free, parts, 64 / parts).
-        x: (terms * rows, depth), tiled.
-        wide: (64, depth), where the interpreter keeps weights in fp8; None on a GPU, where they are in registers.
-    """
-
-    def factor_of(group: int) -> jax.Array:
-        if wide is not None:
-            return scales[group].reshape(WGMMA_ROWS)
-        own = scales.at[group].reshape(WGMMA_ROWS)
-        return plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-    factors = [power_of_two(factor_of(group)) for group in range(groups)]
-    in_fp8: Any = as_fp8((weights if wide is None else weights[...]).reshape(WGMMA_ROWS, -1))
-    if wide is not None:
-        wide[...] = in_fp8
-        plgpu.commit_smem()
-        in_fp8 = wide
-
-    def product(*sums):
-        for group, acc in enumerate(sums):
-            own = pl.ds(group * GROUP, GROUP)
-            of_group = in_fp8[:, group * GROUP : (group + 1) * GROUP] if wide is None else in_fp8.at[:, own]
-            plgpu.wgmma(acc, of_group, x.at[:, own].transpose((1, 0)))
-        plgpu.wgmma_wait(0)
-        return [acc[...] for acc in sums]
-
-    results = pl.run_scoped(product, *[tiles.accumulator(*total.shape)] * groups)
-    for factor, result in zip(factors, results, strict=True):
-        total += result * lax.broadcast_in_dim(factor, result.shape, [0])
-    return total
+        self._for_each_unit(operands, visit, 0)

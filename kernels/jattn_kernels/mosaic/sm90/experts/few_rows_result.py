@@ -1,4 +1,4 @@
-"""What sums of a grouped product of few tokens make: both terms added up, biases, activation, the way out."""
+"""What sums of a grouped product of few rows make: consumers' shares added up, biases, activation, the way out."""
 
 import dataclasses
 import functools
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.e2m1_products import place_of
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
 from jattn_kernels.mosaic.sm90.experts.few_rows_units import Unit
-from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
 
 _LAYOUT = plgpu.Layout.WG_STRIDED
 
@@ -46,29 +46,34 @@ class FewRowsResult:
         """Columns of the result that a unit computes."""
         return WGMMA_ROWS // self.parts
 
-    def store(self, out: Any, unit: Unit, expert: Any, sums: Any, factors: Any, bias: Any) -> None:
+    def store(self, out: Any, unit: Unit, expert: Any, sums: Any, bias: Any) -> None:
         """Adds a unit's sums up: a thread has some numbers of the result, neighbours those of neighbouring columns.
 
         Args:
             expert: Its number among those of all layers.
             sums: Of each consumer, in shared memory.
-            factors: Of the tile's rows, in shared memory.
             bias: As in FewRowsOperands.
         """
-        rows, side, term_rows = self.sizes.rows, self.block_columns, TERMS * self.sizes.rows
-        layout = _LAYOUT((rows * side,), vec_size=1)
-        number = plgpu.broadcasted_iota(jnp.int32, (rows * side,), 0, layout=layout)
+        least = 0
+        for count in self.sizes.row_counts:
+            enough = (unit.rows > least) & (unit.rows <= count)
+            pl.when(enough)(functools.partial(self._store_rows, out, unit, expert, sums, bias, count))
+            least = count
+
+    def _store_rows(self, out: Any, unit: Unit, expert: Any, sums: Any, bias: Any, count: int) -> None:
+        """The same of at most so many rows."""
+        side, (consumers, columns, width) = self.block_columns, sums.shape
+        layout = _LAYOUT((count * side,), vec_size=1)
+        number = plgpu.broadcasted_iota(jnp.int32, (count * side,), 0, layout=layout)
         row, column = number // side, number % side
-        factor = gather(factors, row, layout)
         halves = []
         for part in range(self.parts):
-            begin = (column + part * side) * term_rows + row
-            terms = (
-                begin + (consumer * WGMMA_ROWS * term_rows + term * rows)
-                for consumer in range(self.sizes.consumers)
-                for term in range(TERMS)
+            places = (
+                (place_of(column + part * side, share, self.sizes.shares) + consumer * columns) * width + row
+                for consumer in range(consumers)
+                for share in range(self.sizes.shares)
             )
-            total = functools.reduce(jnp.add, [gather(sums, each, layout) for each in terms]) * factor
+            total = functools.reduce(jnp.add, [gather(sums, each, layout) for each in places])
             if bias is not None:
                 at = (expert * self.parts + part) * self.columns + unit.block * side + column
                 share = jnp.where(unit.split == 0, 1.0, 0.0)
@@ -85,7 +90,7 @@ class FewRowsResult:
             place = jnp.where(row < rows, begin + row * self.columns + column, -1)
             scatter(out, place, result, _LAYOUT(result.shape, vec_size=1))
             return
-        for number in range(self.sizes.rows):  # at once, what the interpreter takes time for
+        for number in range(result.shape[0] // side):  # at once, what the interpreter takes time for
 
             @pl.when(number < rows)
             def store_row(number=number):

@@ -4,15 +4,16 @@ grid (blocks)             an SM each; takes every n-th of the units: 32 hidden u
                           other half. And takes some neighbours of these: 64 columns of what an expert returns, of half
                           of the depth.
   producer warpgroup      TMA: weights and their scales, stages ahead, from one product into the next
-  rows' warpgroup         the choice of experts; the token in two terms of fp8, then its experts' hidden units; and what
-                          the consumers' sums make, biases, activation, weights, the way out
-  consumer warpgroups     every n-th stage each: weights made fp8 in registers, a product a group, times its scale
+  rows' warpgroup         the choice of experts; the token in float16, then its experts' hidden units; and what the
+                          consumers' sums make, biases, activation, weights, the way out
+  consumer warpgroups     every n-th stage each: weights made float16 in registers, a product a group, times its scale
   chosen                  rows' warpgroup -> producer: the experts are known, in shared memory
   count                   in global memory: of all blocks of hidden units that have been stored. The second product's
                           rows are read when they are all there; its weights are in shared memory by then.
   full, empty, rows_full, summed, free: as in `few_rows`
 
-The hidden units of each expert are a row of the second product's: a unit needs one of them.
+The hidden units of each expert are a row of the second product's: a unit needs one of them. They lie where the token
+did, whose products are all done by then.
 """
 
 import dataclasses
@@ -33,15 +34,14 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import MULTIPLE
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
-from jattn_kernels.mosaic.sm90.experts.few_rows import stage_added
+from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_sums
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
-from jattn_kernels.mosaic.sm90.experts.one_token_result import ROWS, store_hidden, store_returned
+from jattn_kernels.mosaic.sm90.experts.float16_rows import put_in_float16
+from jattn_kernels.mosaic.sm90.experts.one_token_result import store_hidden, store_returned
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
-from jattn_kernels.mosaic.sm90.experts.term_tiles import put_in_terms
-from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_for_one, of_splits
 from jattn_kernels.mxfp4 import GROUP
-from jattn_kernels.quantized import FP8, MXFP4, NUMBERS_OF_BYTE
+from jattn_kernels.quantized import MXFP4, NUMBERS_OF_BYTE
 from jattn_kernels.routing_spec import Routing
 
 HALF = WGMMA_ROWS // HALVES
@@ -75,9 +75,9 @@ class OneTokenOperands(NamedTuple):
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, 2, 32, bytes)
     scales: Any  # (stages, groups and those left free, 2, 32)
-    x: Any  # (2, terms * 4, K): the token; the hidden units of its experts
-    factors: Any  # (2, 4)
-    sums: Any  # (2, consumers, 64, terms * 4)
+    x: Any  # (K / 32, 8, 32): the token, then the hidden units of its experts
+    factors: Any  # (2, 8)
+    sums: Any  # (2, consumers, 64, 8 and some left free)
     scores: Any  # (k, 4)
     weights: Any  # (k, 4)
     experts: Any  # (k, 4)
@@ -87,7 +87,6 @@ class _Scratch(NamedTuple):
     summed: Any
     free: Any
     chosen: Any
-    wide: Any  # (consumers, 64, depth of a stage): where the interpreter keeps what became fp8; None on a GPU
 
 
 def fits(call: ExpertsCall, sizes: FewRowsSizes, *, is_biased: bool) -> bool:
@@ -102,7 +101,7 @@ def fits(call: ExpertsCall, sizes: FewRowsSizes, *, is_biased: bool) -> bool:
     if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
         return False
     steps = call.units // (sizes.groups * GROUP)
-    return sizes.rows == ROWS >= call.per_token and steps >= HALVES and chooses(routing, is_biased=False)
+    return sizes.shares == 1 and sizes.rows >= call.per_token and steps >= HALVES and chooses(routing, is_biased=False)
 
 
 def one_token(
@@ -172,11 +171,11 @@ class _OneToken:
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         two: dict[str, Any] = {"num_barriers": _BUFFERS}
         scratch = _Scratch(
-            kernel=plgpu.SMEM((sizes.stages, HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
+            kernel=plgpu.SMEM((sizes.stages, sizes.shares, HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
             scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, HALVES, HALF), MXFP4),
-            x=tiles.tile((_BUFFERS, TERMS * ROWS, self.units), FP8, copied_columns=GROUP),
-            factors=plgpu.SMEM((_BUFFERS, ROWS), jnp.float32),
-            sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, TERMS * ROWS), jnp.float32),
+            x=plgpu.SMEM((self.units // GROUP, sizes.rows, GROUP), jnp.float16),
+            factors=plgpu.SMEM((_BUFFERS, sizes.rows), jnp.float32),
+            sums=plgpu.SMEM((_BUFFERS, sizes.consumers, WGMMA_ROWS, sizes.row_sums), jnp.float32),
             scores=plgpu.SMEM((per_token, WARPS), jnp.float32),
             weights=plgpu.SMEM((per_token, WARPS), jnp.float32),
             experts=plgpu.SMEM((per_token, WARPS), jnp.int32),
@@ -186,7 +185,6 @@ class _OneToken:
             summed=plgpu.Barrier(num_arrivals=sizes.consumers, **two),
             free=plgpu.Barrier(**two),
             chosen=plgpu.Barrier(),
-            wide=tiles.probabilities_tile((sizes.consumers, WGMMA_ROWS, self._depth), FP8),
         )
 
         def warpgroup(scratch: _Scratch) -> None:
@@ -199,7 +197,7 @@ class _OneToken:
 
             @pl.when(number == sizes.consumers)
             def around():
-                plgpu.set_max_registers(sizes.registers.rows, action="increase")
+                plgpu.set_max_registers(sizes.registers.last, action="decrease")
                 self._prepare_and_finish(operands, logits, hidden, parts, scratch)
 
             @pl.when(number == sizes.consumers + 1)
@@ -230,7 +228,7 @@ class _OneToken:
                     pl.when(done + k >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
                     full, inputs = scratch.full.at[stage], pl.ds((first + k) * width, width)
                     of_weights = weights.at[expert, *columns, pl.ds(0, HALF), inputs]
-                    plgpu.copy_gmem_to_smem(of_weights, scratch.kernel.at[stage], full)
+                    plgpu.copy_gmem_to_smem(of_weights, scratch.kernel.at[stage, 0], full)
                     own, target = pl.ds((first + k) * groups, groups), scratch.scales.at[stage, pl.ds(0, groups)]
                     plgpu.copy_gmem_to_smem(scales.at[expert, own, *columns], target, full)
 
@@ -247,11 +245,9 @@ class _OneToken:
 
     def _consume(self, scratch: _Scratch, warpgroup: Any) -> None:
         stages, consumers = self.sizes.stages, self.sizes.consumers
-        shape = WGMMA_ROWS, TERMS * ROWS
+        shape, groups = (WGMMA_ROWS, self.sizes.rows), self.sizes.groups
 
         def products(of_second, before):
-            buffer = int(of_second)
-
             def multiply_unit(number, choice, block, half, done):
                 del choice, block
                 first, steps = self._units.steps_of(of_second, half)
@@ -261,13 +257,9 @@ class _OneToken:
                     k = own + i * consumers
                     stage = lax.rem(done + k, stages)
                     plgpu.barrier_wait(scratch.full.at[stage])
-                    inputs = pl.ds(pl.multiple_of((first + k) * self._depth, GROUP), self._depth)
-                    x, wide = (
-                        scratch.x.at[buffer, :, inputs],
-                        None if scratch.wide is None else scratch.wide.at[warpgroup],
-                    )
+                    x = scratch.x.at[pl.ds((first + k) * groups, groups)]
                     weights, scales = scratch.kernel.at[stage], scratch.scales.at[stage]
-                    total = stage_added(total, weights, scales, x, wide, self.sizes.groups)
+                    total = stage_added(total, weights, scales, x, shares=1)
                     plgpu.barrier_arrive(scratch.empty.at[stage])
                     return total
 
@@ -275,7 +267,7 @@ class _OneToken:
                 total = lax.fori_loop(0, lax.div(steps - own + consumers - 1, consumers), multiply_step, none)
                 place = lax.rem(before + number, _BUFFERS)
                 pl.when(before + number >= _BUFFERS)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
-                scratch.sums[place, warpgroup] = total
+                store_sums(total, scratch.sums.at[place, warpgroup])
                 plgpu.barrier_arrive(scratch.summed.at[place])
                 return done + steps
 
@@ -343,7 +335,6 @@ class _OneToken:
         store(scratch.sums.at[place])
         pl.when(number + _BUFFERS < total)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
 
-    def _prepare(self, row: Any, scratch: _Scratch, buffer: int, number: Any) -> None:
-        """A row in two terms, and its factor."""
-        scratch.factors[buffer, number] = put_in_terms(row, scratch.x.at[buffer], number, ROWS)
-        plgpu.commit_smem()
+    def _prepare(self, row: Any, scratch: _Scratch, product: int, number: Any) -> None:
+        """A row in float16, and its factor."""
+        scratch.factors[product, number] = put_in_float16(row, scratch.x, number)

@@ -14,9 +14,7 @@ from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
-from jattn_kernels.mosaic.sm90.experts.two_terms import TERMS
 
-ROWS = 4  # in a tile: of the token one, of its experts' hidden units as many as experts
 _LAYOUT = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -35,7 +33,7 @@ def store_hidden(
 
     Args:
         factor: Of the token.
-        sums: (consumers, 64, terms * 4).
+        sums: (consumers, 64, rows and some left free); there is one row here, and one an expert in `store_returned`.
     """
     side = units.side(False)
     column, own = _columns(side)
@@ -86,13 +84,9 @@ def _columns(side: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _sum_of(sums: Any, column: Any, row: Any) -> jax.Array:
-    """What consumers and terms add up to, of some columns of a unit's 64."""
-    width = TERMS * ROWS
-    places = (
-        column * width + row + consumer * WGMMA_ROWS * width + term * ROWS
-        for consumer in range(sums.shape[0])
-        for term in range(TERMS)
-    )
+    """What consumers add up to, of some columns of a unit's 64."""
+    consumers, _, width = sums.shape
+    places = (column * width + row + consumer * WGMMA_ROWS * width for consumer in range(consumers))
     return functools.reduce(jnp.add, [gather(sums, each, _LAYOUT) for each in places])
 
 

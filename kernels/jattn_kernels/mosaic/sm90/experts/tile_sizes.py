@@ -32,7 +32,7 @@ class ProductTiles:
     lag: int
 
 
-def _rows_of_expert(call: ExpertsCall) -> float:
+def rows_of_expert(call: ExpertsCall) -> float:
     """That an expert has to expect, if each is as likely."""
     choices = call.num_tokens * call.per_token
     return choices / min(call.num_experts, choices)
@@ -40,7 +40,7 @@ def _rows_of_expert(call: ExpertsCall) -> float:
 
 def product_tiles(call: ExpertsCall) -> ProductTiles:
     """The sizes for both of an expert's products."""
-    rows = _rows_of_expert(call)
+    rows = rows_of_expert(call)
     if rows >= _ROWS_OF_PROMPTS and call.num_tokens > _ROW_COUNTS[-1]:
         return ProductTiles(block_rows=128, row_counts=(32, 64, 96, 128), consumers=2, stages=4, lag=2)
     block_rows = next((count for count in _ROW_COUNTS if call.num_tokens <= count), _ROW_COUNTS[-1])
@@ -61,7 +61,7 @@ def few_bits_tiles(call: ExpertsCall) -> ProductTiles:
         consumers = 2  # one makes weights wider while the other multiplies
     elif sizes.block_rows > _ROW_COUNTS[-1]:
         counts = counts[:-1]
-    if _ROW_COUNTS[0] < call.num_tokens <= _FEW_TOKENS and _rows_of_expert(call) <= _MOST_ROWS_OF_FEW / 2:
+    if _ROW_COUNTS[0] < call.num_tokens <= _FEW_TOKENS and rows_of_expert(call) <= _MOST_ROWS_OF_FEW / 2:
         counts = tuple(count for count in counts if count <= _MOST_ROWS_OF_FEW)
         consumers = 3 if in_4_bits else 2
     return _with_stages(sizes, counts, consumers, in_4_bits=in_4_bits)

@@ -23,7 +23,7 @@ from jattn_kernels.mosaic.sm90.experts.e2m1 import FACTOR, in_order
 from jattn_kernels.quantized import FP8
 
 TERMS = 2
-_MANTISSA, _BIAS, _TOP = 23, 127, 7  # of float32; the exponent that a row's largest number gets
+MANTISSA, BIAS, _TOP = 23, 127, 7  # of float32; the exponent that a row's largest number gets
 _HALF, _KEPT = 1 << 19, -(1 << 20)  # of float32's bits: what rounds to four of them, and these with sign and exponent
 _LEAST = 2.0**-6  # of e4m3's normal numbers
 FIRSTS, SECONDS = 0x6420, 0x7531  # of eight bytes: those of even numbers, and of odd ones
@@ -85,22 +85,30 @@ def two_terms(
 
 def in_terms(row: list[jax.Array]) -> tuple[list[tuple[jax.Array, jax.Array]], jax.Array]:
     """Both terms of each piece of a row, as float32 that e4m3 holds, and the exponent that the row is divided by."""
-    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(numbers)) for numbers in row])
-    terms, exponents = [], []
-    for numbers in row:
-        exponent = lax.broadcast_in_dim(largest, numbers.shape, [])  # Mosaic has no bits of a scalar
-        exponent = jnp.maximum(_bits(exponent) >> _MANTISSA, _TOP + 1)
-        numbers *= _float((2 * _BIAS + _TOP - exponent) << _MANTISSA)
+    in_pieces, exponent = scaled(row, _TOP)
+    terms = []
+    for numbers in in_pieces:
         first = _float((_bits(numbers) + _HALF) & _KEPT)
         first = jnp.where(jnp.abs(numbers) < _LEAST, 0.0, first)
         terms.append((first, numbers - first))
+    return terms, exponent
+
+
+def scaled(row: list[jax.Array], top: int) -> tuple[list[jax.Array], jax.Array]:
+    """A row, in pieces, divided by a power of two, and the exponent of its largest number, which becomes `top`."""
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(numbers)) for numbers in row])
+    in_pieces, exponents = [], []
+    for numbers in row:
+        exponent = lax.broadcast_in_dim(largest, numbers.shape, [])  # Mosaic has no bits of a scalar
+        exponent = jnp.maximum(_bits(exponent) >> MANTISSA, top + 1)
+        in_pieces.append(numbers * _float((2 * BIAS + top - exponent) << MANTISSA))
         exponents.append(exponent)
-    return terms, exponents[0]
+    return in_pieces, exponents[0]
 
 
-def factor_of(exponent: jax.Array) -> Any:
-    """What a row in terms is to be multiplied with."""
-    return jnp.max(_float((exponent - _TOP) << _MANTISSA))
+def factor_of(exponent: jax.Array, top: int = _TOP) -> Any:
+    """What products of a row that was divided so are to be multiplied with."""
+    return jnp.max(_float((exponent - top) << MANTISSA))
 
 
 def _store_turned(target: Any, values: jax.Array, layout: Any) -> None:
