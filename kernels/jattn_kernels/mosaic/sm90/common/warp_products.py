@@ -14,17 +14,25 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
+from jaxlib.mlir.dialects import arith, gpu
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.warp_instructions import (
+    const,
+    i32,
+    matrices,
+    multiplied,
+    pair,
+    register_place,
+    two,
+)
 
 _LANES = 32
 _DEPTH = 16  # of one product, whose rows are two matrices of 8 x 8
 _LOADED = 32  # numbers of a row that one load brings: four such matrices
 _CHUNK_BYTES = 16  # of a row of a matrix
 _BANK_BYTES = 128  # a swizzle repeats after 8 of these
-_PTX_KINDS = {"bfloat16": "bf16", "float16": "f16"}
 
 
 def product(weights: jax.Array, rows: Any, width: int, total: jax.Array | None = None) -> jax.Array:
@@ -65,85 +73,36 @@ def product(weights: jax.Array, rows: Any, width: int, total: jax.Array | None =
         loads = [_load(rows, eight, line) for eight in range(num_rows // TILED_ROWS)]
         for block in range(columns // WGMMA_ROWS):
             for eight, of_rows in enumerate(loads):
-                places = [_place(block, eight, half) for half in range(2)]
+                places = [register_place(block, eight, half) for half in range(2)]
                 sums = [zero] * 4
                 if total is not None:
-                    sums = [number for place in places for number in _two(total.registers[place])]
+                    sums = [number for place in places for number in two(total.registers[place])]
                 for k in range(depth // _DEPTH):
-                    own = [_place(block, 2 * k + side, half) for side in range(2) for half in range(2)]
-                    words = [utils.bitcast(weights.registers[place], _i32()) for place in own]
-                    sums = _multiply(words, of_rows[2 * k : 2 * k + 2], sums, weights.mlir_dtype)
+                    own = [register_place(block, 2 * k + side, half) for side in range(2) for half in range(2)]
+                    words = [utils.bitcast(weights.registers[place], i32()) for place in own]
+                    sums = multiplied(words, of_rows[2 * k : 2 * k + 2], sums, weights.mlir_dtype)
                 for half, place in enumerate(places):
-                    registers[place] = _pair(*sums[2 * half : 2 * half + 2])
+                    registers[place] = pair(*sums[2 * half : 2 * half + 2])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     run: Any = multiply
     return run(*arguments)
 
 
-def _place(block: int, eight: int, half: int) -> tuple[int, ...]:
-    """Where a register is in wgmma's layout: of 64 rows, 8 columns, and the upper or lower 8 rows of a warp's 16."""
-    return (block, eight, 0, 0, half, 0, 0, 0, 0)
-
-
 def _load(rows: Any, eight: int, line: int) -> list[Any]:
     """Of eight rows each 8 numbers in turn: a thread has two of a row, as a product takes them from registers."""
     (_, column_tiles, _, width), (strides, _) = rows.type.shape, rows.type.get_strides_and_offset()
     itemsize = line // width
-    lane = arith.remui(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)), _const(_LANES))
-    row, chunk = arith.remui(lane, _const(TILED_ROWS)), arith.divui(lane, _const(TILED_ROWS))
-    swizzled = arith.divui(row, _const(_BANK_BYTES // line))
+    lane = arith.remui(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x)), const(_LANES))
+    row, chunk = arith.remui(lane, const(TILED_ROWS)), arith.divui(lane, const(TILED_ROWS))
+    swizzled = arith.divui(row, const(_BANK_BYTES // line))
     pointer, byte = utils.memref_ptr(rows), ir.IntegerType.get_signless(8)
-    first, words = arith.muli(row, _const(line)), []
+    first, words = arith.muli(row, const(line)), []
     for tile in range(column_tiles):
         for begin in range(0, width, _LOADED):
-            of_chunk = arith.xori(arith.addi(chunk, _const(begin * itemsize // _CHUNK_BYTES)), swizzled)
-            place = arith.addi(first, arith.muli(of_chunk, _const(_CHUNK_BYTES)))
+            of_chunk = arith.xori(arith.addi(chunk, const(begin * itemsize // _CHUNK_BYTES)), swizzled)
+            place = arith.addi(first, arith.muli(of_chunk, const(_CHUNK_BYTES)))
             begin_of_tile = (eight * strides[0] + tile * strides[1]) * itemsize
-            own = utils.getelementptr(pointer, [arith.addi(place, _const(begin_of_tile))], byte)
-            loaded = nvvm.ldmatrix(
-                own,
-                num=4,
-                layout=nvvm.MMALayout.row,
-                shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
-                elt_type=nvvm.LdStMatrixEltType.B16,
-            )
-            words += [llvm.extractvalue(_i32(), loaded, [i]) for i in range(4)]
+            own = utils.getelementptr(pointer, [arith.addi(place, const(begin_of_tile))], byte)
+            words += matrices(own, 4)
     return words
-
-
-def _multiply(weights: list[Any], rows: list[Any], sums: list[Any], dtype: Any) -> list[Any]:
-    """Of a warp's 16 weights and 8 rows, 16 numbers deep."""
-    f32, kind = ir.F32Type.get(), str(dtype)
-    assert kind in _PTX_KINDS.values()
-    results, of_weights, of_rows, before = ("{" + ", ".join(f"${i}" for i in range(*ends)) + "}" for ends in _OPERANDS)
-    return list(
-        utils.inline_ptx(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {results}, {of_weights}, {of_rows}, {before};",
-            *weights,
-            *rows,
-            *sums,
-            result_types=[f32] * 4,
-            convergent=True,
-        )
-    )
-
-
-_OPERANDS = (0, 4), (4, 8), (8, 10), (10, 14)
-
-
-def _two(register: Any) -> list[Any]:
-    return [llvm.extractelement(register, _const(number)) for number in range(2)]
-
-
-def _pair(first: Any, second: Any) -> Any:
-    pair = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
-    return llvm.insertelement(llvm.insertelement(pair, first, _const(0)), second, _const(1))
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _const(value: int) -> Any:
-    return arith.constant(_i32(), value)

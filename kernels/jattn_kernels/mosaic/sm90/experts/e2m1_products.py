@@ -24,10 +24,19 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm
+from jaxlib.mlir.dialects import arith, gpu, llvm
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.common.warp_instructions import (
+    const,
+    i32,
+    matrices,
+    multiplied,
+    pair,
+    register_place,
+    two,
+)
 from jattn_kernels.mosaic.sm90.experts.e2m1 import power_of_two
 from jattn_kernels.mxfp4 import GROUP, codes_of
 
@@ -89,13 +98,13 @@ def store_sums(total: jax.Array, target: Any) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def store(ctx: Any, target: Any, total: Any) -> None:
         del ctx
-        thread = arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
+        thread = arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
         row, four = _div(_rem(thread, _LANES), 4), _rem(thread, 4)
         row = arith.addi(row, _times(_rem(_div(thread, _LANES), WARPS), _TILE))
         pointer = utils.memref_ptr(target)
         own = utils.getelementptr(pointer, [arith.addi(_times(row, width), _times(four, 2))], ir.F32Type.get())
         for (tile, eight, _, _, half, *_), register in np.ndenumerate(total.registers):
-            offset = _const((tile * WGMMA_ROWS + half * _EIGHT) * width + eight * _EIGHT)
+            offset = const((tile * WGMMA_ROWS + half * _EIGHT) * width + eight * _EIGHT)
             llvm.store(register, utils.getelementptr(own, [offset], ir.F32Type.get()), alignment=8)
 
     run: Any = store
@@ -123,7 +132,7 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
     width, rows = weights.type.shape[-1], x.type.shape[1]
     groups = width // _GROUP_BYTES
     warps, eights = WARPS // shares, total.shape[1] // _EIGHT
-    thread = arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
+    thread = arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
     lane, warp = _rem(thread, _LANES), _rem(_div(thread, _LANES), WARPS)
     row, four = _div(lane, 4), _rem(lane, 4)
     share, first_column = _div(warp, warps), _times(_rem(warp, warps), _TILE * shares)
@@ -141,7 +150,7 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
 
     sums = [
         [
-            [number for half in range(2) for number in _two(total.registers[_place(tile, eight, half)])]
+            [number for half in range(2) for number in two(total.registers[register_place(tile, eight, half)])]
             for tile in range(shares)
         ]
         for eight in range(eights)
@@ -149,10 +158,10 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
     loaded: dict[tuple[int, int], list[Any]] = {}
     for group in range(groups):
         if shares > 1:
-            words = _matrices(word, group * _GROUP_BYTES, 4)
+            words = matrices(_byte(word, const(group * _GROUP_BYTES)), 4)
             loaded |= {(group, tile): words[2 * tile : 2 * tile + 2] for tile in range(2)}
         elif group % 2 == 0:
-            words = _matrices(word, group * _GROUP_BYTES, 4 if group + 1 < groups else 2)
+            words = matrices(_byte(word, const(group * _GROUP_BYTES)), 4 if group + 1 < groups else 2)
             loaded |= {(group + i, 0): words[2 * i : 2 * i + 2] for i in range(len(words) // 2)}
         of_rows = [_four_words(of_x, (group * rows + eight * _EIGHT) * 2 * GROUP) for eight in range(eights)]
         for tile in range(shares):
@@ -162,7 +171,7 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
                 found = [_zero()] * 4
                 for k in (0, 2):
                     own = [upper[k], lower[k], upper[k + 1], lower[k + 1]]
-                    found = _multiplied(own, of_rows[eight][k : k + 2], found)
+                    found = multiplied(own, of_rows[eight][k : k + 2], found, "f16")
                 before = sums[eight][tile]
                 sums[eight][tile] = [
                     _fma(number, factors[i // 2], old)
@@ -172,7 +181,7 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
     for eight in range(eights):
         for tile in range(shares):
             for half in range(2):
-                registers[_place(tile, eight, half)] = _pair(*sums[eight][tile][2 * half : 2 * half + 2])
+                registers[register_place(tile, eight, half)] = pair(*sums[eight][tile][2 * half : 2 * half + 2])
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
@@ -180,58 +189,25 @@ def _float16(word: Any) -> list[Any]:
     """Eight numbers of four bits, two by two, in `ORDER`."""
 
     def spread(of_signs: Any, of_numbers: Any) -> list[Any]:
-        numbers = arith.andi(of_numbers, _const(_NUMBERS))
-        in_bytes = arith.ori(arith.andi(of_signs, _const(_SIGNS)), numbers)
-        lower = _ptx(f"prmt.b32 $0, $1, $2, {_LOWER_BYTES_UP};", in_bytes, _const(0))
-        return [arith.andi(in_bytes, _const(_UPPER)), lower]
+        numbers = arith.andi(of_numbers, const(_NUMBERS))
+        in_bytes = arith.ori(arith.andi(of_signs, const(_SIGNS)), numbers)
+        lower = _ptx(f"prmt.b32 $0, $1, $2, {_LOWER_BYTES_UP};", in_bytes, const(0))
+        return [arith.andi(in_bytes, const(_UPPER)), lower]
 
-    odd = spread(word, arith.shrui(word, _const(3)))
+    odd = spread(word, arith.shrui(word, const(3)))
     even = spread(*(_ptx(f"mul.lo.u32 $0, $1, {by};", word) for by in (16, 2)))  # where sums are done, not logic
     return odd + even
 
 
 def _factor(scale: Any, offset: int) -> Any:
     """A scale, in float32."""
-    exponent = arith.extui(_i32(), llvm.load(_i8(), _byte(scale, _const(offset))))
+    exponent = arith.extui(i32(), llvm.load(_i8(), _byte(scale, const(offset))))
     return utils.bitcast(_ptx(f"mul.lo.u32 $0, $1, {_TO_FLOAT32};", exponent), ir.F32Type.get())
 
 
-def _multiplied(weights: list[Any], rows: list[Any], sums: list[Any]) -> list[Any]:
-    """Of 16 columns and 8 rows, 16 numbers deep."""
-    results, of_weights, of_rows, before = (
-        "{" + ", ".join(f"${i}" for i in range(*ends)) + "}" for ends in ((0, 4), (4, 8), (8, 10), (10, 14))
-    )
-    return list(
-        utils.inline_ptx(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {results}, {of_weights}, {of_rows}, {before};",
-            *weights,
-            *rows,
-            *sums,
-            result_types=[ir.F32Type.get()] * 4,
-            convergent=True,
-        )
-    )
-
-
-def _matrices(pointer: Any, offset: int, count: int) -> list[Any]:
-    loaded = nvvm.ldmatrix(
-        _byte(pointer, _const(offset)),
-        num=count,
-        layout=nvvm.MMALayout.row,
-        shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
-        elt_type=nvvm.LdStMatrixEltType.B16,
-    )
-    return [llvm.extractvalue(_i32(), loaded, [i]) for i in range(count)]
-
-
 def _four_words(pointer: Any, offset: int) -> list[Any]:
-    words = llvm.load(ir.VectorType.get((4,), _i32()), _byte(pointer, _const(offset)), alignment=16)
-    return [llvm.extractelement(words, _const(i)) for i in range(4)]
-
-
-def _place(tile: int, eight: int, half: int) -> tuple[int, ...]:
-    """Where a register is in wgmma's layout: of 64 rows, 8 columns, and the upper or lower 8 rows of a warp's 16."""
-    return (tile, eight, 0, 0, half, 0, 0, 0, 0)
+    words = llvm.load(ir.VectorType.get((4,), i32()), _byte(pointer, const(offset)), alignment=16)
+    return [llvm.extractelement(words, const(i)) for i in range(4)]
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
@@ -239,16 +215,7 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def _ptx(text: str, *operands: Any) -> Any:
-    return llvm.inline_asm(_i32(), list(operands), text, ",".join(["=r"] + ["r"] * len(operands)))
-
-
-def _two(register: Any) -> list[Any]:
-    return [llvm.extractelement(register, _const(number)) for number in range(2)]
-
-
-def _pair(first: Any, second: Any) -> Any:
-    pair = llvm.mlir_undef(ir.VectorType.get((2,), first.type))
-    return llvm.insertelement(llvm.insertelement(pair, first, _const(0)), second, _const(1))
+    return llvm.inline_asm(i32(), list(operands), text, ",".join(["=r"] + ["r"] * len(operands)))
 
 
 def _byte(pointer: Any, offset: Any) -> Any:
@@ -260,27 +227,19 @@ def _zero() -> Any:
 
 
 def _div(value: Any, by: int) -> Any:
-    return arith.divui(value, _const(by))
+    return arith.divui(value, const(by))
 
 
 def _rem(value: Any, by: int) -> Any:
-    return arith.remui(value, _const(by))
+    return arith.remui(value, const(by))
 
 
 def _times(value: Any, by: int) -> Any:
-    return arith.muli(value, _const(by))
-
-
-def _i32() -> Any:
-    return ir.IntegerType.get_signless(32)
+    return arith.muli(value, const(by))
 
 
 def _i8() -> Any:
     return ir.IntegerType.get_signless(8)
-
-
-def _const(value: int) -> Any:
-    return arith.constant(_i32(), value - (1 << 32) if value >> 31 else value)
 
 
 assert tuple(odd + 4 * half for odd in (3, 1, 2, 0) for half in range(2)) == ORDER
