@@ -69,16 +69,16 @@ def test_a_replica_that_cannot_go_on_says_so_to_ray():
         asked()
 
 
-@pytest.fixture(scope="module")
-def port():
-    """Of two replicas, in a process of their own."""
+@pytest.fixture(scope="module", params=[(), ("--by-prefix",)], ids=["alone", "behind a front"])
+def port(request):
+    """Of two replicas, in processes of their own."""
     pytest.importorskip("ray")
     listening = bound_socket("127.0.0.1", 0)
     number = listening.getsockname()[1]
     listening.close()
     sizes = "--max-num-seqs 4 --max-context-len 256 --prefill-tokens 64"
     command = [Path(sys.executable).with_name("jattn"), "serve", "--replicas", "2", "--port", str(number)]
-    with subprocess.Popen([*command, *sizes.split()], stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([*command, *sizes.split(), *request.param], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         for line in server.stderr:
             if line.startswith("Serving"):
@@ -96,7 +96,8 @@ def port():
 
 def replica_processes():
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listed.splitlines() if "ray::ServeReplica:jattn" in line]
+    own = [line for line in listed.splitlines() if "ray::ServeReplica:jattn" in line and "-front" not in line]
+    return [int(line.split()[0]) for line in own]
 
 
 @pytest.mark.slow
