@@ -9,6 +9,7 @@ import pytest
 
 import jattn
 from jattn.attention.paged import PagedAttentionBackend
+from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
 from jattn.device_mesh import OnAll
 from jattn.parallel import Parallel
@@ -128,6 +129,13 @@ def test_kernels_of_gpus_are_told(monkeypatch, platform):
 def test_what_makes_steps_of_other_kinds_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         EngineConfig(batch_invariant=True, **changes)
+
+
+@pytest.mark.parametrize("backend", ["flash_attention", "flashinfer"])
+def test_backends_of_other_names_refuse_the_promise(backend):
+    options = dataclasses.replace(resolved(CONFIG, tiny_model()).backend_options, batch_invariant=True)
+    with pytest.raises(NotImplementedError, match=f"`{backend}` does not promise `batch_invariant`: use `paged`"):
+        backend_class(backend).for_model(tiny_model().attention_layers, options)
 
 
 def answer(request):
