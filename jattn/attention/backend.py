@@ -271,6 +271,7 @@ class BackendOptions:
         kv_cache_dtype: What the pool stores; auto, a name of DTYPE_NAMES, or PACKED_LATENTS.
         implementation: Which kernels to use; None lets dispatch choose.
         speculative_num_draft_tokens: Tokens of a row that a step verifies; 1 is plain decode.
+        batch_invariant: Whether results must not depend, to the bit, on the batch around a request.
     """
 
     max_context_len: int
@@ -280,6 +281,7 @@ class BackendOptions:
     kv_cache_dtype: str = "auto"
     implementation: str | None = None
     speculative_num_draft_tokens: int = 1
+    batch_invariant: bool = False
 
 
 @typing.runtime_checkable

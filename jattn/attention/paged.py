@@ -26,6 +26,7 @@ from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents, RawQueries
 from jattn_kernels.dispatch import is_served, works_per_sequence
 from jattn_kernels.packed_latents import is_packed
+from jattn_kernels.spec import PageLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,8 @@ class PagedAttentionBackend:
     @classmethod
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "PagedAttentionBackend":
         """The backend of a model's layers, one given of each kind."""
-        return cls(tuple(dict.fromkeys(map(kind_of, layers))), options)
+        kind = functools.partial(kind_of, batch_invariant=options.batch_invariant)
+        return cls(tuple(dict.fromkeys(map(kind, layers))), options)
 
     max_context_len = property(attrgetter("options.max_context_len"), doc="Longest sequence, in tokens.")
     page_size = property(attrgetter("options.page_size"), doc="Tokens a page.")
@@ -124,14 +126,14 @@ class PagedAttentionBackend:
         Args:
             q: As of `attend_pages`.
         """
-        group, kind = pool.groups[layer.group], kind_of(layer)
+        group, kind = pool.groups[layer.group], self._kind(layer)
         schedule = metadata.schedule_of(kind)
         return attend_pages(
             q,
             group.k,
             group.v,
             metadata.read_by(kind, layer.group),
-            spec=kind_of(layer, group.page_layout).spec,
+            spec=self._kind(layer, group.page_layout).spec,
             latent=kind.latent,
             layer_index=layer.layer_id,
             k_scale=layer.k_scale if self._is_fp8 else None,
@@ -155,7 +157,7 @@ class PagedAttentionBackend:
         save_kv_cache: bool = True,
     ) -> tuple[Float[Array, "T N V"], KVPool] | None:
         """Output of heads, and the pool with this pass's rows; None where attention is to be absorbed."""
-        kind, slots = kind_of(layer), metadata.slots[layer.group]
+        kind, slots = self._kind(layer), metadata.slots[layer.group]
         plan = metadata.schedule_of(kind)
         if not isinstance(plan, LatentPlan):
             return None
@@ -213,7 +215,7 @@ class PagedAttentionBackend:
         norms: HeadNorms | None = None,
     ) -> Unattended | None:
         """The attention that is meant, of tokens that decode; None if it is to be computed."""
-        group, kind = pool.groups[layer.group], kind_of(layer)
+        group, kind = pool.groups[layer.group], self._kind(layer)
         read = metadata.read_by(kind, layer.group)
         plain = read.q_positions is None and read.custom_mask is None and layer.sinks is None
         scaled = self._is_fp8 and not (layer.k_scale is None and layer.v_scale is None)
@@ -232,7 +234,7 @@ class PagedAttentionBackend:
             seq_lens=read.seq_lens,
             layer_index=layer.layer_id,
             schedule=metadata.schedule_of(kind),
-            spec=kind_of(layer, group.page_layout).spec,
+            spec=self._kind(layer, group.page_layout).spec,
             implementation=self.options.implementation,
         )
 
@@ -245,7 +247,7 @@ class PagedAttentionBackend:
         facts: dict[str, Any] = {"dtype": latents.dtype, "kv_dtype": stored, "page_size": self.page_size, **options}
         if stored != latents.dtype and not is_packed(stored):
             return None
-        if not is_served("mla_write", spec=kind_of(layer).spec, **facts):
+        if not is_served("mla_write", spec=self._kind(layer).spec, **facts):
             return None
         rows, pool = pool.latents_written(layer.group, layer.layer_id, slots, latents, **options)
         return rows[:, None], pool
@@ -263,7 +265,7 @@ class PagedAttentionBackend:
         The pool may be donated.
         """
         options: dict[str, Any] = {"implementation": self.options.implementation}
-        slots, kind = metadata.slots[layer.group], kind_of(layer)
+        slots, kind = metadata.slots[layer.group], self._kind(layer)
         facts: dict[str, Any] = {"dtype": latents.dtype, "kv_dtype": self._stored_dtype, "page_size": self.page_size}
         facts |= {"num_tokens": slots.shape[0], "absorbed": queries.nope_dim}
         if isinstance(metadata.schedule_of(kind), LatentPlan):
@@ -295,6 +297,9 @@ class PagedAttentionBackend:
         if self.fewest_expanded is not None:
             return self.fewest_expanded
         return choose_fewest_expanded(kind.spec, kind.head_widths)
+
+    def _kind(self, layer: AttentionLayer, page_layout: PageLayout = "NHD") -> LayerKind:
+        return kind_of(layer, page_layout, batch_invariant=self.options.batch_invariant)
 
     def _call(self, kind: LayerKind) -> PagedCall:
         of_pool = ("k_scale", "v_scale") if self._is_fp8 else ()

@@ -21,8 +21,11 @@ class LayerKind(NamedTuple):
 _spec = functools.lru_cache(maxsize=1024)(AttentionSpec)  # a step asks once a layer
 
 
-def kind_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> LayerKind:
+def kind_of(layer: AttentionLayer, page_layout: PageLayout = "NHD", *, batch_invariant: bool = False) -> LayerKind:
     """The kind of a layer; what `use_irope` adds is a matter of its backend.
+
+    Args:
+        batch_invariant: As of the kernels' spec.
 
     Raises:
         ValueError: A layer of cross attention has a window.
@@ -41,6 +44,7 @@ def kind_of(layer: AttentionLayer, page_layout: PageLayout = "NHD") -> LayerKind
         window_left=window if window >= 0 else None,
         chunk_size=layer.chunk_size,
         page_layout=page_layout,
+        batch_invariant=batch_invariant,
     )
     return LayerKind(spec, layer.kv == "latent", is_cross, layer.sinks is not None, layer.head_widths)
 

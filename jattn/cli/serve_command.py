@@ -74,6 +74,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    by_prefix: Annotated[
+        bool,
+        typer.Option(
+            "--by-prefix",
+            help="Whether a request goes to the replica that was sent others which begin alike.",
+        ),
+    ] = False,
     speculative: SpeculativeFlag = None,
     num_draft_tokens: NumDraftTokensFlag = None,
     draft_model: DraftModelFlag = None,
@@ -87,6 +94,8 @@ def serve(
     The exit code is 1 if the engine could not go on.
     """
     with sentences_for_errors():
+        if by_prefix and replicas is None:
+            raise ValueError("`--by-prefix` must come with `--replicas`, among which it chooses.")
         if replicas is None:
             with starting():
                 from jattn.devices import start_early
@@ -121,7 +130,8 @@ def serve(
                 def tell() -> None:
                     typer.echo(f"Serving {name} by {replicas} replicas at {url}/v1", err=True)
 
-                ray.run(path, options, listening, lifetime, tell, num_replicas=replicas, **knobs)
+                chosen = {"num_replicas": replicas, "by_prefix": by_prefix}
+                ray.run(path, options, listening, lifetime, tell, **chosen, **knobs)
                 return
 
             from jattn.server.device_sizes import sizes_for_device

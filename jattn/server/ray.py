@@ -3,8 +3,8 @@
 python:     serve.run(application(path, ServiceOptions(model_names=("name",)), num_replicas=2))
 terminal:   jattn serve CHECKPOINT --replicas 2
 
-Ray's proxy gives each request to the replica that has the fewest; it streams, and cancels where a client goes. Which
-replica has a prompt's beginning in its cache no router of Ray's asks about for an ASGI application.
+Ray's proxy gives each request to the replica that has the fewest; it streams, and cancels where a client goes. With
+`by_prefix` a front chooses the replica (`jattn/server/ray_front.py`).
 """
 
 import importlib
@@ -28,6 +28,7 @@ from jattn.serving.config import EngineConfig
 from jattn.serving.frontend.llm import LLM
 
 _NAME = "jattn"
+_FRONT = "jattn.server.ray_front"  # imports Ray
 _HEALTH_SECONDS = 5.0  # between two looks at a replica
 _MOST_REQUESTS = 100_000  # a replica's own queue says what is too many: it answers 503 and when to come again
 
@@ -68,6 +69,7 @@ def application(
     *,
     num_replicas: int | None = None,
     autoscaling: Mapping[str, Any] | None = None,
+    by_prefix: bool = False,
     drain_seconds: float = 30.0,
     watchdog_seconds: float = 300.0,
     actor_options: Mapping[str, Any] | None = None,
@@ -80,6 +82,9 @@ def application(
         num_replicas: How many, always; 1 by default.
         autoscaling: Fields of Ray's `AutoscalingConfig` in its place, such as `min_replicas`, `max_replicas` and
             `target_ongoing_requests`.
+        by_prefix: Whether a request goes to the replica that was sent the most of what it begins with, which may have
+            that in its prefix cache, in place of the one with the fewest requests. All then go through one process
+            more.
         drain_seconds: What the requests of a replica that is to stop get to end, as when another version is deployed.
         watchdog_seconds: A replica whose step takes so long is replaced.
         actor_options: Of Ray's, for each replica, such as `num_gpus`; by default the GPUs that its model is shared
@@ -98,15 +103,22 @@ def application(
     EngineConfig(**{name: value for name, value in knobs.items() if value is not None})
     path = str(Checkpoint(Path(path)).path.resolve())
     number = {"autoscaling_config": dict(autoscaling)} if autoscaling else {"num_replicas": num_replicas or 1}
-    deployment = ray.serve.deployment(
-        name=_NAME,
-        max_ongoing_requests=_MOST_REQUESTS,
-        health_check_period_s=_HEALTH_SECONDS,
-        graceful_shutdown_timeout_s=drain_seconds,
-        ray_actor_options=dict(actor_options or _devices(ray, knobs.get("tensor_parallel") or 1)),
+    common = {"max_ongoing_requests": _MOST_REQUESTS, "graceful_shutdown_timeout_s": drain_seconds}
+    own = {
+        "name": _NAME,
+        "health_check_period_s": _HEALTH_SECONDS,
+        "ray_actor_options": dict(actor_options or _devices(ray, knobs.get("tensor_parallel") or 1)),
+        **common,
         **number,
-    )(ray.serve.ingress()(Replica))
-    return deployment.bind(path, options, knobs, watchdog_seconds)
+    }
+    arguments = (path, options, knobs, watchdog_seconds)
+    if not by_prefix:
+        return ray.serve.deployment(**own)(ray.serve.ingress()(Replica)).bind(*arguments)
+    behind = importlib.import_module(_FRONT)
+    own["request_router_config"] = {"request_router_class": f"{_FRONT}.PrefixRouter"}
+    replicas = ray.serve.deployment(**own)(behind.ReplicaBehind).bind(*arguments)
+    front = ray.serve.deployment(name=f"{_NAME}-front", ray_actor_options={"num_cpus": 0}, **common)
+    return front(ray.serve.ingress()(behind.Front)).bind(replicas, options.max_body_bytes)
 
 
 def run(
@@ -146,7 +158,7 @@ def run(
         ray.shutdown()
 
 
-def _devices(ray: Any, number: int) -> dict[str, float]:
+def _devices(ray: Any, number: int) -> dict[str, int]:
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     return {"num_gpus": number} if ray.cluster_resources().get("GPU", 0) > 0 else {"num_cpus": number}

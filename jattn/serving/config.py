@@ -124,6 +124,15 @@ class EngineConfig:
             flag=True,
         ),
     ] = None
+    batch_invariant: Annotated[
+        bool,
+        Knob(
+            "Whether a request's tokens and log-probabilities are the same, to the bit, whatever is served beside it: "
+            "one size and one variant of each step, no mixed steps and no prefix cache, and attention that cuts "
+            "sequences at fixed places. Slower, where few requests run.",
+            flag=True,
+        ),
+    ] = False
     max_stop_ids: Annotated[
         int | None,
         Knob("Tokens that may end a request, the model's own included; by default 8 more than those."),

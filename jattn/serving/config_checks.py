@@ -40,7 +40,16 @@ def checked(config: Any) -> dict[str, Any]:
     else:
         stored_dtype(config.kv_cache_dtype, jnp.dtype(config.dtype), latents=True)
     backend_class(config.backend)
+    if config.batch_invariant:
+        _check_invariant(config)
     check_drafter(config.speculative)
     if config.speculative and "max_context_len" in sizes:
         check_drafter_fits(config.speculative, sizes["max_context_len"])
     return sizes | {"rope_scaling": checked_rope_scaling(config.rope_scaling)}
+
+
+def _check_invariant(config: Any) -> None:
+    for name, most in (("backend", "paged"), ("speculative", None), ("mixed_steps", None), ("structured_steps", False)):
+        value = getattr(config, name)
+        if value not in (most, False):
+            raise ValueError(f"`{name}` must be {most} where `batch_invariant` is True. Got {value!r}.")

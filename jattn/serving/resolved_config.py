@@ -19,6 +19,7 @@ from jattn.page_lists import AttentionSpan, WindowList, narrower_spans
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.steps.drafting import Drafter, check_drafter_fits
+from jattn_kernels.call import default_device
 
 _TEXT_OF_AN_END = 8  # pages of a text in the prefix cache for one of its window's at the end
 _FEWEST_PAGES, _MOST_PAGES = 2, 2**40  # of any pool
@@ -137,6 +138,8 @@ class ResolvedConfig(_ConfigForModel):
             kv_cache_dtype=self.kv_cache_dtype,
             implementation=self.implementation,
             speculative_num_draft_tokens=1 + self.num_draft_tokens,
+            # XLA's own attention makes no such promise; of one size, on a CPU, it keeps it.
+            batch_invariant=self.batch_invariant and default_device().platform == "gpu",
         )
 
 
@@ -188,6 +191,9 @@ def resolved(
         "max_stop_ids": num_eos_ids + _STOP_IDS if config.max_stop_ids is None else config.max_stop_ids,
         "compile_in_background": False if spans_processes(parallel) else config.compile_in_background,
     }
+    if config.batch_invariant:
+        values |= {"mixed_steps": False, "enable_prefix_caching": False, "greedy_steps": False}
+        values |= {"smallest_decode_bucket": config.max_num_seqs, "smallest_prefill_bucket": config.prefill_tokens}
     groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
     found = ResolvedConfig(**values)
     for group in groups:

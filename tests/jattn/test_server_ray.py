@@ -1,13 +1,9 @@
 """Replicas on Ray Serve: what is said before any begins, and two of them under load, of which one dies."""
 
-import contextlib
-import http.client
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -20,6 +16,7 @@ from jattn.server.run import bound_socket
 from jattn.server.service import ServiceOptions
 from tests.jattn.harness.clients import checkpoint
 from tests.jattn.harness.fake_llm import run
+from tests.jattn.harness.streams import Stream, shown
 
 OPTIONS = ServiceOptions(model_names=("m",))
 
@@ -31,6 +28,12 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch):
     result = run("serve", "--port", 0, "--replicas", 2, checkpoint())
     assert result.exit_code == 2
     assert "install the extra `jattn[ray]`" in result.stderr
+
+
+def test_a_choice_among_replicas_needs_replicas():
+    result = run("serve", "--port", 0, "--by-prefix", checkpoint())
+    assert result.exit_code == 2
+    assert "`--by-prefix` must come with `--replicas`" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -66,16 +69,16 @@ def test_a_replica_that_cannot_go_on_says_so_to_ray():
         asked()
 
 
-@pytest.fixture(scope="module")
-def port():
-    """Of two replicas, in a process of their own."""
+@pytest.fixture(scope="module", params=[(), ("--by-prefix",)], ids=["alone", "behind a front"])
+def port(request):
+    """Of two replicas, in processes of their own."""
     pytest.importorskip("ray")
     listening = bound_socket("127.0.0.1", 0)
     number = listening.getsockname()[1]
     listening.close()
     sizes = "--max-num-seqs 4 --max-context-len 256 --prefill-tokens 64"
     command = [Path(sys.executable).with_name("jattn"), "serve", "--replicas", "2", "--port", str(number)]
-    with subprocess.Popen([*command, *sizes.split()], stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([*command, *sizes.split(), *request.param], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         for line in server.stderr:
             if line.startswith("Serving"):
@@ -91,41 +94,10 @@ def port():
     assert stream.is_whole  # it drains
 
 
-def asked(max_tokens):
-    return {"prompt": "import os\n", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-
-
-class Stream(threading.Thread):
-    """A streamed answer; `is_whole` once it has come to its end, and `error` if it was cut."""
-
-    def __init__(self, port, max_tokens):
-        super().__init__()
-        self.begun, self.text, self.error = threading.Event(), "", None
-        self._port, self._max_tokens = port, max_tokens
-
-    def run(self):
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
-        content, headers = json.dumps(asked(self._max_tokens)), {"Content-Type": "application/json"}
-        with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", content, headers)
-            try:
-                response = connection.getresponse()
-                self.status = response.status
-                while piece := response.read1():
-                    self.begun.set()
-                    self.text += piece.decode()
-            except http.client.HTTPException as error:
-                self.error = error
-        self.begun.set()
-
-    @property
-    def is_whole(self):
-        return self.error is None and self.text.endswith("data: [DONE]\n\n")
-
-
 def replica_processes():
     listed = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
-    return [int(line.split()[0]) for line in listed.splitlines() if "ray::ServeReplica:jattn" in line]
+    own = [line for line in listed.splitlines() if "ray::ServeReplica:jattn" in line and "-front" not in line]
+    return [int(line.split()[0]) for line in own]
 
 
 @pytest.mark.slow
@@ -151,9 +123,3 @@ def test_one_replica_dies_under_load_and_the_other_serves_on(port):
     while len(set(replica_processes()) - {before[0]}) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.5)
-
-
-def shown(text):
-    """The text of a stream of events."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)

@@ -64,7 +64,7 @@ def two(llama):
     return engine_of(llama, 2, greedy_steps=True)
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 8))])
 def test_several_devices_write_what_one_writes(llama, on_one, two, devices):
     """More requests than rows, prompts in chunks, and a beginning that two share; eight devices, two heads of keys."""
     engine = two if devices == 2 else engine_of(llama, devices)

@@ -137,4 +137,6 @@ def _asked(requests: Iterable[Request]) -> Variant:
 
 def _served(variant: Variant, config: ResolvedConfig) -> Variant:
     """The variant that serves another, so that it need not be compiled."""
+    if config.batch_invariant:  # who is served beside a request must not choose its step
+        return "full" if config.full_sampling else "plain"
     return "plain" if variant == "greedy" and not config.greedy_steps else variant

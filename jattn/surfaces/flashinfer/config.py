@@ -98,8 +98,10 @@ class FlashInferConfig:
 
         Raises:
             NotImplementedError: Layers differ in their heads or windows, attend within chunks, or read latent rows;
-                drafted tokens.
+                drafted tokens, or results that are to be batch-invariant.
         """
+        if options.batch_invariant:
+            raise NotImplementedError("`flashinfer` does not promise `batch_invariant`: use `paged`.")
         if options.speculative_num_draft_tokens > 1:
             raise NotImplementedError(
                 "`speculative` must be None with `backend` flashinfer, whose verification takes a tree's mask: use "

@@ -53,9 +53,15 @@ class FlashAttentionBackend:
 
     @classmethod
     def for_model(cls, layers: tuple[AttentionLayer, ...], options: BackendOptions) -> "FlashAttentionBackend":
-        """The backend of a model's layers, one given of each kind; `max_num_seqs` bounds nothing here."""
+        """The backend of a model's layers, one given of each kind; `max_num_seqs` bounds nothing here.
+
+        Raises:
+            NotImplementedError: Results are to be batch-invariant.
+        """
         instance("options", options, BackendOptions)
         facts = dataclasses.asdict(options)
+        if facts.pop("batch_invariant"):
+            raise NotImplementedError("`flash_attention` does not promise `batch_invariant`: use `paged`.")
         del facts["max_num_seqs"]
         arch = "MLA" if any(layer.kv == "latent" for layer in layers) else "MHA"
         return cls(FlashAttentionConfig(layers=layers, attention_arch=arch, **facts))
