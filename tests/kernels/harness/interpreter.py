@@ -61,7 +61,8 @@ _allocate: Any = gpu_callbacks._allocate_buffer_for_all_threads
 
 def _allocated_once(token: Any, mesh_location: Any, device: Any, request: Any, value: Any, **facts: Any) -> Any:
     """The interpreter copies what is in a buffer for each thread, of which there are dozens, and keeps the first."""
-    return _allocate(token, mesh_location, device, request, _Own(np.array(value)), **facts)
+    own = value if isinstance(value, np.ndarray) else np.array(value)  # `_called_with_numpy` has copied it already
+    return _allocate(token, mesh_location, device, request, _Own(own), **facts)
 
 
 def _called_with_numpy(*operands: Any, callback: Any, **_: Any) -> Any:
