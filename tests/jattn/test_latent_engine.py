@@ -82,8 +82,10 @@ def next_token(model, tokens, *, packed=False):
         q = (x @ np.asarray(model.q[number])).reshape(-1, N, WIDTH)
         row = (x @ np.asarray(model.kv[number]))[:, None]
         if packed:
-            in_bytes = pack_latents(*jnp.split(jnp.asarray(row[:, 0], jnp.float32), (VALUES,), axis=-1))
-            row = unpacked(np.asarray(in_bytes), VALUES)[:, None]
+            rows = np.zeros((64, WIDTH), np.float32)  # of one shape, however many there are: it is compiled
+            rows[: len(row)] = row[:, 0]
+            in_bytes = pack_latents(*jnp.split(jnp.asarray(rows), (VALUES,), axis=-1))
+            row = unpacked(np.asarray(in_bytes)[: len(row)], VALUES)[:, None]
         if model.k_scale is not None:  # stored in fp8
             scale = np.asarray(model.k_scale)
             row = (row.astype(np.float32) / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale

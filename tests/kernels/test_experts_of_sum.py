@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -63,9 +64,11 @@ def hopper(monkeypatch):
 
 
 def stack(key, *shape, size, dtype):
-    """Weights of all layers, NaN in all but the last."""
-    numbers = jax.random.normal(jax.random.key(key), (LAYERS, *shape)) * size
-    return numbers.astype(dtype).at[:-1].set(jnp.nan)
+    """Weights of all layers, NaN in all but the last: a prime count of numbers in turn, as more take seconds."""
+    numbers = (jax.random.normal(jax.random.key(key), (1_000_003,)) * size).astype(dtype)
+    count = math.prod(shape)
+    last = jnp.tile(numbers, -(-count // numbers.size))[:count].reshape(1, *shape)
+    return jnp.concatenate([jnp.full((LAYERS - 1, *shape), jnp.nan, dtype), last])
 
 
 def given(sizes, dtype="bfloat16", rows=1, *, left_rows=13):
@@ -141,13 +144,13 @@ def assert_mixture_of_sum(out, total, x, kernels, routing, bias=None):
         rows = rows + np.asarray(added(multiplied(addition, implementation="xla")), np.float64)
     np.testing.assert_allclose(np.asarray(total, np.float64), rows, rtol=0, atol=4 * eps * np.abs(rows).max())
     normed = summed_and_normed(dataclasses.replace(x, rows=total, additions=()), implementation="xla")[1]
-    router, gate_up, down = (np.asarray(kernels[name][-1], np.float64) for name in ("router", "gate_up", "down"))
-    logits = np.asarray(normed, np.float64) @ router
+    router, gate_up, down = (np.asarray(kernels[name])[-1] for name in ("router", "gate_up", "down"))
+    logits = np.asarray(normed, np.float64) @ router.astype(np.float64)
     weights, chosen = route(jnp.asarray(logits, jnp.float32), routing, bias=bias)
     expected, size = np.zeros(rows.shape), 0.0
     for weight, expert in zip(np.asarray(weights)[0], np.asarray(chosen)[0], strict=True):
-        gate, up = np.split(np.asarray(normed, np.float64) @ gate_up[expert], 2, axis=-1)
-        returned = (gate / (1 + np.exp(-gate)) * up) @ down[expert] * weight
+        gate, up = np.split(np.asarray(normed, np.float64) @ gate_up[expert].astype(np.float64), 2, axis=-1)
+        returned = (gate / (1 + np.exp(-gate)) * up) @ down[expert].astype(np.float64) * weight
         expected, size = expected + returned, size + np.abs(returned).max()
     np.testing.assert_allclose(np.asarray(added(out), np.float64), expected, rtol=0, atol=8 * eps * size)
     assert np.all(np.asarray(out.parts[:, 1:]) == 0), "what the next layer's blocks leave each other numbers in"

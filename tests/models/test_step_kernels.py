@@ -61,6 +61,14 @@ def step_of_model(model, variant, *, rows=1):
     return lowered(decode, weights, state, pool, jax.ShapeDtypeStruct((rows, 3), jnp.int32))
 
 
+@functools.cache
+def step_in_few_bits(weights):
+    """The text of a step of one row, two layers of Llama-3-8B's shapes."""
+    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
+    hold_projections(model, weights)
+    return step_of_model(model, "greedy")
+
+
 @pytest.fixture(scope="module")
 def step(hopper):
     """The step where nobody draws."""
@@ -114,9 +122,7 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
     """A layer has four products, attention that turns its heads, its merge."""
-    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
-    hold_projections(model, weights)
-    assert num_kernels(step_of_model(model, "greedy")) == 2 * 6 + 1
+    assert num_kernels(step_in_few_bits(weights)) == 2 * 6 + 1
 
 
 def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
@@ -130,9 +136,7 @@ def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
 
 
 def test_the_activation_of_one_row_is_of_its_product_in_int4(hopper):
-    model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
-    hold_projections(model, "int4")
-    text = step_of_model(model, "greedy")
+    text = step_in_few_bits("int4")
     assert not re.search(r"tensor<(?:\d+x)?[14]x28672x", text)
     assert re.search(r"tensor<1x1x14336xbf16>", text)
 

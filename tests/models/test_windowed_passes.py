@@ -84,9 +84,11 @@ def poison(engine):
     groups = []
     for group in engine.executor.pool.groups:
         pages = engine.kv_cache._lists[group.page_list]
-        free = [page for page in range(1, group.num_pages) if not pages._ref_counts[page] and page not in pages._key_of]
-        at = (slice(None), np.array(free, int))
-        groups.append(dataclasses.replace(group, k=group.k.at[at].set(jnp.nan), v=group.v.at[at].set(jnp.nan)))
+        taken = [page == 0 or pages._ref_counts[page] > 0 or page in pages._key_of for page in range(group.num_pages)]
+        # Of one shape, however many there are: by their numbers, each count of them would be compiled.
+        is_free = ~jnp.array(taken).reshape(1, -1, *[1] * (group.k.ndim - 2))
+        k, v = (jnp.where(is_free, jnp.nan, array) for array in (group.k, group.v))
+        groups.append(dataclasses.replace(group, k=k, v=v))
     engine.executor.pool = dataclasses.replace(engine.executor.pool, groups=tuple(groups))
 
 

@@ -33,6 +33,7 @@ def interpreted(*, numpy: bool = True) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_callbacks, "GPURaceDetectionState", watched)
+        patch.setattr(gpu_callbacks, "_allocate_buffer_for_all_threads", _allocated_once)
         if numpy:
             patch.setattr(callbacks, "io_callback_impl", _called_with_numpy)
         patch.setattr(shared_memory, "_to_int", lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x))
@@ -43,6 +44,25 @@ def interpreted(*, numpy: bool = True) -> Iterator[None]:
         finally:
             gpu_callbacks.reset_gpu_interpret_mode_state()
     assert not any(state.races_found for state in states), "a kernel has a race: the captured output says where"
+
+
+class _Own:
+    """An array that NumPy takes as it is where it is asked for a copy."""
+
+    def __init__(self, array: np.ndarray):
+        self._array = array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self._array
+
+
+_allocate: Any = gpu_callbacks._allocate_buffer_for_all_threads
+
+
+def _allocated_once(token: Any, mesh_location: Any, device: Any, request: Any, value: Any, **facts: Any) -> Any:
+    """The interpreter copies what is in a buffer for each thread, of which there are dozens, and keeps the first."""
+    own = value if isinstance(value, np.ndarray) else np.array(value)  # `_called_with_numpy` has copied it already
+    return _allocate(token, mesh_location, device, request, _Own(own), **facts)
 
 
 def _called_with_numpy(*operands: Any, callback: Any, **_: Any) -> Any:
