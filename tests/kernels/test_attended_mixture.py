@@ -174,18 +174,22 @@ def test_one_tokens_mixture_with_its_attention_is_one_kernel(monkeypatch):
         assert is_one_kernel(run, *args)
 
 
+@pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(
     "change",
     [{"window_left": 100}, {"logits_soft_cap": 30.0}, {"group": 16}, {"batch_invariant": True}],
     ids=lambda change: "-".join(change),
 )
-def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(monkeypatch, change):
+def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(monkeypatch, change, normed):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
     x, kernels = jax.eval_shape(functools.partial(given, LARGE))
     rows = jax.eval_shape(lambda: unattended(LARGE, 1024, **change))
+    if not normed:
+        rows = dataclasses.replace(rows, norms=None)
     routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token)
     traced = str(jax.make_jaxpr(functools.partial(attended_mixture, routing=routing))(with_attention(x, rows), kernels))
-    assert ("rotate_and_write" in traced) == ("group" in change)  # others are turned by the kernel that decodes
+    # Others are turned by the kernel that decodes.
+    assert ("rotate_and_write" in traced) == (normed or "group" in change)
     assert "paged_decode" in traced
     assert "skinny_matmul" not in traced
 

@@ -10,12 +10,12 @@ import pytest
 
 from jattn_kernels import QuantizedKernel, are_multiplied_by_a_kernel, mixture_of_experts, reference
 from jattn_kernels.call import Device
-from jattn_kernels.mosaic.sm90.common import row_pieces
-from jattn_kernels.mosaic.sm90.experts import entry, few_rows_sizes, tile_sizes
+from jattn_kernels.mosaic.sm90.experts import entry, tile_sizes
 from jattn_kernels.mosaic.sm90.experts.few_rows import few_rows_product
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.expert_cases import ExpertCase, ExpertInputs, build
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.short_rows import take_short_rows
 
 STATIC = ("activation", "weighs_inputs", "implementation")
 # Of an output's size. Hidden units and results are rounded to bfloat16, and by `xla` the weights to the rows' dtype; a
@@ -108,9 +108,7 @@ def test_kernels_agree_with_the_oracle(hopper, kind, case):
 
 @pytest.fixture
 def short_rows(hopper, monkeypatch):
-    """The kernel of few tokens takes rows of 64 numbers and more; on a GPU of 1,024."""
-    monkeypatch.setattr(few_rows_sizes, "LEAST", 64)
-    monkeypatch.setattr(row_pieces, "LEAST", 64)
+    take_short_rows(monkeypatch)
 
 
 FEW_TOKENS = [

@@ -8,11 +8,10 @@ import pytest
 from jattn_kernels import Splits, added, routed_experts
 from jattn_kernels.call import Device
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.common import row_pieces
-from jattn_kernels.mosaic.sm90.experts import few_rows_sizes
 from jattn_kernels.routing_spec import Routing
 from tests.kernels.harness.expert_cases import ExpertInputs, clamped_swiglu
 from tests.kernels.harness.interpreter import interpreted
+from tests.kernels.harness.short_rows import take_short_rows
 from tests.kernels.test_few_bits_experts import assert_near, in_few_bits, shapes_of
 
 
@@ -40,10 +39,8 @@ def assert_mixture(width, per_token, experts=32, biases=True):
 
 @pytest.mark.parametrize(("per_token", "biases"), [(4, True), (3, False)])
 def test_kernel_without_races(monkeypatch, per_token, biases):
-    """It takes rows of 64 numbers and more here; on a GPU of 1,024."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 3))
-    monkeypatch.setattr(few_rows_sizes, "LEAST", 64)
-    monkeypatch.setattr(row_pieces, "LEAST", 64)
+    take_short_rows(monkeypatch)
     with interpreted():
         assert_mixture(320, per_token, biases=biases)
 
