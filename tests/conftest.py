@@ -24,6 +24,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         # What is compiled with care: two thirds of the time of a whole -O2, for code as fast to a tenth.
         "--xla_backend_optimization_level=1",
         "--xla_llvm_disable_expensive_passes=true",
+        # A seventh of an engine's compilation, for loops that do little here.
+        "--xla_disable_hlo_passes=simplify-while-loops,while-loop-invariant-code-motion",
     ]
 )
 
