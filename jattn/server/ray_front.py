@@ -86,7 +86,7 @@ class PrefixRouter(_RequestRouter):
         return [[replicas[each] for each in order if (each in best) is wanted] for wanted in (True, False)]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        for block in pending_request.args[0].blocks:
+        for block in reversed(pending_request.args[0].blocks):  # what is forgotten first is a text's end
             self._had.setdefault(block, set()).add(replica_id)
             self._had.move_to_end(block)
         while len(self._had) > _MOST_BLOCKS:
@@ -108,12 +108,15 @@ class ReplicaBehind(Replica):
         super().__init__(*arguments)
         self._app = self.__serve_build_asgi_app__()
         self._lifespan: Any = None
+        self._starting = asyncio.Lock()
 
     async def answer(self, asked: Asked) -> AsyncIterator[Message]:
         """ASGI's messages that answer a request; where nobody takes them any more, the work for it ends."""
-        if self._lifespan is None:
-            self._lifespan = self._app.router.lifespan_context(self._app)
-            await self._lifespan.__aenter__()
+        async with self._starting:
+            if self._lifespan is None:
+                lifespan = self._app.router.lifespan_context(self._app)
+                await lifespan.__aenter__()
+                self._lifespan = lifespan
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         received = iter([{"type": "http.request", "body": asked.body, "more_body": False}])
 

@@ -43,6 +43,11 @@ class Admission:
         config = self.config
         if params.bad_words:
             raise ValueError(f"`bad_words` need a tokenizer, which `LLM` has. Got {params.bad_words!r}.")
+        if params.structured_outputs is not None and config.batch_invariant:
+            raise ValueError(
+                "`structured_outputs` must be None where `batch_invariant` is True: what is served beside them would "
+                f"take other steps. Got {params.structured_outputs!r}."
+            )
         if params.structured_outputs is not None and grammar is None:
             raise ValueError(
                 f"`structured_outputs` need a tokenizer, which `LLM` has. Got {params.structured_outputs!r}."

@@ -129,7 +129,7 @@ class EngineConfig:
         Knob(
             "Whether a request's tokens and log-probabilities are the same, to the bit, whatever is served beside it: "
             "one size and one variant of each step, no mixed steps and no prefix cache, and attention that cuts "
-            "sequences at fixed places. Slower, where few requests run.",
+            "sequences at fixed places. Not of a request that is preempted. Slower, where few requests run.",
             flag=True,
         ),
     ] = False

@@ -14,6 +14,7 @@ from jattn.compiled_steps import power_of_two_buckets, token_buckets
 from jattn.device_mesh import least_of_processes, memory_stats, spans_processes
 from jattn.kv_cache_dtype import stored_dtype
 from jattn.kv_pool import KVGroupSpec, pool_bytes
+from jattn.matmul import MXFP4
 from jattn.model import CausalLM
 from jattn.page_lists import AttentionSpan, WindowList, narrower_spans
 from jattn.parallel import ONE_DEVICE, Parallel
@@ -171,6 +172,7 @@ def resolved(
     Raises:
         ValueError: A size does not go with the model, or the pool not with the memory; or several processes share the
             model, and steps are to be compiled in the background.
+        NotImplementedError: Of the model no results can be promised to be batch-invariant, which they are to be.
     """
     context = model.context_len if config.max_context_len is None else config.max_context_len
     if context > model.context_len:
@@ -192,6 +194,7 @@ def resolved(
         "compile_in_background": False if spans_processes(parallel) else config.compile_in_background,
     }
     if config.batch_invariant:
+        _check_invariant(model)
         values |= {"mixed_steps": False, "enable_prefix_caching": False, "greedy_steps": False}
         values |= {"smallest_decode_bucket": config.max_num_seqs, "smallest_prefill_bucket": config.prefill_tokens}
     groups = (*model.kv_groups, *(draft_model.kv_groups if draft_model else ()))
@@ -203,6 +206,19 @@ def resolved(
         jax.block_until_ready(jax.tree.leaves(model))  # else what loading them still holds would count
         found = dataclasses.replace(found, num_pages=default_pages(found, groups))
     return found
+
+
+def _check_invariant(model: CausalLM) -> None:
+    """Raises NotImplementedError with what of a model depends on the batch around a request."""
+    reasons = {
+        "a prompt's chunk is attended to as its length asks": any(
+            each.kv == "latent" for each in model.attention_layers
+        ),
+        "experts in mxfp4 add up as their rows ask": any(leaf.dtype == MXFP4 for leaf in jax.tree.leaves(model)),
+    }
+    for reason, is_so in reasons.items():
+        if is_so:
+            raise NotImplementedError(f"`batch_invariant` must be False for this model: {reason}.")
 
 
 def bytes_of_pool(groups: Iterable[KVGroupSpec], config: ResolvedConfig, num_pages: int) -> int:

@@ -6,17 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jattn
 from jattn.attention.paged import PagedAttentionBackend
 from jattn.backend import backend_class
 from jattn.checkpoint import Checkpoint
 from jattn.device_mesh import OnAll
+from jattn.matmul import MXFP4
 from jattn.parallel import Parallel
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import SamplingParams
 from jattn.serving.resolved_config import resolved
 from jattn.serving.steps.drafting import NgramDrafting
+from jattn.serving.structured.params import StructuredOutputsParams
 from jattn_kernels.call import Device
 from tests.jattn.harness.clients import checkpoint
 from tests.jattn.harness.several_devices import assert_all_hold_the_same, engine_of, write_llama
@@ -136,6 +139,25 @@ def test_backends_of_other_names_refuse_the_promise(backend):
     options = dataclasses.replace(resolved(CONFIG, tiny_model()).backend_options, batch_invariant=True)
     with pytest.raises(NotImplementedError, match=f"`{backend}` does not promise `batch_invariant`: use `paged`"):
         backend_class(backend).for_model(tiny_model().attention_layers, options)
+
+
+def test_models_whose_results_depend_on_a_batch_are_refused(monkeypatch):
+    config = dataclasses.replace(CONFIG, batch_invariant=True)
+    in_mxfp4 = nnx.clone(tiny_model())
+    in_mxfp4.experts = nnx.Param(jnp.zeros((4, 4), MXFP4))
+    with pytest.raises(NotImplementedError, match="must be False for this model: experts in mxfp4"):
+        resolved(config, in_mxfp4)
+    latent = dataclasses.replace(tiny_model().attention_layers[0], kv="latent", tp_k_head_num=1, tp_v_head_num=1)
+    monkeypatch.setattr(type(tiny_model()), "attention_layers", (latent,))
+    with pytest.raises(NotImplementedError, match="`batch_invariant` must be False for this model: a prompt's chunk"):
+        resolved(config, tiny_model())
+
+
+def test_structured_output_is_refused(tmp_path):
+    engine = engine_of(Checkpoint(write_llama(tmp_path / "llama")), 1, batch_invariant=True)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
+    with pytest.raises(ValueError, match="`structured_outputs` must be None where `batch_invariant` is True"):
+        engine.make_request([1, 2], params)
 
 
 def answer(request):
