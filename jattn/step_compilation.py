@@ -206,7 +206,8 @@ def compiler_options(*, unrolled: bool, shared: bool = False) -> dict[str, Any] 
     it for each step. It need not try: what a step keeps is little, and what it takes is the same.
 
     Devices that share a step exchange in kernels, all in one order: a graph in which two of them may run at once would
-    let one take what is meant for the other.
+    let one take what is meant for the other, and so would kernels that begin before those ahead of them end, whatever
+    XLA_FLAGS say (programmatic dependent launch).
 
     Args:
         unrolled: As in StepPlan.
@@ -217,5 +218,9 @@ def compiler_options(*, unrolled: bool, shared: bool = False) -> dict[str, Any] 
     turns = "FULL_UNROLL" if shared else "DOUBLE_BUFFER"
     unrolling = {"xla_gpu_enable_while_loop_unrolling": f"WHILE_LOOP_UNROLLING_{turns}"}
     told = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "rematerialization"}
-    in_order = {"xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+    in_order = {
+        "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
+        "xla_gpu_enable_pdl": False,
+        "xla_gpu_enable_pdl_launch": False,
+    }
     return {**told, **(unrolling if unrolled else {}), **(in_order if shared else {})}

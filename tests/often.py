@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 
 
+def slow(*values: Any) -> Any:
+    """A case that is in the slow tests alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def often(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
     """All of them, those that are not chosen in the slow tests alone."""
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    return [case if case in chosen else slow(case) for case in cases]

@@ -85,6 +85,7 @@ def test_only_unrolled_plans_are_told_to_a_gpus_compiler(monkeypatch):
     assert not any("scheduling" in name for options in told for name in options)
     shared = step_compilation.compiler_options(unrolled=True, shared=True)
     assert shared["xla_gpu_command_buffer_scheduling_mode"] == "SERIALIZE"
+    assert [shared[name] for name in ("xla_gpu_enable_pdl", "xla_gpu_enable_pdl_launch")] == [False, False]
     loops = [options["xla_gpu_enable_while_loop_unrolling"] for options in (told[1], shared)]
     assert loops == ["WHILE_LOOP_UNROLLING_DOUBLE_BUFFER", "WHILE_LOOP_UNROLLING_FULL_UNROLL"]
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")

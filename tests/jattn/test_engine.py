@@ -22,6 +22,7 @@ from jattn.serving.request import SamplingParams
 from tests.jattn.harness import one_pass, tiny
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.tiny import CONFIG, VOCAB, run, sampled
+from tests.often import slow
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -92,7 +93,7 @@ def bundled():
     return model_class(checkpoint.architecture).from_checkpoint(checkpoint, dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("backend", ["paged", pytest.param("flashinfer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["paged", slow("flashinfer")])
 def test_text_over_fp8_pages_does_not_depend_on_where_its_prompt_is_cut(bundled, backend):
     texts = []
     for prefill_tokens in (96, 8):

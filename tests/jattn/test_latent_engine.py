@@ -19,6 +19,7 @@ from jattn_kernels.packed_latents import pack_latents
 from jattn_kernels.reference.packed_rows import unpacked
 from jattn_kernels.spec import AttentionSpec
 from tests.jattn.harness.tiny import one_variant, run
+from tests.often import slow
 
 VOCAB, D, N, WIDTH, VALUES, LAYERS = 32, 16, 2, 12, 8, 2
 SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=1, head_dim=WIDTH, v_head_dim=VALUES, sm_scale=0.3)
@@ -152,8 +153,8 @@ def test_latent_rows_are_served_with_drafted_tokens():
     "fields",
     [
         {"mixed_steps": True, "prefill_seqs": 2},
-        pytest.param({"backend": "flash_attention", "page_size": 1, "num_pages": 69}, marks=pytest.mark.slow),
-        pytest.param({"speculative": NgramDrafting(num_draft_tokens=3)}, marks=pytest.mark.slow),
+        slow({"backend": "flash_attention", "page_size": 1, "num_pages": 69}),
+        slow({"speculative": NgramDrafting(num_draft_tokens=3)}),
     ],
     ids=lambda fields: next(iter(fields)),
 )

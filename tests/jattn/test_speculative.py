@@ -23,6 +23,7 @@ from tests.careful import compiled_with_care
 from tests.jattn.harness import one_pass
 from tests.jattn.harness.prompt_lookup import counted, prompt_lookup
 from tests.jattn.harness.tiny import one_variant, run
+from tests.often import slow
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PLAIN = EngineConfig(
@@ -137,7 +138,7 @@ def crowd(name, sampling):
         ("ngram", "filtered"),
         ("draft_model", "filtered"),
         *(
-            pytest.param(*facts, marks=pytest.mark.slow)
+            slow(*facts)
             for facts in [
                 ("ngram", "greedy"),
                 ("draft_model", "greedy"),
@@ -265,7 +266,7 @@ def test_counts_of_prompt_lookup_are_those_of_a_hand_count(max_tokens):
         assert request.drafts == counted(prompt, request.generated, prompt_lookup)
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, slow(0.5)])
 def test_counts_of_a_draft_model_are_those_of_a_pass_over_the_whole_text(temperature):
     """So its keys are right, whatever was accepted or rejected before, and it draws with the served model's noise."""
     params = dataclasses.replace(GREEDY, max_tokens=80, temperature=temperature, seed=5)

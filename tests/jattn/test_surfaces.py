@@ -8,6 +8,7 @@ import pytest
 from tests.jattn.harness.common_batches import Case, make_batch
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.every_surface import SURFACES, surfaces_of
+from tests.often import slow
 
 # Float32 sums of up to 160 terms in another order, of numbers of size about 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -50,9 +51,7 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [*CASES, *(slow(case) for case in SLOW)], ids=lambda case: case.name)
 def test_surfaces_agree_with_the_oracle_and_with_each_other(case, monkeypatch):
     surfaces = surfaces_of(case, monkeypatch)
     for seed in range(BATCHES):

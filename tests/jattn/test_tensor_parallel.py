@@ -40,6 +40,7 @@ from tests.jattn.harness.several_devices import (
 from tests.jattn.harness.tiny import VOCAB, plans_of, run
 from tests.jattn.harness.tiny_grammars import END, grammar, text
 from tests.models.harness.goldens import GOLDEN, OTHER_CASES
+from tests.often import slow
 
 RNG = np.random.default_rng(1)
 BEGINNING = RNG.integers(1, 60, 14).tolist()
@@ -64,7 +65,7 @@ def two(llama):
     return engine_of(llama, 2, greedy_steps=True)
 
 
-@pytest.mark.parametrize("devices", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 8))])
+@pytest.mark.parametrize("devices", [2, *(slow(number) for number in (4, 8))])
 def test_several_devices_write_what_one_writes(llama, on_one, two, devices):
     """More requests than rows, prompts in chunks, and a beginning that two share; eight devices, two heads of keys."""
     engine = two if devices == 2 else engine_of(llama, devices)

@@ -24,6 +24,7 @@ from tests.kernels.test_experts_of_sum import (
     given,
     is_one_kernel,
 )
+from tests.often import slow
 
 SMALL, MEDIUM = Sizes(1024, 2048, 128, 64, 8), Sizes(2048, 4096, 128, 64, 8)
 WIDTH = 128
@@ -94,9 +95,9 @@ def in_turn(rows, implementation="xla"):
     ("seq_len", "page_size", "layout", "dtype", "group"),
     [
         (100, 16, "NHD", "bfloat16", 8),
-        pytest.param(700, 64, "HND", "float16", 4, marks=pytest.mark.slow),
-        pytest.param(64, 128, "NHD", "bfloat16", 8, marks=pytest.mark.slow),
-        pytest.param(0, 8, "NHD", "bfloat16", 8, marks=pytest.mark.slow),
+        slow(700, 64, "HND", "float16", 4),
+        slow(64, 128, "NHD", "bfloat16", 8),
+        slow(0, 8, "NHD", "bfloat16", 8),
     ],
 )
 def test_one_tokens_mixture_with_its_attention_agrees_with_float64(hopper, seq_len, page_size, layout, dtype, group):

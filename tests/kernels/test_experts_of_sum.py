@@ -29,6 +29,7 @@ from jattn_kernels.call import Device
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import assert_product_of_normed, unnormed
+from tests.often import slow
 
 LAYERS = 2
 
@@ -167,9 +168,9 @@ def assert_next_product(product, out, total, given):
     ("sizes", "dtype", "scoring", "biased"),
     [
         (SMALL, "bfloat16", "softmax", False),
-        (SMALL._replace(experts=128), "bfloat16", "softmax_of_chosen", False),
+        slow(SMALL._replace(experts=128), "bfloat16", "softmax_of_chosen", False),
         (SMALL._replace(per_token=2, shared=2), "bfloat16", "softmax", False),
-        pytest.param(UNEVEN, "float16", "sigmoid", True, marks=pytest.mark.slow),
+        slow(UNEVEN, "float16", "sigmoid", True),
     ],
 )
 def test_one_tokens_mixture_of_a_sum_agrees_with_float64(hopper, sizes, dtype, scoring, biased):

@@ -21,6 +21,7 @@ from tests.kernels.harness.extend_calls import (
     interpreted_in_few_blocks,
     lower_for_cuda,
 )
+from tests.often import slow
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ AT_ONCE = ("fp8", "hnd_layers")
 @pytest.mark.parametrize(
     "case",
     [
-        *(case if case.name in AT_ONCE else pytest.param(case, marks=pytest.mark.slow) for case in PAGED),
+        *(case if case.name in AT_ONCE else slow(case) for case in PAGED),
         derived("rope_combined_layers", of="rope", **LAYERS, combined_pool="kv_first", page_size=256, **LONG),
         pytest.param(
             derived("empty_hnd", page_layout="HND", q_lens=(3, 0, 5), kv_lens=(9, 140, 0), **ONE),
@@ -63,8 +64,8 @@ def lower_with_keys_made_ready(monkeypatch, q_dtype, kv_dtype, head_dim, value_d
     "facts",
     [
         ("bfloat16", "bfloat16", 128, 128, 16, "NHD", 1e4),
-        pytest.param(("bfloat16", "bfloat16", 80, 96, 16, "NHD", None), marks=pytest.mark.slow),
-        pytest.param(("float16", "float16", 192, 128, 256, "HND", 1e4), marks=pytest.mark.slow),
+        slow(("bfloat16", "bfloat16", 80, 96, 16, "NHD", None)),
+        slow(("float16", "float16", 192, 128, 256, "HND", 1e4)),
         ("float16", "float8_e5m2", 128, 64, 8, "NHD", None),
     ],
     ids=str,

@@ -16,6 +16,7 @@ from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.expert_cases import ExpertCase, ExpertInputs, build
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.short_rows import take_short_rows
+from tests.often import often, slow
 
 STATIC = ("activation", "weighs_inputs", "implementation")
 # Of an output's size. Hidden units and results are rounded to bfloat16, and by `xla` the weights to the rows' dtype; a
@@ -98,7 +99,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [*INTERPRETED, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    [*INTERPRETED, *(slow(*each) for each in SLOW)],
     ids=lambda each: getattr(each, "name", each),
 )
 def test_kernels_agree_with_the_oracle(hopper, kind, case):
@@ -119,9 +120,10 @@ FEW_TOKENS = [
     ExpertCase(name="tiles_of_16", tokens=14, per_token=3, hidden=320, units=640, layers=2, biases=True, clamped=True),
     ExpertCase(name="twice_16", tokens=20, experts=4, per_token=1, hidden=320, units=320, choice="same"),
 ]
+FEW_TOKENS_OFTEN = [case for case in FEW_TOKENS if case.name not in ("tiles_of_8", "tiles_of_16")]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FEW_TOKENS])
+@pytest.mark.parametrize("case", often(FEW_TOKENS, FEW_TOKENS_OFTEN), ids=lambda case: case.name)
 def test_kernel_of_few_tokens_agrees_with_the_oracle(short_rows, monkeypatch, case):
     taken = []
     monkeypatch.setattr(
@@ -132,9 +134,7 @@ def test_kernel_of_few_tokens_agrees_with_the_oracle(short_rows, monkeypatch, ca
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "width"), [("channel", 128), pytest.param("mxfp4", 320, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize(("kind", "width"), [("channel", 128), slow("mxfp4", 320)], ids=str)
 def test_tiles_of_prompts(hopper, monkeypatch, kind, width):
     monkeypatch.setattr(tile_sizes, "_ROWS_OF_PROMPTS", 1)
     case = ExpertCase(name="prompts", tokens=130, per_token=1, hidden=width, units=width, choice="same")
@@ -170,7 +170,7 @@ QWEN3, GPT_OSS = (128, 2048, 768), (32, 2880, 2880)
         ("channel", QWEN3, 64),
         ("mxfp4", GPT_OSS, 1),
         *(
-            pytest.param(kind, shapes, tokens, marks=pytest.mark.slow)
+            slow(kind, shapes, tokens)
             for tokens in (1, 8, 64, 256, 2048)
             for kind, shapes in (("channel", QWEN3), ("block", QWEN3), ("mxfp4", GPT_OSS))
         ),

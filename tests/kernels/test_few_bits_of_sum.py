@@ -26,6 +26,7 @@ from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import unnormed
 from tests.kernels.harness.splits import splits_of
+from tests.often import slow
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def assert_fp8(depth, columns, count, dtype, lost):
         (1024, 64, 128, 1, {}),
         (2048, 128, 32, 2, {"dtype": "float16", "zero_points": True}),  # two of four consumers share the row
         (1024, 256, 64, 1, {}),  # one has all of it
-        pytest.param(4096, 256, 64, 2, {}, marks=pytest.mark.slow),  # four
+        slow(4096, 256, 64, 2, {}),  # four
     ],
 )
 def test_int4_product_of_a_sum_without_races(hopper, depth, columns, group_size, count, options):

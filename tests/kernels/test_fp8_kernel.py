@@ -26,6 +26,7 @@ from jattn_kernels.mosaic.sm90.common import shared_row
 from jattn_kernels.ungated import gated
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
+from tests.often import slow
 
 SUMS_IN_F32 = 1e-6  # of a product's size
 CUT_OFF = 2.0**-13  # of the largest of what Hopper's tensor cores add at once: DeepSeek-V3, arXiv:2412.19437, 3.3.2
@@ -105,7 +106,7 @@ def hopper(monkeypatch):
         (5, 384, 64, "float16", None),  # rows that no kernel rounds
         (3, 1024, 192, "bfloat16", "float32"),
         (20, 256, 128, "bfloat16", None),  # two consumers
-        (260, 128, 64, "bfloat16", None),  # two blocks of rows
+        slow(260, 128, 64, "bfloat16", None),  # two blocks of rows
         (140, 128, 64, "bfloat16", "float32"),  # and their sums
     ],
 )

@@ -11,6 +11,7 @@ from jattn_kernels.interleaved import in_turn
 from jattn_kernels.ungated import Ungated
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
+from tests.often import slow
 
 
 def operands(
@@ -108,7 +109,7 @@ def assert_gated(rows, depth, columns, options):
     [
         (60, 512, 448, {}),  # of both halves' 112 columns two strips share 16; 256 inputs a stage
         (64, 384, 128, {"dtype": "float16"}),  # a strip of each
-        (64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
+        slow(64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
         (1, 1024, 896, {}),  # a row that is in shared memory all the time, a work tile a block
         (1, 1024, 1024, {"dtype": "float16"}),
     ],
@@ -118,7 +119,7 @@ def test_gated_product_without_races(hopper, rows, depth, columns, options):
         assert_gated(rows, depth, columns, options)
 
 
-@pytest.mark.parametrize(("rows", "depth"), [(56, 256), (65, 256), (1, 1024), (1, 512)])
+@pytest.mark.parametrize(("rows", "depth"), [slow(56, 256), (65, 256), (1, 1024), (1, 512)])
 def test_other_rows_are_activated_by_who_reads_them(hopper, rows, depth):
     """Of one row those whose work tiles do not come out even, and those that are too short to be shared."""
     x, kernel = operands(rows, depth, 448, 128)

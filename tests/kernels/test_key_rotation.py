@@ -10,6 +10,7 @@ from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.mosaic_calls import run
+from tests.often import slow
 
 SPEC = AttentionSpec(num_q_heads=2, num_kv_heads=1, head_dim=128, rope_theta=1e4)
 PAGE, LEN = 16, 70
@@ -47,10 +48,7 @@ def test_decode_rotates_the_largest_keys_of_e5m2(interpreter, dtype):
     ("ahead", "dtype"),
     [
         (False, "float16"),
-        *(
-            pytest.param(*facts, marks=pytest.mark.slow)
-            for facts in [(True, "bfloat16"), (False, "bfloat16"), (True, "float16")]
-        ),
+        *(slow(*facts) for facts in [(True, "bfloat16"), (False, "bfloat16"), (True, "float16")]),
     ],
 )
 def test_extend_rotates_the_largest_keys_of_e5m2(interpreter, monkeypatch, ahead, dtype):

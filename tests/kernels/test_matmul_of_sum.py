@@ -13,6 +13,7 @@ from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import assert_product_of_normed, operands, unnormed
 from tests.kernels.harness.splits import splits_of
+from tests.often import slow
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def summed(x, additions):
     [
         (1, 1024, "bfloat16", "mosaic"),
         (1, 1088, "bfloat16", "mosaic"),  # half of a stage more
-        pytest.param(1, 1152, "float16", "mosaic", marks=pytest.mark.slow),
+        slow(1, 1152, "float16", "mosaic"),
         (2, 1024, "bfloat16", "mosaic"),
         (1, 1024, "bfloat16", "xla"),
     ],

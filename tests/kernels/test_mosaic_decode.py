@@ -16,6 +16,7 @@ from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from tests.kernels.harness.case_table import Case, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.mosaic_calls import mosaic_call
+from tests.often import slow
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     "case",
-    [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    [*INTERPRETED, *(slow(case) for case in SLOW)],
     ids=lambda case: case.name,
 )
 def test_mosaic_decode_agrees_with_the_oracle_without_races(hopper, case):
@@ -149,11 +150,11 @@ def test_mosaic_decode_in_splits_with_a_given_schedule_is_the_same(hopper):
     "spec",
     [
         {"num_q_heads": 8, "head_dim": 128},  # heads share rows of a block
-        pytest.param({"num_q_heads": 8, "num_kv_heads": 4}, marks=pytest.mark.slow),
-        pytest.param({"num_q_heads": 8, "num_kv_heads": 1}, marks=pytest.mark.slow),
-        pytest.param({"num_q_heads": 16, "num_kv_heads": 1}, marks=pytest.mark.slow),
-        pytest.param({"num_q_heads": 8, "window_left": 20}, marks=pytest.mark.slow),
-        pytest.param({"num_q_heads": 16, "num_kv_heads": 1, "window_left": 20}, marks=pytest.mark.slow),
+        slow({"num_q_heads": 8, "num_kv_heads": 4}),
+        slow({"num_q_heads": 8, "num_kv_heads": 1}),
+        slow({"num_q_heads": 16, "num_kv_heads": 1}),
+        slow({"num_q_heads": 8, "window_left": 20}),
+        slow({"num_q_heads": 16, "num_kv_heads": 1, "window_left": 20}),
     ],
 )
 def test_a_mask_of_one_token_is_all_heads(hopper, spec):
@@ -174,7 +175,7 @@ _LOWERED = itertools.product(
     ("dtype", "head_dim", "page_size", "page_layout", "batches"),
     [
         *((*facts, batches) for facts, batches in _OFTEN_LOWERED.items()),
-        *(pytest.param(*facts, _BATCHES, marks=pytest.mark.slow) for facts in _LOWERED),
+        *(slow(*facts, _BATCHES) for facts in _LOWERED),
     ],
 )
 def test_mosaic_decode_lowers_for_cuda(dtype, head_dim, page_size, page_layout, batches):

@@ -15,6 +15,7 @@ from jattn_kernels.mosaic.sm90.experts import tile_sizes
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.expert_cases import ExpertCase, assert_mixture, build, clamped_swiglu, route_choices
 from tests.kernels.harness.interpreter import interpreted
+from tests.often import slow
 
 STATIC = ("activation", "weighs_inputs")
 
@@ -57,9 +58,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [*INTERPRETED, *(slow(case) for case in SLOW)], ids=lambda case: case.name)
 def test_kernels_agree_with_the_oracle(hopper, case):
     inputs = build(case)
     assert_mixture(case, inputs, mixed(inputs))
@@ -92,7 +91,7 @@ def test_tiles_of_prompts_and_a_result_in_pieces(hopper, monkeypatch, case):
     assert_mixture(case, inputs, mixed(inputs))
 
 
-@pytest.mark.parametrize("tokens", [9, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [9, slow(70)])
 def test_tokens_result_does_not_depend_on_its_neighbours(hopper, tokens):
     x, weights, chosen, *experts = build(ExpertCase(name="bits", tokens=tokens)).args
     run = functools.partial(mixture_of_experts, implementation="mosaic")
@@ -165,7 +164,7 @@ QUICKLY = [(1, 128, "bfloat16", False), (2048, 128, "bfloat16", False)]
 @pytest.mark.parametrize("routed", [False, True], ids=["given", "routed"])
 @pytest.mark.parametrize(
     ("tokens", "experts", "dtype", "extra"),
-    [*QUICKLY, *(pytest.param(*facts, marks=pytest.mark.slow) for facts in LOWERED if facts not in QUICKLY)],
+    [*QUICKLY, *(slow(*facts) for facts in LOWERED if facts not in QUICKLY)],
 )
 def test_kernels_lower_for_cuda(monkeypatch, tokens, experts, dtype, extra, routed):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))

@@ -36,6 +36,7 @@ from tests.kernels.harness.extend_calls import (
     lower_for_cuda,
 )
 from tests.kernels.harness.mosaic_calls import run, schedule_call
+from tests.often import slow
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def interpreter():
 
 @pytest.mark.parametrize(
     "case",
-    [*INTERPRETED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)],
+    [*INTERPRETED, *(slow(case) for case in SLOW)],
     ids=lambda case: case.name,
 )
 def test_mosaic_extend_agrees_with_the_oracle_without_races(interpreter, case):
@@ -78,7 +79,7 @@ def test_rows_that_must_not_depend_on_others_have_all_tiles_masked(batch_invaria
     assert seen == ({"masked"} if batch_invariant else {"masked", "whole"})
 
 
-@pytest.mark.parametrize("kv_dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float8_e4m3fn"])
+@pytest.mark.parametrize("kv_dtype", [slow("bfloat16"), "float8_e4m3fn"])
 def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_another(interpreter, monkeypatch, kv_dtype):
     sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, converted_stages=2, blocks=1)
     monkeypatch.setattr(extend, "choose_extend_tiles", lambda *facts: sizes)
@@ -90,7 +91,7 @@ def test_mosaic_extend_of_a_prompt_is_the_same_to_the_bit_in_chunks_beside_anoth
         np.testing.assert_array_equal(alone, beside[prompt.tokens])
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", slow("float8_e4m3fn")])
 def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(interpreter, monkeypatch, kv_dtype):
     sizes = ExtendTiles(block_kv=64, k_stages=2, v_stages=2, converted_stages=2, blocks=1)
     monkeypatch.setattr(extend, "choose_extend_tiles", lambda *facts: sizes)
@@ -107,7 +108,7 @@ def test_mosaic_extend_over_ragged_keys_is_the_same_to_the_bit_behind_another(in
     [
         ("float16", 128, 32, "HND", 5, False),
         ("bfloat16", 256, 128, "NHD", 128, True),
-        pytest.param("float16", 64, 64, "HND", 8, False, marks=pytest.mark.slow),
+        slow("float16", 64, 64, "HND", 8, False),
     ],
 )
 def test_mosaic_extend_lowers_for_cuda(dtype, head_dim, page_size, page_layout, group_size, causal):
@@ -127,15 +128,15 @@ def test_mosaic_extend_lowers_for_cuda_in_every_combination(dtype, head_dim, pag
 @pytest.mark.parametrize(
     ("feature", "head_dim", "value_dim", "page_size", "group_size"),
     [
-        pytest.param("chunk", 256, 256, 256, 1, marks=pytest.mark.slow),
+        slow("chunk", 256, 256, 256, 1),
         ("all", 192, 128, 64, 8),
-        pytest.param("invariant", 64, 128, 256, 128, marks=pytest.mark.slow),
+        slow("invariant", 64, 128, 256, 128),
         ("chunk", 128, 128, None, 4),
-        pytest.param("rope", 128, 128, 16, 4, marks=pytest.mark.slow),
+        slow("rope", 128, 128, 16, 4),
         ("rope_window_alibi", 64, 64, None, 5),
-        pytest.param("window", 80, 80, 16, 7, marks=pytest.mark.slow),
+        slow("window", 80, 80, 16, 7),
         ("custom_mask", 96, 80, 8, 5),
-        pytest.param("alibi", 80, 128, None, 4, marks=pytest.mark.slow),
+        slow("alibi", 80, 128, None, 4),
     ],
 )
 def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_dim, page_size, group_size):
@@ -148,10 +149,10 @@ def test_mosaic_extend_lowers_for_cuda_with_features(feature, head_dim, value_di
 @pytest.mark.parametrize(
     ("q_dtype", "kv_dtype", "head_dim", "value_dim", "page_size"),
     [
-        pytest.param("bfloat16", "float8_e4m3fn", 128, 128, 16, marks=pytest.mark.slow),
+        slow("bfloat16", "float8_e4m3fn", 128, 128, 16),
         ("float16", "float8_e5m2", 64, 128, 128),
-        pytest.param("float16", "float8_e5m2", 256, 256, 8, marks=pytest.mark.slow),
-        pytest.param("float8_e5m2", "float8_e4m3fn", 192, 64, 64, marks=pytest.mark.slow),
+        slow("float16", "float8_e5m2", 256, 256, 8),
+        slow("float8_e5m2", "float8_e4m3fn", 192, 64, 64),
         ("float8_e4m3fn", "float8_e4m3fn", 128, 128, None),
     ],
 )

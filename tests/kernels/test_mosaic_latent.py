@@ -17,6 +17,7 @@ from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults, merge_sp
 from jattn_kernels.mosaic.sm90.decode import split_kv
 from tests.kernels.harness.case_table import Case, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
+from tests.often import slow
 
 # Narrower than DeepSeek's, as the interpreter takes its time.
 FACTS = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "sm_scale": 0.1}
@@ -110,7 +111,7 @@ def attend(case, inputs):
 
 @pytest.mark.parametrize(
     "case",
-    [*INTERPRETED, *EXTENDED, *(pytest.param(case, marks=pytest.mark.slow) for case in (*SLOW, *SLOW_EXTENDED))],
+    [*INTERPRETED, *EXTENDED, *(slow(case) for case in (*SLOW, *SLOW_EXTENDED))],
     ids=lambda case: case.name,
 )
 def test_mosaic_latent_attention_agrees_with_the_oracle_without_races(hopper, case):

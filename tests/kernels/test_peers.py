@@ -7,13 +7,12 @@ from jattn_kernels import peers
 from jattn_kernels.inbox import Inbox
 from jattn_kernels.triton.peers import add_norm, all_reduce
 from tests.kernels.harness.peer_processes import run_on_all
+from tests.often import slow
 
 
-@pytest.mark.parametrize(
-    "devices", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("devices", [2, slow(4), slow(8)])
 def test_peers_get_sums_norms_and_gathers_of_all_devices_bit_for_bit(devices, tmp_path):
-    run_on_all(devices, tmp_path)
+    run_on_all(devices, tmp_path, calls=6 if devices == 2 else 12)
 
 
 @pytest.mark.parametrize(

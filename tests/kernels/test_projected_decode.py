@@ -13,6 +13,7 @@ from jattn_kernels.call import Device
 from jattn_kernels.dispatch import serves
 from jattn_kernels.unattended import attended, unattended_call
 from tests.kernels.harness.interpreter import interpreted
+from tests.often import slow
 
 LAYERS, WIDTH = 2, 128
 
@@ -89,13 +90,13 @@ def assert_as_in_turn(rows):
 @pytest.mark.parametrize(
     ("seq_lens", "options"),
     [
-        ((100,), {}),
+        slow((100,), {}),
         ((64, 0, 65, 200, 3), {"rounded": True}),  # a worker has several, of which some are split
         ((70, 129), {"group": 8, "kv_heads": 1, "page_size": 64, "page_layout": "HND"}),
-        ((33, 20), {"group": 1, "kv_heads": 8, "dtype": "float16"}),
+        slow((33, 20), {"group": 1, "kv_heads": 8, "dtype": "float16"}),
         ((300, 90), {"page_size": 128, "window_left": 70}),
         ((130, 1, 77), {"kv_dtype": "float8_e4m3fn", "rounded": True}),
-        ((65,), {"kv_dtype": "float8_e5m2", "group": 8, "dtype": "float16"}),
+        slow((65,), {"kv_dtype": "float8_e5m2", "group": 8, "dtype": "float16"}),
     ],
 )
 def test_decode_of_a_projection_without_races(hopper, seq_lens, options):
@@ -132,8 +133,8 @@ def test_other_rows_are_turned_by_a_kernel_of_their_own(hopper, change):
     "options",
     [
         {},
-        {"group": 8, "kv_heads": 4, "page_layout": "HND"},
-        {"kv_dtype": "float8_e4m3fn"},
+        slow({"group": 8, "kv_heads": 4, "page_layout": "HND"}),
+        slow({"kv_dtype": "float8_e4m3fn"}),
         {"kv_dtype": "float8_e5m2", "group": 1, "dtype": "float16"},
     ],
 )

@@ -13,6 +13,7 @@ from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
+from tests.often import slow
 
 ENTRIES = {"int4": int4, "fp8": fp8}
 ROUNDING = 2.0**-9  # of bfloat16, at most
@@ -62,12 +63,12 @@ def assert_splits(monkeypatch, form, rows, depth, columns) -> Any:
     ("form", "rows", "depth", "columns", "width"),
     [
         ("int4", 20, 512, 192, 192),
-        ("int4", 64, 512, 192, 192),  # 256 inputs a stage
+        slow("int4", 64, 512, 192, 192),  # 256 inputs a stage
         ("int4", 33, 256, 448, 224),  # of four strips the last two share 32 columns
-        ("int4", 140, 128, 128, 128),  # two blocks of rows
+        slow("int4", 140, 128, 128, 128),  # two blocks of rows
         ("fp8", 20, 1024, 384, 96),  # two strips share 32 columns
         ("fp8", 64, 256, 896, 112),  # and 16, of a result that is not split
-        ("fp8", 140, 1024, 256, 128),
+        slow("fp8", 140, 1024, 256, 128),
     ],
 )
 def test_rounded_splits_add_up(monkeypatch, form, rows, depth, columns, width):

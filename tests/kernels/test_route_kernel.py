@@ -13,6 +13,7 @@ from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import choice, route, route_few
 from tests.kernels.harness.expert_cases import ExpertCase, build
 from tests.kernels.harness.interpreter import interpreted
+from tests.often import slow
 
 EXPERTS, BLOCK_ROWS = 16, 8
 
@@ -45,14 +46,13 @@ SCORINGS = {
     "sigmoid": {"scoring": "sigmoid", "scaling_factor": 2.5, "normalised": True},
     "softmax_of_chosen": {"scoring": "softmax_of_chosen"},
 }
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize(
     ("tokens", "scoring", "biased", "rows_of_choices"),
     [
-        (3, "softmax", False, False),
+        slow(3, "softmax", False, False),
         (70, "sigmoid", True, True),
         (3, "softmax_of_chosen", False, True),
         (11, "softmax", True, False),

@@ -13,6 +13,7 @@ from jattn_kernels import AttentionSpec, make_schedule, mla_decode, paged_decode
 from jattn_kernels.triton.attention import entry, tile_sizes
 from tests.kernels.harness.case_table import CASES, assert_close, build, by_name
 from tests.kernels.harness.triton_interpreter import interpreted
+from tests.often import slow
 
 CORE = by_name(
     "paged_decode_chunk",
@@ -64,7 +65,7 @@ def attended(case, inputs):
 
 @pytest.mark.parametrize(
     "case",
-    [*CORE, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in CORE)],
+    [*CORE, *(slow(case) for case in CASES if case not in CORE)],
     ids=lambda case: case.name,
 )
 def test_triton_agrees_with_the_oracle(small_tiles, case):

@@ -22,6 +22,7 @@ from jattn_kernels.triton.gpus import SHARED_MEMORY, num_sms
 from jattn_kernels.triton.implementation import refuses
 from tests.kernels.harness.expert_cases import ExpertCase, assert_mixture, build, clamped_swiglu, route_choices
 from tests.kernels.harness.triton_interpreter import interpreted  # first: kernels are interpreted
+from tests.often import slow
 
 SMALL = {"hidden": 64, "units": 32}
 CASES = [
@@ -56,9 +57,7 @@ def mixed(inputs):
     return run(*inputs.args, **inputs.kwargs)
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", [*CASES, *(slow(case) for case in SLOW)], ids=lambda case: case.name)
 def test_kernels_agree_with_the_oracle(case):
     inputs = build(case)
     assert_mixture(case, inputs, mixed(inputs))
@@ -86,7 +85,7 @@ def test_tiles_of_prompts_and_a_result_in_pieces(monkeypatch, block_rows, capabi
     assert_mixture(case, inputs, mixed(inputs))
 
 
-@pytest.mark.parametrize("weighs_inputs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weighs_inputs", [False, slow(True)])
 def test_products_of_few_programs_are_split(monkeypatch, weighs_inputs):
     monkeypatch.setattr(tile_sizes, "_LEAST_SPLIT", 40)
     case = ExpertCase(

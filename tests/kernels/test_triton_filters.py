@@ -15,6 +15,7 @@ from jattn_kernels import kept_tokens
 from jattn_kernels.triton.filters import entry
 from jattn_kernels.triton.filters.config import config_of
 from tests.kernels.harness.filter_cases import assert_kept, filters, mixed_filters, normal_logits, odd_logits
+from tests.often import slow
 
 # What five rows ask for.
 MIXED = {
@@ -41,7 +42,7 @@ def configure(monkeypatch):
     return change
 
 
-@pytest.mark.parametrize("vocab_size", [777, pytest.param(1000, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("vocab_size", [777, slow(1000), 2])
 def test_triton_filters_keep_what_the_oracle_keeps(vocab_size):
     logits, asked = normal_logits((5, vocab_size), step=0.25), filters(5, **MIXED)
     assert_kept(kept(logits, asked), logits, asked)

@@ -16,6 +16,7 @@ from tests.kernels.harness.case_table import Case, assert_close, build
 from tests.kernels.harness.extend_calls import interpreted_in_few_blocks
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.triton_interpreter import interpreted as triton_interpreted
+from tests.often import often
 
 FACTS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 SPANS = {"window": {"window_left": 37}, "own_key": {"window_left": 0}, "chunk": {"chunk_size": 64}}
@@ -33,6 +34,20 @@ CASES = [
     for operation, q_lens in (("paged_decode", (1, 1, 1)), ("paged_decode", (3, 3, 3)), ("paged_extend", (20, 17, 1)))
     for name, span in SPANS.items()
 ]
+
+
+# Each kernel with each rule, and each rule with each operation.
+OFTEN = {
+    "triton": ("paged_decode_own_key_1_1_1", "paged_decode_window_3_3_3", "paged_extend_chunk_20_17_1"),
+    "mosaic": ("paged_decode_window_1_1_1", "paged_decode_chunk_3_3_3", "paged_extend_own_key_20_17_1"),
+}
+
+
+def cases_of(kernels):
+    """All, those that are not among its frequent ones in the slow tests alone."""
+    return pytest.mark.parametrize(
+        "case", often(CASES, [case for case in CASES if case.name in OFTEN[kernels]]), ids=lambda case: case.name
+    )
 
 
 def without_unseen(case, inputs):
@@ -74,13 +89,13 @@ def test_xla(case):
     assert_same(case, "xla")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@cases_of("triton")
 def test_triton(case):
     with triton_interpreted():
         assert_same(case, "triton")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@cases_of("mosaic")
 def test_mosaic(hopper, case):
     is_decode = case.operation == "paged_decode"
     with interpreted() if is_decode else interpreted_in_few_blocks():

@@ -16,6 +16,7 @@ from jattn.kv_pool import make_pool
 from jattn_models.bart import BartConfig, BartForConditionalGeneration
 from tests.models.harness.goldens import assert_golden
 from tests.models.harness.vllm_backends import OVER_VLLM, in_one_array
+from tests.often import slow
 
 FOLDER = pathlib.Path(__file__).parent / "golden_cross" / "bart"
 PROMPT_LENS = (1, 8, 21)
@@ -57,9 +58,7 @@ def slots(table, spans):
 OPTIONS = BackendOptions(max_context_len=MAX_CONTEXT, page_size=PAGE_SIZE, max_num_seqs=ROWS, dtype="float32")
 
 
-@pytest.mark.parametrize(
-    "surface", ["flash_attention", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flashinfer", "vllm_v0"))]
-)
+@pytest.mark.parametrize("surface", ["flash_attention", *(slow(name) for name in ("flashinfer", "vllm_v0"))])
 def test_paged_logits_match_transformers(surface):
     """Prompts with their encoders in one ragged pass, then a token at a time."""
     model = BartForConditionalGeneration.from_checkpoint(Checkpoint(FOLDER), dtype=jnp.float32)

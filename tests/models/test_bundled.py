@@ -21,6 +21,7 @@ from jattn.forward_batch import ForwardBatch, ForwardMode
 from jattn.kv_pool import make_pool
 from jattn_models.bundled import checkpoint_path
 from jattn_models.llama import LlamaForCausalLM
+from tests.often import slow
 
 FOLDER = checkpoint_path()
 SCRIPT = pathlib.Path(__file__).parents[2] / "models" / "train_checkpoint.py"
@@ -130,8 +131,8 @@ def test_bundled_loss_is_as_stated_and_beats_the_bigram(name, tokenizer, evaluat
     ("names", "quantization", "within"),
     [
         (("secrets.py",), "fp8", 0.01),
-        pytest.param(HELD_OUT, "fp8", 0.01, marks=pytest.mark.slow),
-        pytest.param(HELD_OUT, "int4", 0.03, marks=pytest.mark.slow),
+        slow(HELD_OUT, "fp8", 0.01),
+        slow(HELD_OUT, "int4", 0.03),
     ],
 )
 def test_bundled_perplexity_in_few_bits_is_near_its_own(tokenizer, window_nats, names, quantization, within):

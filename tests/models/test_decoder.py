@@ -37,7 +37,7 @@ from tests.models.harness.goldens import (
     sequence,
 )
 from tests.models.harness.served import assert_served_greedily
-from tests.often import often
+from tests.often import often, slow
 
 
 def test_every_announced_architecture_has_a_golden_checkpoint():
@@ -78,7 +78,7 @@ def test_what_products_leave_to_be_added_up_is(case, monkeypatch):
     ("case", "surface", "page_size"),
     [
         ("gemma3", "flashinfer", 8),
-        pytest.param("gemma3", "vllm_v1", 16, marks=pytest.mark.slow),
+        slow("gemma3", "vllm_v1", 16),
         ("llama4", "vllm_v1", 8),
     ],
 )
@@ -150,22 +150,22 @@ SEES_ALL = {"window_left": None, "chunk_size": None}
     ("case", "indifferent", "kind", "fact"),
     [
         ("gemma2", 1, {}, {"attention_cap": None}),
-        pytest.param("gemma2", 8, SEES_ALL, {}, marks=pytest.mark.slow),
+        slow("gemma2", 8, SEES_ALL, {}),
         ("gemma3", 8, SEES_ALL, {}),
         ("llama4", 8, SEES_ALL, {}),
         ("gpt_oss", 8, SEES_ALL, {}),
-        pytest.param("granite", 0, {}, {"embedding_scale": 1.0}, marks=pytest.mark.slow),
-        pytest.param("granite", 0, {}, {"residual_scale": 1.0}, marks=pytest.mark.slow),
-        pytest.param("granite", 0, {}, {"logit_scale": 1.0}, marks=pytest.mark.slow),
+        slow("granite", 0, {}, {"embedding_scale": 1.0}),
+        slow("granite", 0, {}, {"residual_scale": 1.0}),
+        slow("granite", 0, {}, {"logit_scale": 1.0}),
         ("granite", 1, {}, {"attention_scale": None}),
         ("ministral3", 8, {}, {"temperature": None}),
-        pytest.param("mistral", 8, SEES_ALL, {}, marks=pytest.mark.slow),
+        slow("mistral", 8, SEES_ALL, {}),
         ("olmo3", 1, {"rope": "global"}, {}),
-        pytest.param("phi3", 8, SEES_ALL, {}, marks=pytest.mark.slow),
-        pytest.param("smollm3", 1, {"rope": "global"}, {}, marks=pytest.mark.slow),
+        slow("phi3", 8, SEES_ALL, {}),
+        slow("smollm3", 1, {"rope": "global"}, {}),
         ("gemma3", 1, {"rope": "global"}, {}),
-        pytest.param("gemma3", 0, {}, {"logit_cap": None}, marks=pytest.mark.slow),
-        pytest.param("llama4", 1, {"rope": "global"}, {"temperature": None}, marks=pytest.mark.slow),
+        slow("gemma3", 0, {}, {"logit_cap": None}),
+        slow("llama4", 1, {"rope": "global"}, {"temperature": None}),
         ("llama4", 7, {}, {"temperature": None}),
     ],
 )
@@ -188,19 +188,19 @@ def test_golden_logits_need_what_the_layers_say(case, indifferent, kind, fact):
 @pytest.mark.parametrize(
     ("case", "routing", "fact"),
     [
-        pytest.param("deepseek_v2", {"group_score": "two_best"}, {}, marks=pytest.mark.slow),
+        slow("deepseek_v2", {"group_score": "two_best"}, {}),
         ("deepseek_v2", {"num_groups": 1, "groups_per_token": 1}, {}),
         ("deepseek_v3", {}, {"attention_scale": 20**-0.5}),
-        pytest.param("glm4_moe", {"group_score": "best"}, {}, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", {"groups_per_token": 4}, {}, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", {"scaling_factor": 1.0}, {}, marks=pytest.mark.slow),
-        pytest.param("glm4_moe", {"normalised": False}, {}, marks=pytest.mark.slow),
+        slow("glm4_moe", {"group_score": "best"}, {}),
+        slow("glm4_moe", {"groups_per_token": 4}, {}),
+        slow("glm4_moe", {"scaling_factor": 1.0}, {}),
+        slow("glm4_moe", {"normalised": False}, {}),
         ("glm4_moe", {"scoring": "softmax"}, {}),
         ("gpt_oss", {"scoring": "softmax", "normalised": False}, {}),
-        pytest.param("olmoe", {"normalised": False}, {}, marks=pytest.mark.slow),
+        slow("olmoe", {"normalised": False}, {}),
         ("olmoe", {}, {"qkv_clip": None}),
-        pytest.param("qwen2_moe", {"normalised": True}, {}, marks=pytest.mark.slow),
-        pytest.param("qwen2_moe", {"scoring": "sigmoid"}, {}, marks=pytest.mark.slow),
+        slow("qwen2_moe", {"normalised": True}, {}),
+        slow("qwen2_moe", {"scoring": "sigmoid"}, {}),
     ],
 )
 def test_golden_logits_need_what_the_mixture_says(case, routing, fact):

@@ -34,6 +34,7 @@ from tests.models.harness.goldens import (
     shares,
 )
 from tests.models.harness.in_fp8 import TRANSFORMERS, copies, is_projection
+from tests.often import slow
 
 CONFIG = EngineConfig(
     num_pages=20, max_num_seqs=1, max_context_len=64, prefill_tokens=16, page_size=8, dtype="bfloat16"
@@ -49,7 +50,7 @@ def of_layers(name, tensor):
 
 
 # A gate of one output, experts and biases beside projections; parts of heads.
-@pytest.mark.parametrize("case", ["qwen2_moe", "gqa", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["qwen2_moe", "gqa", slow("deepseek_v3")])
 def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
     def chosen(name, tensor):
         return of_layers(name, tensor) and "kv_b_proj" not in name
@@ -89,7 +90,7 @@ def logits(graph, state, tokens):
     return model.compute_logits(hidden)
 
 
-FAMILIES = [pytest.param(case, 1, marks=pytest.mark.slow) for case in ("gqa", *OTHER_CASES, *WRAPPED_CASES)]
+FAMILIES = [slow(case, 1) for case in ("gqa", *OTHER_CASES, *WRAPPED_CASES)]
 
 
 @pytest.mark.parametrize(("case", "size"), [("gqa", 2), *FAMILIES])
@@ -145,7 +146,7 @@ def rounded_by_the_norm(x, addition, scale, *, rounded, **options):
         ("gqa", True),
         ("smollm3", True),
         ("granite", False),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama4", True), ("gemma3", False))),
+        *(slow(*each) for each in (("llama4", True), ("gemma3", False))),
     ],
 )
 def test_what_products_leave_to_norms_is_added_up_and_rounded_by_them(monkeypatch, case, is_left):

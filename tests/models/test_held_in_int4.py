@@ -19,6 +19,7 @@ from jattn_models.bundled import checkpoint_path
 from jattn_models.few_bits import group_size_of
 from tests.jattn.harness.tiny import one_variant, run
 from tests.models.harness.goldens import GOLDEN, load, prompts, shares
+from tests.often import slow
 
 CONFIG = EngineConfig(
     num_pages=20, max_num_seqs=1, max_context_len=64, prefill_tokens=16, page_size=8, dtype="bfloat16"
@@ -33,9 +34,7 @@ def leaves(model):
 
 
 # A gate of one output, experts and biases beside projections; parts of heads; heads that turn in pairs.
-@pytest.mark.parametrize(
-    "case", ["qwen2_moe", *(pytest.param(case, marks=pytest.mark.slow) for case in ("gqa", "deepseek_v3", "glm4"))]
-)
+@pytest.mark.parametrize("case", ["qwen2_moe", *(slow(case) for case in ("gqa", "deepseek_v3", "glm4"))])
 def test_projections_are_rounded_while_loading_and_nothing_else_is(case):
     wide = leaves(load(case, jnp.float32))
     found = leaves(load_model(Checkpoint(GOLDEN / case).quantized("int4"), dtype=jnp.float32))

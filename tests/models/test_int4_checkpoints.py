@@ -26,6 +26,7 @@ from tests.models.harness.goldens import (
     shares,
 )
 from tests.models.harness.in_int4 import AWQ, GPTQ, KINDS, compressed_tensors, copies, is_projection
+from tests.often import slow
 
 
 def leaves(checkpoint, *, parallel=ONE_DEVICE, rank=0):
@@ -54,9 +55,7 @@ def assert_same(found, expected):
 OFTEN = ("awq", "gptq", "compressed_zero_points", "compressed_channel")  # the last one's are interleaved
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", [kind if kind in OFTEN else slow(kind) for kind in KINDS])
 def test_every_writers_weights_are_held_as_they_are_stored(tmp_path, kind):
     in_int4, in_float32 = copies(GOLDEN / "gqa", tmp_path, kind)
     found, scales = leaves(in_int4)
@@ -81,7 +80,7 @@ SLOW_SHARES = [
     ("case", "kind", "in_few_bits", "rank"),
     [
         ("gqa", "compressed_zero_points", 4, 1),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SHARES),
+        *(slow(*case) for case in SLOW_SHARES),
     ],
 )
 def test_share_in_int4_is_that_of_what_it_stands_for(tmp_path, case, kind, in_few_bits, rank):
@@ -176,12 +175,12 @@ def logits(graph, state, tokens):
     return model.compute_logits(hidden)
 
 
-FAMILIES = [pytest.param(case, "awq", 1, marks=pytest.mark.slow) for case in (*OTHER_CASES, *WRAPPED_CASES)]
+FAMILIES = [slow(case, "awq", 1) for case in (*OTHER_CASES, *WRAPPED_CASES)]
 
 
 @pytest.mark.parametrize(
     ("case", "kind", "size"),
-    [("gqa", "awq", 2), pytest.param("gqa", "gptq_channel", 1, marks=pytest.mark.slow), *FAMILIES],
+    [("gqa", "awq", 2), slow("gqa", "gptq_channel", 1), *FAMILIES],
 )
 def test_logits_are_those_of_weights_that_stand_for_themselves(tmp_path, case, kind, size):
     """Products are of the same numbers, summed in another order."""

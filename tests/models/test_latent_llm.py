@@ -11,6 +11,7 @@ import pytest
 import jattn
 from tests.jattn.harness.tiny import one_variant
 from tests.models.harness.goldens import GOLDEN, golden
+from tests.often import slow
 
 SIZES = {"max_num_seqs": 3, "max_context_len": 80, "page_size": 8, "prefill_tokens": 64}
 SIZES |= {"full_sampling": False, "progress": False}
@@ -65,7 +66,7 @@ def test_format_of_latents_is_refused_by_a_model_without_any(num_pages):
     [
         ("deepseek_v3", "drafts"),
         *(
-            pytest.param(case, way, marks=pytest.mark.slow)
+            slow(case, way)
             for case in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
             for way in WAYS
             if (case, way) != ("deepseek_v3", "drafts")

@@ -28,6 +28,7 @@ from tests.models.harness.goldens import (
     prompts,
     sequence,
 )
+from tests.often import slow
 
 
 @pytest.mark.parametrize("case", LLAMA_CASES)
@@ -36,9 +37,7 @@ def test_paged_logits_match_transformers(case):
 
 
 # The model does not see the size of a page; that every surface serves each size is test_surfaces'.
-@pytest.mark.parametrize(
-    "case", ["gqa", *(pytest.param(case, marks=pytest.mark.slow) for case in LLAMA_CASES if case != "gqa")]
-)
+@pytest.mark.parametrize("case", ["gqa", *(slow(case) for case in LLAMA_CASES if case != "gqa")])
 def test_paged_logits_over_larger_pages_match_transformers(case):
     assert_run_is_golden(case, page_size=16)
 

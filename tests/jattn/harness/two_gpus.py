@@ -27,6 +27,7 @@ from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
+from jattn.step_compilation import compiler_options
 from jattn_kernels.call import Device, assume_device
 from jattn_models.llama import LlamaForCausalLM
 
@@ -42,11 +43,6 @@ SHAPES = {
     "tie_word_embeddings": False,
 }
 BATCH, CTX, PAGE = 8, 1024, 64
-OPTIONS = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_disable_hlo_passes": "rematerialization",
-    "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL",
-}
 # An H200 as XLA describes one, linked to others by NVLink: else it would not think of kernels of its own for sums.
 H200 = """
 gpu_device_info {
@@ -113,11 +109,13 @@ def main(folder: Path) -> None:
         platform="cuda", topology_name="2x1x1", topology="1x1x2", target_config=H200
     )
     mesh = Mesh(np.array(topology.devices), (PARALLEL.axis,), axis_types=(AxisType.Auto,))
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        options = compiler_options(unrolled=True, shared=True)
     found = {}
     with mock.patch.object(device_mesh, "mesh_of", return_value=mesh):
         for name, connected in (("kernels", True), ("xla", False)):
             plan = plan_of(mesh, connected=connected)
-            step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=OPTIONS)
+            step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=options)
             text = step.trace(*plan.arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
             thunks = max(folder.glob("*thunk_sequence_after_thunk_passes.txt"), key=lambda file: file.stat().st_mtime)
             found[name] = {
