@@ -30,10 +30,17 @@ def test_with_a_mailbox_no_collective_of_xla_is_left(compiled):
     assert compiled["xla"]["all_reduces"] > 0
 
 
-def test_all_kernels_of_the_layers_are_one_graph(compiled):
+def test_kernels_begin_when_those_before_them_have_ended_whatever_xla_flags_say(compiled):
+    assert [line for line in compiled["kernels"]["told"] if "_pdl" in line] == [
+        "xla_gpu_enable_pdl: false",
+        "xla_gpu_enable_pdl_launch: false",
+    ]
+
+
+def test_all_kernels_of_the_step_are_one_graph(compiled):
     graphs = {name: compiled[name]["thunks"].count("kCommandBuffer") for name in compiled}
-    assert graphs["kernels"] == 3  # before the layers, the layers, after them
-    assert graphs["xla"] > 3
+    assert graphs["kernels"] == 1
+    assert graphs["xla"] > 1
     for line in compiled["kernels"]["thunks"].splitlines():
         if "kCustomCall" in line:
             assert line.startswith("    ")  # in a graph

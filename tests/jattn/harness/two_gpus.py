@@ -69,7 +69,7 @@ def environment(folder: Path) -> dict[str, str]:
         folder: Where XLA writes what it makes.
     """
     told = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_gpu_enable_pdl=true --xla_gpu_enable_pdl_launch=true"
     return told | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags}
 
 
@@ -117,11 +117,15 @@ def main(folder: Path) -> None:
             plan = plan_of(mesh, connected=connected)
             step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=options)
             text = step.trace(*plan.arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
-            thunks = max(folder.glob("*thunk_sequence_after_thunk_passes.txt"), key=lambda file: file.stat().st_mtime)
+            thunks, told = (
+                max(folder.glob(files), key=lambda file: file.stat().st_mtime).read_text(encoding="utf-8")
+                for files in ("*thunk_sequence_after_thunk_passes.txt", "*.debug_options")
+            )
             found[name] = {
                 "all_reduces": text.count(" all-reduce(") + text.count(" all-reduce-start("),
                 "all_gathers": text.count(" all-gather(") + text.count(" all-gather-start("),
-                "thunks": thunks.read_text(encoding="utf-8"),
+                "thunks": thunks,
+                "told": told.splitlines(),
             }
     print(json.dumps(found))
 
