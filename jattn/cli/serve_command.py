@@ -56,14 +56,24 @@ def serve(
     ] = None,
     max_queued: Annotated[
         int,
-        typer.Option(min=0, help="Sequences that may wait beyond --max-num-seqs; more are told to come again (503)."),
+        typer.Option(
+            min=0, metavar="N", help="Sequences that may wait beyond --max-num-seqs; more are told to come again (503)."
+        ),
     ] = 4096,
-    max_body_mib: Annotated[float, typer.Option(min=0, help="Size of a request's body at most, in MiB (413).")] = 32.0,
+    max_body_mib: Annotated[
+        float, typer.Option(min=0, metavar="MIB", help="Size of a request's body at most, in MiB (413).")
+    ] = 32.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="What running requests get to end after SIGTERM or the first Ctrl-C.")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="What running requests get to end after SIGTERM or the first Ctrl-C."
+        ),
     ] = 30.0,
     watchdog_seconds: Annotated[
-        float, typer.Option(min=1, help="A step that takes so long hangs: stacks are dumped and the server ends.")
+        float,
+        typer.Option(
+            min=1, metavar="SECONDS", help="A step that takes so long hangs: stacks are dumped and the server ends."
+        ),
     ] = 300.0,
     replicas: Annotated[
         int | None,

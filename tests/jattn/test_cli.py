@@ -309,6 +309,21 @@ def test_help_shows_no_value_for_a_flag_that_takes_none(arguments):
     assert "<bool>" not in result.stdout
 
 
+@pytest.mark.parametrize("columns", ["80", "60"])
+@pytest.mark.parametrize("command", [["generate"], ["serve"], ["compile"], ["bench", "serve"]])
+def test_help_cuts_no_flags_name_off(monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    page = run(*command, "--help").stdout
+    assert "--[no-]enable-prefix-caching " in page
+    assert "…" not in page
+
+
+def test_help_leaves_the_command_as_it_is(llm):
+    run("generate", "--help")
+    assert generate("--prompt", "x", "--no-mixed-steps").exit_code == 0
+    assert llm.options["mixed_steps"] is False
+
+
 def test_module_runs_the_command():
     result = subprocess.run([sys.executable, "-m", "jattn", "--version"], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (0, f"jattn {version('jattn')}\n")
