@@ -175,6 +175,13 @@ def test_generate_takes_prompts_then_those_of_the_file(llm, tmp_path):
     assert llm.prompts == ["first", "second\nline", "third ", "    vierté"]
 
 
+def test_generate_takes_no_mark_of_an_encoding_for_a_prompt(llm, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import os\r\nimport sys\r\n", encoding="utf-8-sig", newline="")
+    assert generate("--prompt-file", file).exit_code == 0
+    assert llm.prompts == ["import os", "import sys"]
+
+
 def test_generate_without_prompt_uses_the_default_ones(llm):
     assert generate().exit_code == 0
     assert llm.prompts == list(inputs.DEFAULT_PROMPTS)
