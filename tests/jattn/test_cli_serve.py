@@ -80,9 +80,11 @@ def test_serve_takes_the_key_from_the_environment(llm, served, monkeypatch):
     assert served["options"].api_keys == ("secret",)
 
 
-def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served):
+@pytest.mark.parametrize("listens", [True, False])
+def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served, listens):
     taken = run_module.bound_socket("127.0.0.1", 0)
-    taken.listen()
+    if listens:
+        taken.listen()
     port = taken.getsockname()[1]
     result = run("serve", "folder", "--port", port)
     taken.close()
