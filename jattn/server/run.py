@@ -50,6 +50,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     with contextlib.ExitStack() as on_error:
         try:
+            if not 0 <= port < 2**16:
+                raise OverflowError("ports are 0 to 65535")  # getaddrinfo takes what is left by 65536
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             found = on_error.enter_context(socket.socket(family, kind, protocol))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # though a server that has ended was there

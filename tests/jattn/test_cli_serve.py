@@ -97,6 +97,8 @@ def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served, listens
     "arguments",
     [
         ("--host", "no such host"),
+        ("--port", "99999"),
+        ("--port", "-1"),
         ("--chat-template", "missing.jinja"),
         ("--chat-template", ""),
         ("--chat-template", "a\0"),
