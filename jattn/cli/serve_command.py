@@ -1,5 +1,6 @@
 """`jattn serve`: an HTTP server that speaks OpenAI's API."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,6 +107,8 @@ def serve(
     with sentences_for_errors():
         if by_prefix and replicas is None:
             raise ValueError("`--by-prefix` must come with `--replicas`, among which it chooses.")
+        if any(key.strip() != key or not key for key in api_key or ()):
+            raise ValueError("`--api-key` must have text, and no space around it: any client could send nothing.")
         if replicas is None:
             with starting():
                 from jattn.devices import start_early
@@ -130,7 +133,7 @@ def serve(
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
                 max_queued=max_queued,
-                max_body_bytes=int(max_body_mib * 2**20),
+                max_body_bytes=int(min(max_body_mib * 2**20, sys.maxsize)),
             )
             lifetime = Lifetime(drain_seconds=drain_seconds, watchdog_seconds=watchdog_seconds)
             name, url = options.model_names[0], url_of(listening)
@@ -168,7 +171,6 @@ def _tell_steps(executor: Any) -> None:
 def _leave() -> None:
     """Ends the process though a thread hangs, or the device does: the interpreter would wait for them."""
     import os
-    import sys
 
     sys.stderr.flush()
     os._exit(1)

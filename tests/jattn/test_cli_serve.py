@@ -93,6 +93,19 @@ def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served, listens
     assert not hasattr(llm, "path")
 
 
+@pytest.mark.parametrize("key", ["", " ", "secret "])
+def test_serve_refuses_a_key_that_guards_nothing_or_never_fits(llm, served, key):
+    result = serve("folder", "--api-key", "fits", "--api-key", key)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `--api-key` must have text")
+    assert not hasattr(llm, "path")
+
+
+def test_serve_takes_bodies_without_a_limit(llm, served):
+    assert serve("folder", "--max-body-mib", "inf").exit_code == 0
+    assert served["options"].max_body_bytes > 2**60
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
