@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 _FP8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn}  # the library has no place for these in NumPy
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 _LENGTH_BYTES = 8  # a file begins with the header's length, little endian
+_POINTER = b"version "  # what stands in place of a file where a folder was cloned without Git LFS
 
 
 class SafetensorsFile:
@@ -79,7 +80,10 @@ def _fault(path: Path, error: Exception) -> str:
     """What is wrong with a file that the library refuses."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        end = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        first = file.read(_LENGTH_BYTES)
+        end = _LENGTH_BYTES + int.from_bytes(first, "little")
+        if first == _POINTER:
+            return f"{path} is a pointer of Git LFS, without the weights: `git lfs pull` in the folder fetches them."
         if size < end:
             return f"{path} is truncated or no safetensors file: it ends at byte {size}, inside its header."
         try:

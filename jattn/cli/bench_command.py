@@ -94,6 +94,8 @@ def bench_serve(
 
         from jattn.load.workload import Workload
 
+        if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+            raise ValueError(f"`--json` must be a file in a folder that is there. Got {json_file}.")
         levels = _levels(concurrency, rate, num_prompts)
         workload = Workload(
             input_len=input_len,

@@ -36,19 +36,27 @@ def read_prompts(path: Path) -> list[str]:
     """The lines of a file that are not empty; `-` is standard input.
 
     Raises:
-        ValueError, FileNotFoundError: There are none.
+        ValueError, FileNotFoundError: There are none, or no such file that can be read.
     """
     try:
-        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        lines = content.decode("utf-8").splitlines()
+        content = _read_input() if str(path) == "-" else path.read_bytes()
+        lines = content.decode("utf-8-sig").splitlines()  # some editors begin a file with a mark of its encoding
     except FileNotFoundError:
         raise FileNotFoundError(f"`--prompt-file` must be a file, or - for standard input. Got {path}.") from None
+    except OSError as error:
+        raise ValueError(f"`--prompt-file` must be a file that can be read: {error.strerror}. Got {path}.") from None
     except UnicodeDecodeError:
         raise ValueError(f"`--prompt-file` must be UTF-8 text. Got {path}.") from None
     prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"`--prompt-file` must hold at least one prompt. Got {path}.")
     return prompts
+
+
+def _read_input() -> bytes:
+    if sys.stdin is None:
+        raise ValueError("Standard input must be open, for `--prompt-file -`.")
+    return sys.stdin.buffer.read()
 
 
 def chats(path: Path, prompts: Sequence[str], system: str | None) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Any
 class Interrupts:
     """Ctrl-C, remembered, since what a signal raises inside JAX can get lost. It raises as usual but within `deltas`.
 
-    As a context it handles the signal, unless that is ignored, as in the background, or another's affair.
+    As a context it handles the signal, unless that is ignored, as in the background, or another's affair. After Ctrl-C
+    it ends by KeyboardInterrupt, whatever that has become: an import of JAX makes an ImportError of it.
     """
 
     def __init__(self):
@@ -23,6 +24,8 @@ class Interrupts:
     def __exit__(self, *_: Any) -> None:
         if self._handles:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._seen:
+            raise KeyboardInterrupt from None
 
     def deltas(self, deltas: Iterable[Any]) -> Iterator[Any]:
         """The deltas; Ctrl-C ends them after one, and a second one raises.

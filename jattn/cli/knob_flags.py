@@ -56,9 +56,11 @@ def _annotation(name: str, field: Any, knob: Knob, default: Any) -> Any:
     declared = [f"--{name.replace('_', '-')}"]
     if kind == bool | None or default is True:
         declared = [f"{declared[0]}/--no-{declared[0][2:]}"]
-    options = typer.Option(*declared, help=knob.help, rich_help_panel=_PANEL)
+    help_text = f"{knob.help} One of {', '.join(knob.choices)}." if knob.choices else knob.help
+    options = typer.Option(*declared, help=help_text, rich_help_panel=_PANEL)
     if knob.choices:
         kind = enum.StrEnum(name, {choice: choice for choice in knob.choices})
+        options.metavar = "NAME"
     elif kind == str | Mapping[str, Any] | None:
         kind, options.metavar = str, "JSON"
     elif kind in (str, str | None):

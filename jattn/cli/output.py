@@ -11,12 +11,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jattn.cli.interrupts import Interrupts
+
 _CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def starting() -> Any:
-    """Says on a terminal that the seconds before anything else shows are JAX's."""
-    return Console(stderr=True).status("Starting JAX")
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Says on a terminal that the seconds before anything else shows are JAX's; Ctrl-C ends them quietly."""
+    with Console(stderr=True).status("Starting JAX"), Interrupts():
+        yield
 
 
 @contextlib.contextmanager

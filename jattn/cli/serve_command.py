@@ -1,5 +1,6 @@
 """`jattn serve`: an HTTP server that speaks OpenAI's API."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,14 +57,24 @@ def serve(
     ] = None,
     max_queued: Annotated[
         int,
-        typer.Option(min=0, help="Sequences that may wait beyond --max-num-seqs; more are told to come again (503)."),
+        typer.Option(
+            min=0, metavar="N", help="Sequences that may wait beyond --max-num-seqs; more are told to come again (503)."
+        ),
     ] = 4096,
-    max_body_mib: Annotated[float, typer.Option(min=0, help="Size of a request's body at most, in MiB (413).")] = 32.0,
+    max_body_mib: Annotated[
+        float, typer.Option(min=0, metavar="MIB", help="Size of a request's body at most, in MiB (413).")
+    ] = 32.0,
     drain_seconds: Annotated[
-        float, typer.Option(min=0, help="What running requests get to end after SIGTERM or the first Ctrl-C.")
+        float,
+        typer.Option(
+            min=0, metavar="SECONDS", help="What running requests get to end after SIGTERM or the first Ctrl-C."
+        ),
     ] = 30.0,
     watchdog_seconds: Annotated[
-        float, typer.Option(min=1, help="A step that takes so long hangs: stacks are dumped and the server ends.")
+        float,
+        typer.Option(
+            min=1, metavar="SECONDS", help="A step that takes so long hangs: stacks are dumped and the server ends."
+        ),
     ] = 300.0,
     replicas: Annotated[
         int | None,
@@ -96,6 +107,8 @@ def serve(
     with sentences_for_errors():
         if by_prefix and replicas is None:
             raise ValueError("`--by-prefix` must come with `--replicas`, among which it chooses.")
+        if any(key.strip() != key or not key for key in api_key or ()):
+            raise ValueError("`--api-key` must have text, and no space around it: any client could send nothing.")
         if replicas is None:
             with starting():
                 from jattn.devices import start_early
@@ -120,7 +133,7 @@ def serve(
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
                 max_queued=max_queued,
-                max_body_bytes=int(max_body_mib * 2**20),
+                max_body_bytes=int(min(max_body_mib * 2**20, sys.maxsize)),
             )
             lifetime = Lifetime(drain_seconds=drain_seconds, watchdog_seconds=watchdog_seconds)
             name, url = options.model_names[0], url_of(listening)
@@ -158,7 +171,6 @@ def _tell_steps(executor: Any) -> None:
 def _leave() -> None:
     """Ends the process though a thread hangs, or the device does: the interpreter would wait for them."""
     import os
-    import sys
 
     sys.stderr.flush()
     os._exit(1)

@@ -17,8 +17,9 @@ class Speculative(enum.StrEnum):
 SpeculativeFlag = Annotated[
     Speculative | None,
     typer.Option(
+        metavar="NAME",
         help="Let each step verify drafted tokens: the same text in fewer steps. `ngram` drafts what followed the "
-        "last tokens earlier on; `draft-model` asks a smaller model."
+        "last tokens earlier on; `draft-model` asks a smaller model.",
     ),
 ]
 NumDraftTokensFlag = Annotated[

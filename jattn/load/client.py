@@ -152,7 +152,7 @@ class Client:
         if answer.error is None:
             with contextlib.suppress(ValueError):
                 return json.loads(content)
-        raise ValueError(f"{path} of the server must be JSON. {answer.error or _told(content)}")
+        raise ValueError(f"The server must answer GET {path} with JSON. {answer.error or _told(content)}")
 
     def close(self) -> None:
         for connection in self._idle:

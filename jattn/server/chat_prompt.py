@@ -22,8 +22,13 @@ def chat_text(service: Service, body: dict[str, Any]) -> str:
     """`messages` as the chat template renders them, with `tools`, and `reasoning_effort` if it knows of that.
 
     Raises:
-        ValueError: The checkpoint has no chat template, or it refuses the messages.
+        ValueError: There is no chat template, or it refuses the messages.
     """
+    if service.options.chat_template is None and not service.llm.chat_template.is_there:
+        raise ValueError(
+            "The model has no chat template, so that it can continue texts alone: a server is given one by "
+            "`--chat-template`."
+        )
     tools = tools_of(body)
     continues = flag(body, "continue_final_message")
     opens = flag(body, "add_generation_prompt", not continues)

@@ -50,17 +50,35 @@ def bound_socket(host: str, port: int) -> socket.socket:
     """
     with contextlib.ExitStack() as on_error:
         try:
+            if not 0 <= port < 2**16:
+                raise OverflowError("ports are 0 to 65535")  # getaddrinfo takes what is left by 65536
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             found = on_error.enter_context(socket.socket(family, kind, protocol))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # though a server that has ended was there
             found.bind(address)
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or others may bind it until it listens
         except (OSError, OverflowError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"`--host` and `--port` must be an address to be had: {reason}. Got {host}:{port}."
-            ) from None
+            raise _no_address(error, host, port) from None
         on_error.pop_all()
         return found
+
+
+def _listen(bound: socket.socket) -> None:
+    """Listens, before uvicorn does: by uvloop it would not tell that it cannot.
+
+    Raises:
+        ValueError: Somebody else does.
+    """
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.listen()
+    except OSError as error:
+        raise _no_address(error, *bound.getsockname()[:2]) from None
+
+
+def _no_address(error: Exception, host: str, port: int) -> ValueError:
+    reason = getattr(error, "strerror", None) or error
+    return ValueError(f"`--host` and `--port` must be an address to be had: {reason}. Got {host}:{port}.")
 
 
 def url_of(listening: socket.socket) -> str:
@@ -87,7 +105,11 @@ def run(
 
     Returns:
         Whether it has ended well: a signal ended it, and the engine's thread has ended too.
+
+    Raises:
+        ValueError: Another process listens there by now.
     """
+    _listen(listening)
     prepare_interpreter()
     service = Service(llm, options)
     server = Server(service, lifetime, on_ready)

@@ -186,8 +186,8 @@ class EngineConfig:
         bool | None,
         Knob(
             "Whether the engine serves once its largest steps are compiled, and smaller ones follow meanwhile: until "
-            "then a launch takes the next larger step, padded. By default on a GPU, for more steps than are compiled "
-            "at once.",
+            "then a launch takes the next larger step, padded. By default in `jattn serve`, and on a GPU for more "
+            "steps than are compiled at once.",
             flag=True,
         ),
     ] = None

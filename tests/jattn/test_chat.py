@@ -187,3 +187,10 @@ def test_content_has_the_form_that_the_template_expects(tmp_path, template, cont
 def test_part_that_is_no_text_is_refused(tmp_path, template, part):
     with pytest.raises(ValueError, match=r"^Each part of a `content` must be a text: .* Got "):
         render(tmp_path, template, [{"role": "user", "content": [part]}])
+
+
+@pytest.mark.parametrize("content", [5, 2.5, True])
+@pytest.mark.parametrize("template", [TEXT, PARTS])
+def test_content_that_is_a_number_is_refused(tmp_path, template, content):
+    with pytest.raises(ValueError, match=rf"^A message's `content` must be a text or .* Got {content!r}\.$"):
+        render(tmp_path, template, [{"role": "user", "content": content}])

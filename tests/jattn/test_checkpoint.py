@@ -134,6 +134,13 @@ def test_file_cut_off_in_its_header_is_named(folder, kept):
         Checkpoint(folder)
 
 
+def test_pointer_of_git_lfs_is_told_how_to_become_the_weights(folder):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+    write(folder / "model.safetensors", pointer)
+    with pytest.raises(ValueError, match=r"model\.safetensors is a pointer of Git LFS, .* `git lfs pull`"):
+        Checkpoint(folder)
+
+
 def test_tensor_that_is_cut_off_is_named(folder):
     tensors = {"first": np.zeros(4, np.float32), "second": np.zeros(4, np.float32)}
     write(folder / "model.safetensors", save(tensors)[:-1])

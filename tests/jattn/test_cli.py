@@ -175,6 +175,13 @@ def test_generate_takes_prompts_then_those_of_the_file(llm, tmp_path):
     assert llm.prompts == ["first", "second\nline", "third ", "    vierté"]
 
 
+def test_generate_takes_no_mark_of_an_encoding_for_a_prompt(llm, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("import os\r\nimport sys\r\n", encoding="utf-8-sig", newline="")
+    assert generate("--prompt-file", file).exit_code == 0
+    assert llm.prompts == ["import os", "import sys"]
+
+
 def test_generate_without_prompt_uses_the_default_ones(llm):
     assert generate().exit_code == 0
     assert llm.prompts == list(inputs.DEFAULT_PROMPTS)
@@ -307,6 +314,21 @@ def test_help_shows_no_value_for_a_flag_that_takes_none(arguments):
     result = run(*arguments)
     assert "--" in result.stdout
     assert "<bool>" not in result.stdout
+
+
+@pytest.mark.parametrize("columns", ["80", "60"])
+@pytest.mark.parametrize("command", [["generate"], ["serve"], ["compile"], ["bench", "serve"]])
+def test_help_cuts_no_flags_name_off(monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    page = run(*command, "--help").stdout
+    assert "--[no-]enable-prefix-caching " in page
+    assert "…" not in page
+
+
+def test_help_leaves_the_command_as_it_is(llm):
+    run("generate", "--help")
+    assert generate("--prompt", "x", "--no-mixed-steps").exit_code == 0
+    assert llm.options["mixed_steps"] is False
 
 
 def test_module_runs_the_command():

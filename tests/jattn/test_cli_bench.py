@@ -81,6 +81,8 @@ def test_bench_serves_a_checkpoint_itself(llm, asked, monkeypatch):
         (("--concurrency", "1,x"), "`--concurrency` must be numbers above 0, with commas between them. Got '1,x'."),
         (("--rate", "0"), "`--rate` must be numbers above 0"),
         (("folder", "--url", "http://there:1"), "CHECKPOINT and `--url` must not be given together"),
+        (("--json", "missing/figures.json"), "`--json` must be a file in a folder that is there."),
+        (("--json", "/"), "`--json` must be a file in a folder that is there. Got /."),
     ],
 )
 def test_bench_refuses_in_a_sentence(llm, asked, arguments, said):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import jattn.checkpoint
+from jattn.cli import inputs
 from jattn.no_device import NoDeviceError
 from tests.jattn.harness.fake_llm import generate, run
 
@@ -85,6 +86,20 @@ def test_generate_bad_prompt_file_is_named(llm, tmp_path, content, sentence):
     assert sentence in result.stderr
     assert "prompts.txt" in result.stderr
     assert not hasattr(llm, "path")
+
+
+def test_generate_prompt_file_that_cannot_be_read_is_named(llm, tmp_path):
+    result = generate("--prompt-file", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == (
+        f"error: `--prompt-file` must be a file that can be read: Is a directory. Got {tmp_path}.\n"
+    )
+
+
+def test_generate_prompts_from_a_closed_standard_input_are_refused(llm, monkeypatch):
+    monkeypatch.setattr(inputs.sys, "stdin", None)
+    with pytest.raises(ValueError, match=r"^Standard input must be open, for `--prompt-file -`\.$"):
+        inputs.read_prompts(Path("-"))
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,11 @@ def test_serve_takes_the_key_from_the_environment(llm, served, monkeypatch):
     assert served["options"].api_keys == ("secret",)
 
 
-def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served):
+@pytest.mark.parametrize("listens", [True, False])
+def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served, listens):
     taken = run_module.bound_socket("127.0.0.1", 0)
-    taken.listen()
+    if listens:
+        taken.listen()
     port = taken.getsockname()[1]
     result = run("serve", "folder", "--port", port)
     taken.close()
@@ -91,10 +93,25 @@ def test_serve_tells_before_it_loads_that_the_port_is_taken(llm, served):
     assert not hasattr(llm, "path")
 
 
+@pytest.mark.parametrize("key", ["", " ", "secret "])
+def test_serve_refuses_a_key_that_guards_nothing_or_never_fits(llm, served, key):
+    result = serve("folder", "--api-key", "fits", "--api-key", key)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: `--api-key` must have text")
+    assert not hasattr(llm, "path")
+
+
+def test_serve_takes_bodies_without_a_limit(llm, served):
+    assert serve("folder", "--max-body-mib", "inf").exit_code == 0
+    assert served["options"].max_body_bytes > 2**60
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ("--host", "no such host"),
+        ("--port", "99999"),
+        ("--port", "-1"),
         ("--chat-template", "missing.jinja"),
         ("--chat-template", ""),
         ("--chat-template", "a\0"),

@@ -17,7 +17,7 @@ from jattn.serving import engine as engine_module
 from jattn.serving import kv_cache, scheduler
 from jattn.serving.engine import Engine
 from jattn.serving.executor import executor as executor_module
-from jattn.serving.executor import launch, pool_memory
+from jattn.serving.executor import launch, pool_memory, state
 from jattn.serving.request import SamplingParams
 from tests.jattn.harness import one_pass, tiny
 from tests.jattn.harness.compile_log import compilations
@@ -244,12 +244,19 @@ def test_pool_beyond_the_memory_is_refused(num_pages, page_size):
         Engine(tiny.tiny_model(), dataclasses.replace(CONFIG, num_pages=num_pages, page_size=page_size))
 
 
-def test_pool_that_the_allocator_refuses_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (pool_memory, "make_pool", r"pool needs \d+ bytes, .* Got num_pages=17"),
+        (state, "empty_state", r"^`max_num_seqs` or `max_context_len` must be lower: .* Got max_num_seqs="),
+    ],
+)
+def test_what_the_allocator_refuses_is_refused(monkeypatch, module, name, said):
     def exhausted(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(pool_memory, "make_pool", exhausted)
-    with pytest.raises(ValueError, match=r"pool needs \d+ bytes, .* Got num_pages=17"):
+    monkeypatch.setattr(module, name, exhausted)
+    with pytest.raises(ValueError, match=said):
         Engine(tiny.tiny_model(), CONFIG)
 
 

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from jattn.cli.interrupts import Interrupts
+from jattn.cli.output import starting
 from tests.jattn.harness.fake_llm import Delta, generate
 
 
@@ -46,6 +47,20 @@ def test_generate_interrupt_that_got_lost_while_loading_still_counts(llm):
     llm.__init__ = init
     result = generate("--prompt", "x")
     assert (result.exit_code, result.stdout) == (130, "")
+
+
+@pytest.mark.parametrize("error", [None, ImportError("Encountered an error while initializing the extension.")])
+def test_interrupt_that_an_import_makes_another_error_of_still_counts(error):
+    def load():
+        with starting():
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            if error is not None:
+                raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        load()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_generate_leaves_an_ignored_interrupt_ignored():

@@ -3,6 +3,8 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jattn.server import answers
+from jattn.server.chat_prompt import chat_text
+from jattn.server.service import Service, ServiceOptions
+from jattn.serving.frontend.chat import ChatTemplate
 from tests.jattn.harness.http_server import CHAT, GREEDY, MODEL, PROMPT
 
 GOLDEN = Path(__file__).parent / "golden" / "server_streams.json"
@@ -222,3 +227,12 @@ def test_serving_compiles_nothing(http_server):
     assert samples(http_server)["jattn:compiles_total"] == before
     http_server.on_engine(lambda _: jax.jit(lambda x: x + 3)(np.zeros(3, np.float32)))
     assert samples(http_server)["jattn:compiles_total"] > before
+
+
+def test_chat_of_a_model_without_a_template_says_what_it_needs(tmp_path):
+    service: Any = object.__new__(Service)
+    service.llm = SimpleNamespace(chat_template=ChatTemplate(tmp_path))
+    service.options = ServiceOptions(model_names=(MODEL,))
+    with pytest.raises(ValueError, match=r"^The model has no chat template, .* by `--chat-template`\.$") as caught:
+        chat_text(service, dict(CHAT))
+    assert str(tmp_path) not in str(caught.value)

@@ -69,7 +69,7 @@ class Executor:
             unless several processes share the model.
 
     Raises:
-        ValueError: The pool does not fit the memory, or the model is not shared by as many devices.
+        ValueError: Pool or loop state do not fit the memory, or the model is not shared by as many devices.
 
     Attributes:
         config: Sizes, with the pool's.

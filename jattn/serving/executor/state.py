@@ -32,5 +32,18 @@ def empty_state(config: ResolvedConfig, vocab_size: int) -> LoopState:
 
 
 def made_state(config: ResolvedConfig, vocab_size: int) -> LoopState:
-    """The same on the device, or on each of those that share the model."""
-    return made(jax.jit(functools.partial(empty_state, config, vocab_size)), config.parallel, shares=False)
+    """The same on the device, or on each of those that share the model.
+
+    Raises:
+        ValueError: It does not fit the memory.
+    """
+    make = jax.jit(functools.partial(empty_state, config, vocab_size))
+    try:
+        return jax.block_until_ready(made(make, config.parallel, shares=False))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            "`max_num_seqs` or `max_context_len` must be lower: what the device keeps of each request needs more "
+            f"memory than there is. Got max_num_seqs={config.max_num_seqs}, max_context_len={config.max_context_len}."
+        ) from error

@@ -38,6 +38,11 @@ class ChatTemplate:
         self.special_tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(config.get(name)))}
         self._templates = self._read_templates(config.get("chat_template"))
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder has a template."""
+        return bool(self._templates)
+
     def render(
         self,
         messages: Any,

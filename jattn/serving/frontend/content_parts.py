@@ -14,7 +14,7 @@ def with_fitting_content(messages: Sequence[Mapping[str, Any]], template: nodes.
     As in vLLM: texts of several parts are joined by line breaks.
 
     Raises:
-        ValueError: A part is no text.
+        ValueError: A content is a number, or a part is no text.
     """
     takes_parts = _takes_parts(template)
     wraps_texts = takes_parts and not _asks_for_text(template)
@@ -23,6 +23,8 @@ def with_fitting_content(messages: Sequence[Mapping[str, Any]], template: nodes.
 
 def _fitting(message: Mapping[str, Any], takes_parts: bool, wraps_texts: bool) -> dict[str, Any]:
     content = message.get("content")
+    if isinstance(content, int | float):
+        raise ValueError(f"A message's `content` must be a text or a list of text parts. Got {content!r}.")
     if isinstance(content, str) and wraps_texts:
         content = [content]
     if isinstance(content, Sequence) and not isinstance(content, str | bytes):
