@@ -53,6 +53,16 @@ def test_model_of_latent_rows_is_refused_by_flashinfer_before_it_compiles():
         FlashInferAttnBackend.for_model((latent,), OPTIONS)
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_latent_rows_beside_keys_of_heads_are_refused_by_flash_attention(num_kv_heads):
+    """As DeepSeek's with a Llama to draft for it; the engine's own backend serves them."""
+    latent = dataclasses.replace(LAYER, tp_k_head_num=1, tp_v_head_num=1, v_head_dim=8, kv="latent")
+    heads = dataclasses.replace(LAYER, tp_k_head_num=num_kv_heads, tp_v_head_num=num_kv_heads)
+    with pytest.raises(NotImplementedError, match=r"must all read latent rows, .* use `paged`. Got heads and latent"):
+        FlashAttentionBackend.for_model((latent, heads), OPTIONS)
+    PagedAttentionBackend.for_model((latent, heads), OPTIONS)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -56,14 +56,20 @@ class FlashAttentionBackend:
         """The backend of a model's layers, one given of each kind; `max_num_seqs` bounds nothing here.
 
         Raises:
-            NotImplementedError: Results are to be batch-invariant.
+            NotImplementedError: Results are to be batch-invariant, or some layers alone read latent rows.
         """
         instance("options", options, BackendOptions)
+        kinds = {layer.kv for layer in layers}
+        if len(kinds) > 1:
+            raise NotImplementedError(
+                "Layers of a FlashAttention backend must all read latent rows, or none of them, a draft model's among "
+                f"them: use `paged`. Got {' and '.join(sorted(kinds))}."
+            )
         facts = dataclasses.asdict(options)
         if facts.pop("batch_invariant"):
             raise NotImplementedError("`flash_attention` does not promise `batch_invariant`: use `paged`.")
         del facts["max_num_seqs"]
-        arch = "MLA" if any(layer.kv == "latent" for layer in layers) else "MHA"
+        arch = "MLA" if "latent" in kinds else "MHA"
         return cls(FlashAttentionConfig(layers=layers, attention_arch=arch, **facts))
 
     max_context_len = property(attrgetter("config.max_context_len"), doc="Longest sequence, in tokens.")
