@@ -165,8 +165,8 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
             loaded |= {(group + i, 0): words[2 * i : 2 * i + 2] for i in range(len(words) // 2)}
         of_rows = [_four_words(of_x, (group * rows + eight * _EIGHT) * 2 * GROUP) for eight in range(eights)]
         for tile in range(shares):
-            upper, lower = (_float16(each) for each in loaded.pop((group, tile)))
-            factors = [_factor(scale, group * WGMMA_ROWS + tile * _TILE + half * _EIGHT) for half in range(2)]
+            upper, lower = (float16_words(each) for each in loaded.pop((group, tile)))
+            factors = [factor_at(scale, group * WGMMA_ROWS + tile * _TILE + half * _EIGHT) for half in range(2)]
             for eight in range(eights):
                 found = [_zero()] * 4
                 for k in (0, 2):
@@ -185,7 +185,7 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def _float16(word: Any) -> list[Any]:
+def float16_words(word: Any) -> list[Any]:
     """Eight numbers of four bits, two by two, in `ORDER`."""
 
     def spread(of_signs: Any, of_numbers: Any) -> list[Any]:
@@ -199,7 +199,7 @@ def _float16(word: Any) -> list[Any]:
     return odd + even
 
 
-def _factor(scale: Any, offset: int) -> Any:
+def factor_at(scale: Any, offset: int) -> Any:
     """A scale, in float32."""
     exponent = arith.extui(i32(), llvm.load(_i8(), _byte(scale, const(offset))))
     return utils.bitcast(_ptx(f"mul.lo.u32 $0, $1, {_TO_FLOAT32};", exponent), ir.F32Type.get())
