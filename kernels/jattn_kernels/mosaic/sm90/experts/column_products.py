@@ -1,7 +1,6 @@
 """Products of whole columns in e2m1 with rows that warps hold, each warp its share of the depth: mma.sync, 16 x 8 x 16.
 
-A number of e2m1 is one of float16 with its exponent's bits apart from its sign, times 2^14, and its bits all lie in the
-upper byte: eleven instructions for eight of them. A sum of 32 inputs is multiplied with their scale in float32.
+Weights become float16 as in `e2m1_products`.
 """
 
 import itertools
@@ -17,12 +16,12 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.common.warp_instructions import const, matrices, multiplied, pair
+from jattn_kernels.mosaic.sm90.common.warp_instructions import const, matrices, pair
 from jattn_kernels.mosaic.sm90.experts.column_sizes import COLUMNS, SCALED_UNITS, ColumnSizes
 from jattn_kernels.mosaic.sm90.experts.e2m1 import power_of_two
-from jattn_kernels.mosaic.sm90.experts.e2m1_products import factor_at, float16_words
+from jattn_kernels.mosaic.sm90.experts.e2m1_products import added_products, factor_at, float16_numbers
 from jattn_kernels.mosaic.sm90.experts.held_rows import WORDS, HeldRows, group_share, place_of_thread, words_of
-from jattn_kernels.mxfp4 import GROUP, codes_of
+from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import NUMBERS_OF_BYTE
 
 _GROUP_BYTES = GROUP // NUMBERS_OF_BYTE
@@ -70,25 +69,17 @@ def store_products(
         first_scale = arith.muli(place.registers.item(), const(COLUMNS // parts))
         scale = _at(scales, arith.addi(arith.muli(own, const(WGMMA_ROWS)), arith.addi(first_scale, row)))
         lower = WGMMA_ROWS // 2 if parts == 2 else _HALF  # from a scale to that of the eighth column after it
-        found = [[_zero()] * 4 for _ in range(count // TILED_ROWS)]
+        found = [[arith.constant(ir.F32Type.get(), 0.0)] * 4 for _ in range(count // TILED_ROWS)]
         loaded: dict[int, list[Any]] = {}
         for group in range(groups):
             if group not in loaded:
                 together = min(2, groups - group)
                 of_two = matrices(_byte(word, const(group * _GROUP_BYTES)), 2 * together)
                 loaded |= {group + i: of_two[2 * i : 2 * i + 2] for i in range(together)}
-            upper_words, lower_words = (float16_words(each) for each in loaded.pop(group))
             of_columns = [factor_at(scale, group * WGMMA_ROWS + half * lower) for half in range(2)]
-            for eight, before in enumerate(found):
-                first = (group * eights + eight) * WORDS
-                products = [_zero()] * 4
-                for k in (0, 2):
-                    taken = [upper_words[k], lower_words[k], upper_words[k + 1], lower_words[k + 1]]
-                    products = multiplied(taken, numbers[first + k : first + k + 2], products, "f16")
-                found[eight] = [
-                    llvm.intr_fma(number, of_columns[i // 2], old)
-                    for i, (number, old) in enumerate(zip(products, before, strict=True))
-                ]
+            firsts = ((group * eights + eight) * WORDS for eight in range(len(found)))
+            of_rows = [numbers[first : first + WORDS] for first in firsts]
+            found = added_products(found, loaded.pop(group), of_rows, of_columns)
         line = arith.addi(arith.muli(warp, const(COLUMNS)), row)
         target = arith.addi(arith.muli(line, const(sizes.row_sums)), arith.muli(four, const(2)))
         begin = utils.getelementptr(utils.memref_ptr(sums), [target], ir.F32Type.get())
@@ -107,10 +98,7 @@ def _interpreted(
     rows: HeldRows, weights: Any, scales: Any, sums: Any, place: Any, warpgroup: Any, count: int, sizes: ColumnSizes
 ) -> None:
     parts, width = weights.shape[0], sizes.depth // NUMBERS_OF_BYTE
-    codes = codes_of(weights[...].reshape(COLUMNS, width)).astype(jnp.int32)
-    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
-    numbers = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
-    numbers = numbers.reshape(COLUMNS, sizes.groups, GROUP)
+    numbers = float16_numbers(weights[...].reshape(COLUMNS, width)).reshape(COLUMNS, sizes.groups, GROUP)
     side = COLUMNS // parts
     exponents = lax.dynamic_slice_in_dim(scales[...][: sizes.groups], place * side, side, axis=2)
     factors = power_of_two(exponents.reshape(-1)).reshape(sizes.groups, COLUMNS)
@@ -130,10 +118,6 @@ def _at(ref: Any, offset: Any) -> Any:
 
 def _byte(pointer: Any, offset: Any) -> Any:
     return utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
-
-
-def _zero() -> Any:
-    return arith.constant(ir.F32Type.get(), 0.0)
 
 
 assert SCALED_UNITS * COLUMNS == WGMMA_ROWS

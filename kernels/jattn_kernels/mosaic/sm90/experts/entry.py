@@ -25,8 +25,8 @@ from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, cho
 from jattn_kernels.mosaic.sm90.experts.column_sizes import ColumnSizes, column_sizes
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
-from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
+from jattn_kernels.mosaic.sm90.experts.one_token_sizes import OneTokenSizes, one_token_sizes
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
@@ -45,13 +45,13 @@ def mixture_of_experts(
     """
     if call.router is not None:
         return _of_one_sum(call, operands)
-    of_few_rows = few_rows_sizes(call)
+    of_one_token = one_token_sizes(call)
     if (
-        of_few_rows is not None
+        of_one_token is not None
         and operands.logits is not None
-        and one_token_mxfp4.fits(call, of_few_rows[0], is_biased=operands.choice_bias is not None)
+        and one_token_mxfp4.fits(call, of_one_token, is_biased=operands.choice_bias is not None)
     ):
-        splits = _of_one_token_in_mxfp4(call, operands, of_few_rows[0])
+        splits = _of_one_token_in_mxfp4(call, operands, of_one_token)
         return splits if call.in_splits else added(splits)
     of_columns = column_sizes(call)
     if of_columns is not None:
@@ -123,7 +123,7 @@ def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
     )
 
 
-def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: FewRowsSizes) -> Splits:
+def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: OneTokenSizes) -> Splits:
     """The same with weights in mxfp4."""
 
     def of_all_experts(kernel: Any, scales: Any, bias: Any, *parts: int) -> tuple[Any, Any, Any]:
