@@ -38,8 +38,9 @@ from jattn_models.gpt_oss import GptOssForCausalLM
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.quantization import Mxfp4
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
-from tests.jattn.harness.two_gpus import H200, OPTIONS
+from tests.jattn.harness.two_gpus import H200, gpu_options
 
+_OPTIONS = {**gpu_options(shared=False), "xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_FULL_UNROLL"}
 _DUMP = "--xla_dump_to="
 _LEAVES = ("kCustomKernel", "kCustomCall", "kCublasLtMatmul", "kGemm", "kCopy", "kMemset32BitValue", "kMemzero")
 
@@ -111,7 +112,7 @@ def compiled(step: Step, layers: int, folder: Path) -> list[Kernel]:
     placed = SingleDeviceSharding(topology.devices[0])
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), arguments)
     with traced_once():
-        function = jax.jit(decode, donate_argnums=(1, 2), compiler_options=OPTIONS)
+        function = jax.jit(decode, donate_argnums=(1, 2), compiler_options=_OPTIONS)
         function.trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
     return list(_launches(_newest(folder, "*thunk_sequence.txt").read_text(encoding="utf-8")))
 

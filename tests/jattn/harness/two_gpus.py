@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -73,6 +74,12 @@ def environment(folder: Path) -> dict[str, str]:
     return told | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "XLA_FLAGS": flags}
 
 
+def gpu_options(*, shared: bool) -> dict[str, Any]:
+    """What XLA is told of a step on a GPU, or on several that share it."""
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+        return compiler_options(unrolled=True, shared=shared) or {}
+
+
 def plan_of(mesh: Mesh, *, connected: bool) -> StepPlan:
     """A greedy decode step, whose devices exchange by kernels or by XLA."""
     config = LlamaForCausalLM.config_class.from_dict(SHAPES)
@@ -109,9 +116,7 @@ def main(folder: Path) -> None:
         platform="cuda", topology_name="2x1x1", topology="1x1x2", target_config=H200
     )
     mesh = Mesh(np.array(topology.devices), (PARALLEL.axis,), axis_types=(AxisType.Auto,))
-    with mock.patch.object(jax, "default_backend", return_value="gpu"):
-        options = compiler_options(unrolled=True, shared=True)
-    found = {}
+    options, found = gpu_options(shared=True), {}
     with mock.patch.object(device_mesh, "mesh_of", return_value=mesh):
         for name, connected in (("kernels", True), ("xla", False)):
             plan = plan_of(mesh, connected=connected)
