@@ -24,14 +24,15 @@ def rows():
     return {row.pop("step"): row for row in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize(("step", "most"), [("llama_fp8_b64", 8), ("llama_bf16_b1", 9)])
+@pytest.mark.parametrize(("step", "most"), [("llama_fp8_b64", 21), ("llama_bf16_b1", 12)])
 def test_few_kernels_of_xla_are_around_the_layers(rows, step, most):
+    """A dozen of 64 rows' make the schedule of decode."""
     assert rows[step]["xla_outside"] <= most
     assert "copy" not in rows[step]["xla_kernels"]
 
 
 def test_a_layer_has_the_kernels_that_it_asks_for(rows):
-    """Norms, products, rotation, attention and its merge; in fp8 rows are rounded twice, in bf16 XLA gates."""
+    """Norms, products, attention and its merge; in fp8 rows are rounded twice, in bf16 XLA gates."""
     fp8, bf16 = rows["llama_fp8_b64"], rows["llama_bf16_b1"]
-    assert (fp8["other_of_a_layer"], fp8["xla_of_a_layer"]) == (11, 0)
+    assert (fp8["other_of_a_layer"], fp8["xla_of_a_layer"]) == (10, 0)
     assert (bf16["other_of_a_layer"], bf16["xla_of_a_layer"]) == (9, 1)
