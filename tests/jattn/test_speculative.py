@@ -137,15 +137,10 @@ def crowd(name, sampling):
     [
         ("ngram", "filtered"),
         ("draft_model", "filtered"),
-        *(
-            slow(*facts)
-            for facts in [
-                ("ngram", "greedy"),
-                ("draft_model", "greedy"),
-                ("ngram", "sampled"),
-                ("draft_model", "sampled"),
-            ]
-        ),
+        slow("ngram", "greedy"),
+        slow("draft_model", "greedy"),
+        slow("ngram", "sampled"),
+        slow("draft_model", "sampled"),
     ],
 )
 def test_crowd_with_preemption_has_the_text_of_plain_decode(drafter, sampling):

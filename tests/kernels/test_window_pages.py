@@ -36,7 +36,7 @@ CASES = [
 ]
 
 
-# Each kernel with each rule, and each rule with each operation.
+# Each kernel with each rule.
 OFTEN = {
     "triton": ("paged_decode_own_key_1_1_1", "paged_decode_window_3_3_3", "paged_extend_chunk_20_17_1"),
     "mosaic": ("paged_decode_window_1_1_1", "paged_decode_chunk_3_3_3", "paged_extend_own_key_20_17_1"),

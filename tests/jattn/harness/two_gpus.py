@@ -64,7 +64,7 @@ device_description_str: "NVIDIA H200"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What the process is told by, in which nothing is interpreted.
+    """What the process is told by, in which nothing is interpreted; also what a step for several GPUs must not mind.
 
     Args:
         folder: Where XLA writes what it makes.

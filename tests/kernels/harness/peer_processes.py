@@ -33,7 +33,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def run_on_all(devices: int, folder: pathlib.Path, *, calls: int) -> None:
-    """Runs so many random calls in as many processes as devices, and raises what one of them finds wrong.
+    """Runs so many calls, of each kind in turn, in as many processes as devices, and raises what one finds wrong.
 
     Args:
         folder: For the memory that they share.
