@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
-from jattn_kernels.mosaic import kept_layouts, layout_search, repeated_operations
+from jattn_kernels.mosaic import kept_layouts, layout_search, repeated_operations, warp_loads
 from jattn_kernels.mosaic.sm90 import (
     gated_matmul,
     mla_decode,
@@ -28,6 +28,7 @@ from jattn_kernels.operands import LatentRowOperands, MatmulOperands, Operands
 kept_layouts.install()
 layout_search.install()
 repeated_operations.install()
+warp_loads.install()
 
 
 def _matmul(call: MatmulCall, operands: MatmulOperands) -> Any:

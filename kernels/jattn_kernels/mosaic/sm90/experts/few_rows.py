@@ -1,7 +1,7 @@
 """The grouped product of few rows an expert and weights in mxfp4: all SMs read weights from the start.
 
 grid (blocks)             an SM each; takes its share of the units: 64 columns of a tile's rows, a share of the depth
-  producer warpgroup      TMA: weights and their scales, some groups of 32 inputs a stage, stages ahead, across units
+  producer warp           TMA: weights and their scales, some groups of 32 inputs a stage, stages ahead, across units
   consumer warpgroups     before a tile's first unit: its rows in float16, in shared memory, some rows each. Then every
                           n-th stage each: weights made float16 in registers, a product a group, times its scale
   last warpgroup          what the consumers' sums make, biases, activation, the way out
@@ -10,7 +10,7 @@ grid (blocks)             an SM each; takes its share of the units: 64 columns o
   summed                  consumers -> last warpgroup: their sums of a unit are in shared memory; `free` back
 
 Where there is an activation, the 64 columns are 32 of the gate and 32 of the other half, so that their sums meet in
-shared memory. The blocks' shares of the units are neighbours, so that a block has few tiles.
+shared memory. The blocks' shares of the units are neighbours, so that a block has few tiles, and as long as each other.
 
 A unit's sums are added up in an order that its place among the block's units decides: a token's result may differ in
 its last place from what it is among other tokens.
@@ -33,8 +33,9 @@ from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_sums
 from jattn_kernels.mosaic.sm90.experts.few_rows_result import FewRowsResult
+from jattn_kernels.mosaic.sm90.experts.few_rows_shares import share_of_units
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
-from jattn_kernels.mosaic.sm90.experts.few_rows_units import Unit, for_each_unit
+from jattn_kernels.mosaic.sm90.experts.few_rows_units import Unit, equal_share, for_each_unit
 from jattn_kernels.mosaic.sm90.experts.float16_rows import put_rows_in_float16
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import MXFP4, NUMBERS_OF_BYTE
@@ -49,6 +50,7 @@ class FewRowsOperands(NamedTuple):
         kernel, scales: Of all experts of all layers, their outputs in as many parts as a product sums at once: two.
         bias: Of all experts' outputs, one after the other, or None.
         layer, work, num_tiles: As in ProductOperands.
+        share: Of all units that a block has: the first, and the first one behind them; once it knows.
     """
 
     x: Float[Array, "X K"]
@@ -59,6 +61,7 @@ class FewRowsOperands(NamedTuple):
     layer: Int[Array, "1"]
     work: Int[Array, "tiles 3"]
     num_tiles: Int[Array, "1"]
+    share: tuple[Any, Any] | None = None
 
 
 class _Scratch(NamedTuple):
@@ -142,6 +145,7 @@ class _FewRowsProduct:
 
     def _warpgroup(self, operands: Any, out: Any, scratch: _Scratch) -> None:
         warpgroup, sizes = lax.axis_index("warpgroup"), self.sizes
+        operands = operands._replace(share=self._share(operands))
 
         @pl.when(warpgroup < sizes.consumers)
         def consume():
@@ -156,11 +160,22 @@ class _FewRowsProduct:
         @pl.when(warpgroup == sizes.consumers + 1)
         def produce():
             plgpu.set_max_registers(sizes.registers.producer, action="decrease")
-            self._produce(operands, scratch)
+            tiles.by_warps(1, lambda *_: self._produce(operands, scratch))
+
+    @property
+    def _blocks(self) -> int:
+        """Of a tile's columns."""
+        return self.result.columns // self.result.block_columns
+
+    def _share(self, operands: Any) -> tuple[Any, Any]:
+        """The block's of all units."""
+        num_tiles, units = operands.num_tiles[0], self._blocks * self.sizes.splits
+        if len(self.sizes.row_counts) == 1:
+            return equal_share(num_tiles, units)
+        return share_of_units(operands.work, num_tiles, units)
 
     def _for_each_unit(self, operands: Any, visit: Callable[..., Any], start: Any) -> Any:
-        blocks = self.result.columns // self.result.block_columns
-        return for_each_unit(operands.work, operands.num_tiles[0], (blocks, self.sizes.splits), visit, start)
+        return for_each_unit(operands.work, operands.share, (self._blocks, self.sizes.splits), visit, start)
 
     def _steps_of(self, unit: Unit) -> tuple[Any, Any]:
         """The first of a unit's stages along the depth, and how many."""
@@ -208,21 +223,24 @@ class _FewRowsProduct:
         def multiply_unit(unit, before, following, number, left, done):
             del following, left
             pl.when(unit.tile != before.tile)(lambda: self._prepare(operands, scratch, unit, warpgroup))
-            place = lax.rem(number, buffers)
-            pl.when(number >= buffers)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
-            least = 0
+            place, least = lax.rem(number, buffers), 0
             for count in self.sizes.row_counts:
                 enough = (unit.rows > least) & (unit.rows <= count)
-                sums = scratch.sums.at[place, warpgroup]
-                pl.when(enough)(functools.partial(self._multiply, scratch, unit, warpgroup, count, done, sums))
+
+                @pl.when(enough)
+                def multiply(count=count):
+                    sums = self._sums(scratch, unit, warpgroup, count, done)
+                    pl.when(number >= buffers)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
+                    store_sums(sums, scratch.sums.at[place, warpgroup])
+
                 least = count
             plgpu.barrier_arrive(scratch.summed.at[place])
             return done + self._steps_of(unit)[1]
 
         self._for_each_unit(operands, multiply_unit, jnp.int32(0))
 
-    def _multiply(self, scratch: _Scratch, unit: Unit, warpgroup: Any, count: int, done: Any, sums: Any) -> None:
-        """Leaves a consumer's sums of a unit of at most so many rows."""
+    def _sums(self, scratch: _Scratch, unit: Unit, warpgroup: Any, count: int, done: Any) -> jax.Array:
+        """A consumer's, of a unit of at most so many rows."""
         sizes = self.sizes
         shape, layout = (WGMMA_ROWS * sizes.shares, count), plgpu.Layout.WGMMA
         first, steps = self._steps_of(unit)
@@ -241,7 +259,7 @@ class _FewRowsProduct:
         none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
         total = lax.fori_loop(0, lax.div(steps - own + sizes.consumers - 1, sizes.consumers), multiply_step, none)
         of_rows = plgpu.load(scratch.factors.at[pl.ds(0, count)], layout=layout.reduce(0), optimized=False)
-        store_sums(total * lax.broadcast_in_dim(of_rows, shape, [1]), sums)
+        return total * lax.broadcast_in_dim(of_rows, shape, [1])
 
     def _prepare(self, operands: Any, scratch: _Scratch, unit: Unit, warpgroup: Any) -> None:
         """A tile's rows in float16, and their factors: a consumer's share of them."""

@@ -25,19 +25,19 @@ class Unit(NamedTuple):
 
 
 def for_each_unit(
-    work: Any, num_tiles: Any, blocks_and_splits: tuple[int, int], visit: Callable[..., Any], start: Any
+    work: Any, share: tuple[Any, Any], blocks_and_splits: tuple[int, int], visit: Callable[..., Any], start: Any
 ) -> Any:
     """`visit(unit, the one before, the next one, number, units left, carry) -> carry` for each of the block's.
 
     A unit is read from memory one ahead.
 
     Args:
-        work, num_tiles: As in ProductOperands; the number itself.
+        work: As in ProductOperands.
+        share: The first of the block's units, and the first one behind them.
         blocks_and_splits: Blocks of columns, and shares of the depth, that a tile's rows are multiplied with.
     """
     blocks, splits = blocks_and_splits
-    total, sms, own = num_tiles * (blocks * splits), tiles.num_sms(), lax.axis_index("block")
-    first, end = (lax.div((own + side) * total, sms) for side in range(2))
+    first, end = share
 
     def read(number):
         tile, rest = lax.div(number, blocks * splits), lax.rem(number, blocks * splits)
@@ -53,3 +53,10 @@ def for_each_unit(
     begin = read(first)
     nobody = begin._replace(tile=begin.tile - 1)
     return lax.fori_loop(0, end - first, step, (nobody, begin, start))[2]
+
+
+def equal_share(num_tiles: Any, units_of_tile: int) -> tuple[Any, Any]:
+    """A block's, of as many units as others have: the first, and the first one behind them."""
+    own, total = lax.axis_index("block"), num_tiles * units_of_tile
+    first, end = (lax.div((own + side) * total, tiles.num_sms()) for side in range(2))
+    return first, end

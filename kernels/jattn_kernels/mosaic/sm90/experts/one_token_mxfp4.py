@@ -3,7 +3,7 @@
 grid (blocks)             an SM each; takes every n-th of the units: 32 hidden units of an expert, of its gate and its
                           other half. And takes some neighbours of these: 64 columns of what an expert returns, of half
                           of the depth.
-  producer warpgroup      TMA: weights and their scales, stages ahead, from one product into the next
+  producer warp           TMA: weights and their scales, stages ahead, from one product into the next
   rows' warpgroup         the choice of experts; the token in float16, then its experts' hidden units; and what the
                           consumers' sums make, biases, activation, weights, the way out
   consumer warpgroups     every n-th stage each: weights made float16 in registers, a product a group, times its scale
@@ -203,7 +203,7 @@ class _OneToken:
             @pl.when(number == sizes.consumers + 1)
             def produce():
                 plgpu.set_max_registers(sizes.registers.producer, action="decrease")
-                self._produce(operands, scratch)
+                tiles.by_warps(1, lambda *_: self._produce(operands, scratch))
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
 
