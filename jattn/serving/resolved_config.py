@@ -152,7 +152,16 @@ def computing_dtype(config: EngineConfig) -> Any:
 
 
 def parallel_of(config: EngineConfig) -> Parallel:
-    """The devices that share the model."""
+    """The devices that share the model.
+
+    Raises:
+        ValueError: Experts are to be shared, and one device has them all.
+    """
+    if config.tensor_parallel == 1 and config.expert_parallel:
+        raise ValueError(
+            "`expert_parallel` must be False where one device has all experts: it shares them among the devices of "
+            "`tensor_parallel`, which is 1. Got True."
+        )
     if config.tensor_parallel == 1:
         return ONE_DEVICE
     return Parallel("tensor", config.tensor_parallel, by_expert=config.expert_parallel)

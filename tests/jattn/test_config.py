@@ -107,6 +107,7 @@ def test_unknown_knob_is_pythons_own_error():
 @pytest.mark.parametrize(
     ("knob", "sentence"),
     [
+        ({"expert_parallel": True}, "`expert_parallel` must be False where one device has all experts"),
         ({"max_num_seqs": 0}, "`max_num_seqs` must be a whole number"),
         ({"page_size": 0}, "`page_size` must be a whole number"),
         ({"page_size": 10**9}, "`page_size` must be so small that 2 pages fit"),
