@@ -18,15 +18,13 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.mosaic.sm90.common.tiles import COPY_ALIGNMENT
 from jattn_kernels.mosaic.sm90.common.token_heads import TokenHeads
 from jattn_kernels.mosaic.sm90.experts import one_token, one_token_fits, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
-from jattn_kernels.mosaic.sm90.experts.column_sizes import ColumnSizes, column_sizes
 from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits_product
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
+from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
-from jattn_kernels.mosaic.sm90.experts.one_token_sizes import OneTokenSizes, one_token_sizes
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
@@ -45,17 +43,16 @@ def mixture_of_experts(
     """
     if call.router is not None:
         return _of_one_sum(call, operands)
-    of_one_token = one_token_sizes(call)
+    of_few_rows = few_rows_sizes(call)
     if (
-        of_one_token is not None
+        of_few_rows is not None
         and operands.logits is not None
-        and one_token_mxfp4.fits(call, of_one_token, is_biased=operands.choice_bias is not None)
+        and one_token_mxfp4.fits(call, of_few_rows[0], is_biased=operands.choice_bias is not None)
     ):
-        splits = _of_one_token_in_mxfp4(call, operands, of_one_token)
+        splits = _of_one_token_in_mxfp4(call, operands, of_few_rows[0])
         return splits if call.in_splits else added(splits)
-    of_columns = column_sizes(call)
-    if of_columns is not None:
-        return _of_few_rows(call, operands, of_columns)
+    if of_few_rows is not None:
+        return _of_few_rows(call, operands, of_few_rows)
     if operands.logits is not None and one_token_fits.fits(call, is_biased=operands.choice_bias is not None):
         splits = _of_one_token(call, operands)
         return splits if call.in_splits else added(splits)
@@ -123,7 +120,7 @@ def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
     )
 
 
-def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: OneTokenSizes) -> Splits:
+def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: FewRowsSizes) -> Splits:
     """The same with weights in mxfp4."""
 
     def of_all_experts(kernel: Any, scales: Any, bias: Any, *parts: int) -> tuple[Any, Any, Any]:
@@ -188,9 +185,9 @@ def _of_few_bits(
 
 
 def _of_few_rows(
-    call: ExpertsCall, operands: ExpertsOperands, sizes: tuple[ColumnSizes, ColumnSizes]
+    call: ExpertsCall, operands: ExpertsOperands, sizes: tuple[FewRowsSizes, FewRowsSizes]
 ) -> Float[Array, "T D"]:
-    """The same of few rows an expert: who multiplies rows makes them float16."""
+    """The same of few rows an expert: who multiplies rows makes them float16; of few tokens a second depth is split."""
     weights, groups = _in_order(call, operands, sizes[0].rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
     rows = weighed_rows(operands.x, weights) if call.weighs_inputs else operands.x
@@ -201,7 +198,7 @@ def _of_few_rows(
         return FewRowsOperands(
             x=rows,
             sources=sources,
-            kernel=kernel.reshape(layers * experts, parts, columns // parts * width // COPY_ALIGNMENT, COPY_ALIGNMENT),
+            kernel=kernel.reshape(layers * experts, parts, columns // parts, width),
             scales=scales.reshape(layers * experts, scales.shape[2], parts, columns // parts),
             bias=None if bias is None else bias.reshape(-1),
             layer=operands.layer_index.reshape(1),
@@ -211,9 +208,11 @@ def _of_few_rows(
 
     facts: dict[str, Any] = {"num_slots": num_slots, "num_experts": call.num_experts}
     first = given(rows, groups.sources, operands.gate_up, operands.gate_up_scales, operands.gate_up_bias, 2)
-    hidden = few_rows_product(first, sizes[0], activation=call.activation, out_dtype=dtype, **facts)
+    (hidden,) = few_rows_product(first, sizes[0], activation=call.activation, out_dtype=dtype, **facts)
     second = given(hidden, None, operands.down, operands.down_scales, operands.down_bias, 1)
-    returned = few_rows_product(second, sizes[1], out_dtype=dtype, **facts)
+    in_splits = sizes[1].splits > 1
+    returned = few_rows_product(second, sizes[1], out_dtype=jnp.float32 if in_splits else dtype, **facts)
+    returned = returned.sum(axis=0).astype(dtype) if in_splits else returned[0]
     return weighted_sum(returned, groups.slots, None if call.weighs_inputs else weights)
 
 

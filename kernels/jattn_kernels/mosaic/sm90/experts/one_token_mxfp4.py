@@ -10,8 +10,7 @@ grid (blocks)             an SM each; takes every n-th of the units: 32 hidden u
   chosen                  rows' warpgroup -> producer: the experts are known, in shared memory
   count                   in global memory: of all blocks of hidden units that have been stored. The second product's
                           rows are read when they are all there; its weights are in shared memory by then.
-  full, empty             between the producer and a consumer: a stage has arrived, may be overwritten
-  rows_full, summed, free: rows in float16, a unit's sums, are in shared memory; its room is free
+  full, empty, rows_full, summed, free: as in `few_rows`
 
 The hidden units of each expert are a row of the second product's: a unit needs one of them. They lie where the token
 did, whose products are all done by then.
@@ -36,9 +35,9 @@ from jattn_kernels.mosaic.sm90.common.row_pieces import MULTIPLE
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
 from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_sums
+from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
 from jattn_kernels.mosaic.sm90.experts.float16_rows import put_in_float16
 from jattn_kernels.mosaic.sm90.experts.one_token_result import store_hidden, store_returned
-from jattn_kernels.mosaic.sm90.experts.one_token_sizes import OneTokenSizes
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES, by_experts, choose_for_one, of_splits
 from jattn_kernels.mxfp4 import GROUP
@@ -90,7 +89,7 @@ class _Scratch(NamedTuple):
     chosen: Any
 
 
-def fits(call: ExpertsCall, sizes: OneTokenSizes, *, is_biased: bool) -> bool:
+def fits(call: ExpertsCall, sizes: FewRowsSizes, *, is_biased: bool) -> bool:
     """Whether the kernel serves a call.
 
     Args:
@@ -102,11 +101,11 @@ def fits(call: ExpertsCall, sizes: OneTokenSizes, *, is_biased: bool) -> bool:
     if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.num_experts != call.num_experts:
         return False
     steps = call.units // (sizes.groups * GROUP)
-    return sizes.rows >= call.per_token and steps >= HALVES and chooses(routing, is_biased=False)
+    return sizes.shares == 1 and sizes.rows >= call.per_token and steps >= HALVES and chooses(routing, is_biased=False)
 
 
 def one_token(
-    call: ExpertsCall, operands: OneTokenOperands, sizes: OneTokenSizes, logits: Float32[Array, "S R E"]
+    call: ExpertsCall, operands: OneTokenOperands, sizes: FewRowsSizes, logits: Float32[Array, "S R E"]
 ) -> Float32[Array, "parts 1 D"]:
     """What each chosen expert returns, times its weight, of each half of the depth.
 
@@ -127,7 +126,7 @@ def one_token(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _OneToken:
     routing: Routing
-    sizes: OneTokenSizes
+    sizes: FewRowsSizes
     units: int  # hidden units of an expert, and columns of the token
     activation: Callable[[Any, Any], Any]
     first: bool = True  # which products it does
@@ -172,7 +171,7 @@ class _OneToken:
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         two: dict[str, Any] = {"num_barriers": _BUFFERS}
         scratch = _Scratch(
-            kernel=plgpu.SMEM((sizes.stages, HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
+            kernel=plgpu.SMEM((sizes.stages, sizes.shares, HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
             scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, HALVES, HALF), MXFP4),
             x=plgpu.SMEM((self.units // GROUP, sizes.rows, GROUP), jnp.float16),
             factors=plgpu.SMEM((_BUFFERS, sizes.rows), jnp.float32),
@@ -229,7 +228,7 @@ class _OneToken:
                     pl.when(done + k >= stages)(lambda: plgpu.barrier_wait(scratch.empty.at[stage]))
                     full, inputs = scratch.full.at[stage], pl.ds((first + k) * width, width)
                     of_weights = weights.at[expert, *columns, pl.ds(0, HALF), inputs]
-                    plgpu.copy_gmem_to_smem(of_weights, scratch.kernel.at[stage], full)
+                    plgpu.copy_gmem_to_smem(of_weights, scratch.kernel.at[stage, 0], full)
                     own, target = pl.ds((first + k) * groups, groups), scratch.scales.at[stage, pl.ds(0, groups)]
                     plgpu.copy_gmem_to_smem(scales.at[expert, own, *columns], target, full)
 
@@ -260,7 +259,7 @@ class _OneToken:
                     plgpu.barrier_wait(scratch.full.at[stage])
                     x = scratch.x.at[pl.ds((first + k) * groups, groups)]
                     weights, scales = scratch.kernel.at[stage], scratch.scales.at[stage]
-                    total = stage_added(total, weights, scales, x)
+                    total = stage_added(total, weights, scales, x, shares=1)
                     plgpu.barrier_arrive(scratch.empty.at[stage])
                     return total
 
