@@ -274,6 +274,10 @@ def broken_call(**function):
              "tool_choice": "required"},
             "Tools must not define different schemas of one name. Got two of 'place'",
         ),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"definitions": None}}}], "tool_choice": "required"},
+            "`definitions` of a tool's `parameters` must be an object. Got None",
+        ),
         (broken_call(name="a", arguments="{"), "`arguments` of a call must be a JSON object. Got '{'"),
         (broken_call(name="a", arguments="[1]"), "`arguments` of a call must be a JSON object"),
         (broken_call(arguments="{}"), "must have a `function` with a `name`"),
