@@ -147,6 +147,17 @@ def test_prompt_logprobs_are_by_token_id(http_server):
     assert http_server.post("/v1/chat/completions", CHAT | body)["prompt_logprobs"][0] is None
 
 
+def test_max_tokens_of_any_size_end_with_the_context(http_server):
+    answer = http_server.post("/v1/completions", GREEDY | {"prompt": [5] * 250, "max_tokens": 10**400})
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_null_within_stream_options_asks_for_nothing(http_server):
+    body = GREEDY | {"stream_options": {"include_usage": None, "continuous_usage_stats": None}}
+    assert not any("usage" in event for event in http_server.events("/v1/completions", body))
+
+
 def test_continuous_usage_counts_each_token(http_server):
     body = GREEDY | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     counts = [event["usage"]["completion_tokens"] for event in http_server.events("/v1/completions", body)]
