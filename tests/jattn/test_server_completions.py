@@ -138,6 +138,15 @@ def test_chat_logprobs_have_the_likeliest_first(http_server, streamed):
         assert entry["logprob"] == likeliest[0]
 
 
+def test_bytes_of_chat_logprobs_are_those_of_the_text(http_server):
+    """Of tokens that are a part of a character too, whose text is U+FFFD."""
+    body = CHAT | {"logprobs": True, "structured_outputs": {"choice": ["é😀"]}, "max_tokens": 20}
+    (choice,) = http_server.post("/v1/chat/completions", body)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["\N{REPLACEMENT CHARACTER}"] * len(content)
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "é😀" == choice["message"]["content"]
+
+
 def test_prompt_logprobs_are_by_token_id(http_server):
     body = {"prompt_logprobs": 1}
     (choice,) = http_server.post("/v1/completions", GREEDY | body)["choices"]
