@@ -1,5 +1,7 @@
 """Completions over HTTP, streamed and whole, on the bundled checkpoint."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -179,7 +181,25 @@ def test_a_last_message_is_continued(http_server):
     body = CHAT | {"messages": messages, "continue_final_message": True, "return_token_ids": True}
     answer = http_server.post("/v1/chat/completions", body)
     prompt = http_server.post("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]
-    assert prompt == "# user: x\n# assistant: import os"
+    assert prompt == "# user: x\n# assistant: import os\n"
+
+
+@pytest.mark.parametrize(("content", "expected"), [("{{ m.content }}", "end\n"), ("{{ m.content | trim }}", "end")])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_last_message_ends_where_its_own_text_does(http_server, monkeypatch, content, expected, in_parts):
+    """Though the template's own words have it too; and the space at its end stays, if the template keeps it."""
+    template = "{% for m in messages %}<start>" + content + "<end>\n{% endfor %}"
+    options = dataclasses.replace(http_server.service.options, chat_template=template)
+    monkeypatch.setattr(http_server.service, "options", options)
+    text = [{"type": "text", "text": "end\n"}] if in_parts else "end\n"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+    tokens = http_server.post("/tokenize", {"messages": messages, "continue_final_message": True})["tokens"]
+    prompt = http_server.post("/detokenize", {"tokens": tokens})["prompt"]
+    assert prompt == "<start>x<end>\n<start>" + expected
+    for refused in ([{"role": "assistant", "content": " "}], [{"role": "assistant", "content": []}]):
+        body = {"messages": refused, "continue_final_message": True}
+        status, _, answer = http_server.call("POST", "/tokenize", body)
+        assert (status, answer["error"]["message"][:25]) == (400, "`continue_final_message` ")
 
 
 def test_names_and_ids_come_back(http_server):
