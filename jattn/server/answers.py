@@ -54,6 +54,7 @@ class Call:
         """
         streamed = flag(body, "stream")
         options = typed(body, "stream_options", dict, "an object", {})
+        options = {name: value for name, value in options.items() if value is not None}
         if options and not streamed:
             raise ValueError(f"`stream_options` needs `stream`. Got {shortened(options)}.")
         given = typed(body, "request_id", str, "a text") or request.headers.get("x-request-id") or uuid.uuid4().hex

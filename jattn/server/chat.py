@@ -54,5 +54,8 @@ def _read(service: Service, request: Request, body: dict[str, Any]) -> Asked:
         )
 
     gives_prompt_logprobs = params.prompt_logprobs is not None
-    form = ChatForm(call, new_message, prompt=ids, logprobs=asked, gives_prompt_logprobs=gives_prompt_logprobs)
+    tokenizer = service.llm.tokenizer
+    form = ChatForm(
+        call, new_message, tokenizer, prompt=ids, logprobs=asked, gives_prompt_logprobs=gives_prompt_logprobs
+    )
     return call, form, of_prompts

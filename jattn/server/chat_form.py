@@ -7,6 +7,7 @@ from jattn.server import logprobs
 from jattn.server.answers import Call
 from jattn.server.tools.message import Message
 from jattn.serving.frontend.outputs import Completion, Delta, RequestOutput
+from jattn.serving.frontend.text import Tokenizer
 
 
 class ChatForm:
@@ -24,6 +25,7 @@ class ChatForm:
         self,
         call: Call,
         new_message: Callable[[], Message],
+        tokenizer: Tokenizer,
         *,
         prompt: list[int],
         logprobs: int | None,
@@ -31,6 +33,7 @@ class ChatForm:
     ):
         self._call = call
         self._new_message = new_message
+        self._tokenizer = tokenizer
         self._prompt = prompt
         self._logprobs = logprobs
         self._gives_prompt_logprobs = gives_prompt_logprobs
@@ -85,7 +88,8 @@ class ChatForm:
         if self._logprobs is None:
             return None
         as_ids = self._call.names_are_ids
-        return logprobs.for_chat(part.token_ids, part.logprobs or (), self._logprobs, as_ids=as_ids)
+        found = part.logprobs or ()
+        return logprobs.for_chat(part.token_ids, found, self._logprobs, self._tokenizer, as_ids=as_ids)
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from typing import Any
 
-from jattn.server.bodies import flag, shortened, typed
+from jattn.server.bodies import flag, typed
 from jattn.server.service import Service
 from jattn.server.tools.asked import tools_of
 from jattn.server.tools.messages import with_calls_for_templates
+
+_MARK = "THE_LAST_MESSAGE_ENDS_HERE "  # with a space, which a template that trims texts takes away
 
 
 def chat_tokens(service: Service, body: dict[str, Any]) -> list[int]:
@@ -37,24 +39,42 @@ def chat_text(service: Service, body: dict[str, Any]) -> str:
     effort = typed(body, "reasoning_effort", str, "a text")
     messages: Any = with_calls_for_templates(body.get("messages"))
     text = service.llm.chat_template.render(
-        messages,
+        _marked(messages) if continues else messages,
         add_generation_prompt=opens,
         tools=tools or None,
         chat_template=service.options.chat_template,
         chat_template_kwargs=typed(body, "chat_template_kwargs", dict, "an object"),
         hints={} if effort is None else {"reasoning_effort": effort},
     )
-    return _cut(text, messages[-1].get("content")) if continues else text
+    return _cut(text) if continues else text
 
 
-def _cut(text: str, content: Any) -> str:
-    """The conversation up to the end of its last message's own words, without what the template puts behind."""
-    if isinstance(content, list) and content and isinstance(content[-1], dict):
-        content = content[-1].get("text")
-    words = content.strip() if isinstance(content, str) else ""
-    if not words or words not in text:
-        raise ValueError(
-            "`continue_final_message` needs a last message with text that the template repeats. "
-            f"Got {shortened(content)}."
-        )
-    return text[: text.rindex(words) + len(words)]
+def _marked(messages: Any) -> Any:
+    """The messages, with a mark behind the last one's text, for `_cut`; what is no list of messages stays as it is.
+
+    Raises:
+        ValueError: It has no text.
+    """
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
+        return messages
+    last = messages[-1]
+    content = last.get("content")
+    part = content[-1] if isinstance(content, list) and content else content
+    words = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(words, str) or not words.strip():
+        raise _not_continued()
+    marked: Any = {**part, "text": words + _MARK} if isinstance(part, dict) else words + _MARK
+    return [*messages[:-1], {**last, "content": [*content[:-1], marked] if isinstance(content, list) else marked}]
+
+
+def _cut(text: str) -> str:
+    """The conversation up to the mark, without what the template puts behind; space before it is there if the template
+    keeps it, as it then keeps the mark's own."""
+    before, mark, behind = text.rpartition(_MARK.strip())
+    if not mark:
+        raise _not_continued()
+    return before if behind.startswith(" ") else before.rstrip()
+
+
+def _not_continued() -> ValueError:
+    return ValueError("`continue_final_message` needs a last message with text that the template repeats.")

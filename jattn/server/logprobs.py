@@ -40,13 +40,15 @@ def for_completion(
     }
 
 
-def for_chat(tokens: Sequence[int], found: Sequence[Logprobs], top: int, *, as_ids: bool = False) -> dict[str, Any]:
+def for_chat(
+    tokens: Sequence[int], found: Sequence[Logprobs], top: int, tokenizer: Tokenizer, *, as_ids: bool = False
+) -> dict[str, Any]:
     """Of `/v1/chat/completions`, with the `top` likeliest tokens at each place."""
     content = []
     for token, logprobs in zip(tokens, found, strict=True):
         ranked = sorted(logprobs, key=lambda other: logprobs[other].rank)
-        likeliest = [_entry(other, logprobs, as_ids) for other in ranked if logprobs[other].rank <= top]
-        content.append(_entry(token, logprobs, as_ids) | {"top_logprobs": likeliest})
+        likeliest = [_entry(other, logprobs, tokenizer, as_ids) for other in ranked if logprobs[other].rank <= top]
+        content.append(_entry(token, logprobs, tokenizer, as_ids) | {"top_logprobs": likeliest})
     return {"content": content}
 
 
@@ -63,9 +65,18 @@ def _ranked(logprob: Logprob) -> dict[str, Any]:
     return {"logprob": _value(logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
 
 
-def _entry(token: int, logprobs: Logprobs, as_ids: bool) -> dict[str, Any]:
+def _entry(token: int, logprobs: Logprobs, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
     name = _name(token, logprobs, as_ids)
-    return {"token": name, "logprob": _value(logprobs[token]), "bytes": list(name.encode("utf-8", "replace"))}
+    spelled = name.encode() if as_ids else _spelled(token, name, tokenizer)
+    return {"token": name, "logprob": _value(logprobs[token]), "bytes": list(spelled)}
+
+
+def _spelled(token: int, text: str, tokenizer: Tokenizer) -> bytes:
+    """A token's own bytes, which may be a part of a character, where its text is U+FFFD."""
+    if tokenizer.is_byte_level:
+        return tokenizer.bytes_of(token)
+    byte = tokenizer.byte(token)
+    return text.encode() if byte is None else bytes([byte])
 
 
 def _name(token: int, logprobs: Logprobs, as_ids: bool) -> str:

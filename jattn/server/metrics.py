@@ -48,7 +48,7 @@ _HISTOGRAMS = {
     "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
     "request_prefill_kv_computed_tokens": ("Tokens of a request's prompt that were computed.", _TOKENS),
     "request_params_n": ("Sequences asked for of a prompt.", (1, 2, 5, 10, 20)),
-    "request_params_max_tokens": ("`max_tokens` of a request.", _TOKENS),
+    "request_params_max_tokens": ("`max_tokens` of a request, as far as the context goes.", _TOKENS),
     "request_num_preemptions": ("How often a request lost its pages.", (0, 1, 2, 5, 10)),
     "iteration_tokens_total": ("Tokens read after a step.", _STEP_TOKENS),
 }
@@ -149,7 +149,7 @@ class Metrics:
         for request in of_prompt:
             self._times[request] = _Times(time.monotonic())
             if request.params.max_tokens is not None:
-                self._observe("request_params_max_tokens", request.params.max_tokens)
+                self._observe("request_params_max_tokens", request.limit - len(request.prompt))
 
     def stepped(self, report: StepReport, now: float) -> None:
         self._step.observe(report.seconds)

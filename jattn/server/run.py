@@ -17,7 +17,7 @@ import uvicorn
 from jattn.progress import logger
 from jattn.server.app import make_app
 from jattn.server.errors import ApiError
-from jattn.server.service import Service, ServiceOptions
+from jattn.server.service import Service, ServiceOptions, shutting_down
 from jattn.serving.frontend.llm import LLM
 
 # The engine's thread and the event loop share the interpreter: at the default of 5 ms the device waits 7 % of a step.
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
             logger.error("%s", service.thread.death)
             await self._end_all(ApiError(503, service.thread.death))
         elif self._deadline is not None and (not service.num_unfinished or time.monotonic() > self._deadline):
-            await self._end_all(ApiError(503, "The server is shutting down."))
+            await self._end_all(shutting_down())
         return await super().on_tick(counter)
 
     async def _end_all(self, error: ApiError) -> None:

@@ -19,6 +19,11 @@ from jattn.serving.request import Request
 _RETRY_SECONDS = 5
 
 
+def shutting_down() -> ApiError:
+    """What requests get that come while the server ends, or run for longer than it waits."""
+    return ApiError(503, "The server is shutting down.", retry_after=_RETRY_SECONDS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
     """What a server is told that its engine need not know.
@@ -105,7 +110,7 @@ class Service:
         if self.thread.death is not None:
             raise ApiError(503, self.thread.death)
         if self.draining:
-            raise ApiError(503, "The server is shutting down.", retry_after=_RETRY_SECONDS)
+            raise shutting_down()
 
     @contextlib.asynccontextmanager
     async def serve(self, of_prompts: Sequence[Sequence[Request]]) -> AsyncIterator[OutputStream]:

@@ -30,8 +30,8 @@ def structured_outputs(body: dict[str, Any]) -> StructuredOutputsParams | None:
 
 
 def _of_response_format(response_format: dict[str, Any]) -> dict[str, Any]:
-    kind = response_format.get("type", "text")
-    if kind == "text":
+    kind = response_format.get("type")
+    if kind == "text" or not response_format:
         return {}
     if kind == "json_object":
         return {"json_object": True}

@@ -133,6 +133,8 @@ class Request:
         if self.finish_reason != "error":
             return None
         if self.grammar is not None:
+            if told := self.grammar.failure:
+                return f"The structured output cannot be followed after {self.num_tokens} tokens: {told}."
             return (
                 f"No token may come after {self.num_tokens} tokens: the structured output that is asked for allows "
                 "none of those that the request's other parameters do, or the model's logits are not finite."

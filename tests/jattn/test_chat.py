@@ -189,8 +189,8 @@ def test_part_that_is_no_text_is_refused(tmp_path, template, part):
         render(tmp_path, template, [{"role": "user", "content": [part]}])
 
 
-@pytest.mark.parametrize("content", [5, 2.5, True])
+@pytest.mark.parametrize("content", [5, 2.5, True, {"type": "text"}])
 @pytest.mark.parametrize("template", [TEXT, PARTS])
-def test_content_that_is_a_number_is_refused(tmp_path, template, content):
+def test_content_that_is_no_text_is_refused(tmp_path, template, content):
     with pytest.raises(ValueError, match=rf"^A message's `content` must be a text or .* Got {content!r}\.$"):
         render(tmp_path, template, [{"role": "user", "content": content}])

@@ -180,6 +180,19 @@ def test_no_stop_token_comes_before_min_tokens(engine, min_tokens):
     assert request.finish_reason == ("stop" if min_tokens < 14 else "length")
 
 
+def test_min_tokens_of_any_size_fill_the_context(engine):
+    """A request without `max_tokens` may ask for more than the device's integers hold."""
+    stop = 42
+    params = dataclasses.replace(
+        BASE, max_tokens=None, min_tokens=2**40, stop_token_ids=(stop,), logit_bias={stop: 1000}
+    )
+    prompt = random_prompt(3, CONTEXT - 4)
+    request = engine.make_request(prompt, params)
+    (tokens,) = run(engine, [request])
+    assert (len(prompt) + len(tokens), request.finish_reason) == (CONTEXT, "length")
+    assert stop not in tokens
+
+
 def test_request_without_a_number_of_tokens_goes_to_the_contexts_end(engine):
     assert engine.make_request([1, 2], dataclasses.replace(BASE, max_tokens=None)).limit == CONTEXT
 

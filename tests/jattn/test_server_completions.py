@@ -1,5 +1,7 @@
 """Completions over HTTP, streamed and whole, on the bundled checkpoint."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -138,6 +140,15 @@ def test_chat_logprobs_have_the_likeliest_first(http_server, streamed):
         assert entry["logprob"] == likeliest[0]
 
 
+def test_bytes_of_chat_logprobs_are_those_of_the_text(http_server):
+    """Of tokens that are a part of a character too, whose text is U+FFFD."""
+    body = CHAT | {"logprobs": True, "structured_outputs": {"choice": ["é😀"]}, "max_tokens": 20}
+    (choice,) = http_server.post("/v1/chat/completions", body)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["\N{REPLACEMENT CHARACTER}"] * len(content)
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "é😀" == choice["message"]["content"]
+
+
 def test_prompt_logprobs_are_by_token_id(http_server):
     body = {"prompt_logprobs": 1}
     (choice,) = http_server.post("/v1/completions", GREEDY | body)["choices"]
@@ -145,6 +156,17 @@ def test_prompt_logprobs_are_by_token_id(http_server):
     assert nothing is None
     assert all({"logprob", "rank", "decoded_token"} == set(of) for each in found for of in each.values())
     assert http_server.post("/v1/chat/completions", CHAT | body)["prompt_logprobs"][0] is None
+
+
+def test_max_tokens_of_any_size_end_with_the_context(http_server):
+    answer = http_server.post("/v1/completions", GREEDY | {"prompt": [5] * 250, "max_tokens": 10**400})
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_null_within_stream_options_asks_for_nothing(http_server):
+    body = GREEDY | {"stream_options": {"include_usage": None, "continuous_usage_stats": None}}
+    assert not any("usage" in event for event in http_server.events("/v1/completions", body))
 
 
 def test_continuous_usage_counts_each_token(http_server):
@@ -159,7 +181,25 @@ def test_a_last_message_is_continued(http_server):
     body = CHAT | {"messages": messages, "continue_final_message": True, "return_token_ids": True}
     answer = http_server.post("/v1/chat/completions", body)
     prompt = http_server.post("/detokenize", {"tokens": answer["prompt_token_ids"]})["prompt"]
-    assert prompt == "# user: x\n# assistant: import os"
+    assert prompt == "# user: x\n# assistant: import os\n"
+
+
+@pytest.mark.parametrize(("content", "expected"), [("{{ m.content }}", "end\n"), ("{{ m.content | trim }}", "end")])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_last_message_ends_where_its_own_text_does(http_server, monkeypatch, content, expected, in_parts):
+    """Though the template's own words have it too; and the space at its end stays, if the template keeps it."""
+    template = "{% for m in messages %}<start>" + content + "<end>\n{% endfor %}"
+    options = dataclasses.replace(http_server.service.options, chat_template=template)
+    monkeypatch.setattr(http_server.service, "options", options)
+    text = [{"type": "text", "text": "end\n"}] if in_parts else "end\n"
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+    tokens = http_server.post("/tokenize", {"messages": messages, "continue_final_message": True})["tokens"]
+    prompt = http_server.post("/detokenize", {"tokens": tokens})["prompt"]
+    assert prompt == "<start>x<end>\n<start>" + expected
+    for refused in ([{"role": "assistant", "content": " "}], [{"role": "assistant", "content": []}]):
+        body = {"messages": refused, "continue_final_message": True}
+        status, _, answer = http_server.call("POST", "/tokenize", body)
+        assert (status, answer["error"]["message"][:25]) == (400, "`continue_final_message` ")
 
 
 def test_names_and_ids_come_back(http_server):

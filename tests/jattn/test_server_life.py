@@ -265,9 +265,11 @@ def test_the_first_signal_lets_requests_end(second_server, slow_steps):
 
 def test_requests_that_take_longer_than_draining_end_with_an_error(second_server, slow_steps):
     server = second_server(drain_seconds=0.1)
-    with begun(server, LONG) as response:
+    with server.asked("POST", COMPLETIONS, LONG) as whole_answer, begun(server, LONG) as response:
         server.server.handle_exit(signal.SIGTERM, None)
         assert last_event(response)["error"]["message"] == "The server is shutting down."
+        refused = whole_answer.getresponse()
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
     server.join()
 
 

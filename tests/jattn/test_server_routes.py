@@ -107,6 +107,7 @@ REFUSED = {
     "image": (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "Each part of a"),
     "tools": (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "Each of `tools` must be"),
     "format": (CHATS, {**CHAT, "response_format": {"type": "x"}}, 400, "`response_format` must have the type"),
+    "no_format": (CHATS, {**CHAT, "response_format": {"json_schema": {}}}, 400, "`response_format` must have the type"),
     "top_logprobs": (CHATS, {**CHAT, "top_logprobs": 2}, 400, "`top_logprobs` needs `logprobs`. Got 2."),
     "variable": (CHATS, {**CHAT, "chat_template_kwargs": {"x": 1}}, 400, "The chat template has no variable `x`."),
     "tokens": ("/detokenize", {"tokens": [-1]}, 400, "`tokens` must be whole numbers at least 0 and below 2048"),

@@ -185,12 +185,13 @@ def test_conversations_with_calls_go_into_the_template(told):
         {"role": "assistant", "content": None, "reasoning_content": "hm",
          "tool_calls": [{"id": "1", "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "yes"}]},
+        {"role": "user", "content": None},
     ]  # fmt: skip
     body = CHAT | {"messages": messages, "tools": TOOLS[1:], "max_tokens": 1, "return_token_ids": True}
     rendered = server.post("/detokenize", {"tokens": server.post(CHATS, body)["prompt_token_ids"]})["prompt"]
     tools, _, rest = rendered.partition("[user")
     assert json.loads(tools) == TOOLS[1:]
-    assert rest == "|Rain?|][assistant||hmhmweather:here][tool|yes|1]"
+    assert rest == "|Rain?|][assistant||hmhmweather:here][tool|yes|1][user||]"
     body = {"messages": messages, "tools": TOOLS[1:]}
     assert server.post("/detokenize", server.post("/tokenize", body) | {})["prompt"] == rendered
 
@@ -273,6 +274,10 @@ def broken_call(**function):
             {"tools": [TOOLS[0], {"function": {"name": "a", "parameters": {"$defs": {"place": {}}}}}],
              "tool_choice": "required"},
             "Tools must not define different schemas of one name. Got two of 'place'",
+        ),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": {"definitions": None}}}], "tool_choice": "required"},
+            "`definitions` of a tool's `parameters` must be an object. Got None",
         ),
         (broken_call(name="a", arguments="{"), "`arguments` of a call must be a JSON object. Got '{'"),
         (broken_call(name="a", arguments="[1]"), "`arguments` of a call must be a JSON object"),

@@ -116,6 +116,18 @@ def test_whole_text_ends_before_min_tokens(engine):
     assert request.finish_reason == "stop"
 
 
+def test_grammar_that_grows_too_large_is_told_of(engine):
+    """llguidance has limits that show only once it follows a text: here of the keys that may come after a quote."""
+    form = {"json": {"type": "object", "properties": {f"k{i}": {} for i in range(600)}}, "disable_any_whitespace": True}
+    params = dataclasses.replace(BASE, structured_outputs=StructuredOutputsParams(**form))
+    request = engine.make_request([1, 2], params, grammar=grammar(**form))
+    run(engine, [request])
+    assert request.finish_reason == "error"
+    assert request.error.startswith("The structured output cannot be followed after ")
+    assert "items; max is" in request.error
+    assert "<" not in request.error
+
+
 def test_request_that_leaves_its_grammar_no_token_ends_by_an_error(engine):
     request, neighbour = request_of(engine, "regex", allowed_token_ids=(1, 2)), request_of(engine, "free")
     run(engine, [request, neighbour])

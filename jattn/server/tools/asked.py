@@ -133,7 +133,10 @@ def _any_calls(functions: dict[str, Any], is_parallel: bool) -> dict[str, Any]:
     for name, function in functions.items():
         parameters: dict[str, Any] = dict(function.get("parameters") or {"type": "object"})
         for key in ("$defs", "definitions"):
-            for definition, content in parameters.pop(key, {}).items():
+            found = parameters.pop(key, {})
+            if not isinstance(found, dict):
+                raise ValueError(f"`{key}` of a tool's `parameters` must be an object. Got {shortened(found)}.")
+            for definition, content in found.items():
                 if definitions.setdefault(key, {}).setdefault(definition, content) != content:
                     raise ValueError(f"Tools must not define different schemas of one name. Got two of {definition!r}.")
         properties = {"name": {"const": name}, "parameters": parameters}
@@ -141,7 +144,7 @@ def _any_calls(functions: dict[str, Any], is_parallel: bool) -> dict[str, Any]:
             {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
         )
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
-    schema |= {key: found for key, found in definitions.items() if found}
+    schema |= {key: content for key, content in definitions.items() if content}
     return schema if is_parallel else schema | {"maxItems": 1}
 
 

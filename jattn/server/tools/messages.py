@@ -21,7 +21,7 @@ def with_calls_for_templates(messages: Any) -> Any:
 
 def _fitting(message: Mapping[str, Any]) -> dict[str, Any]:
     fitting = dict(message)
-    if message.get("role") in ("assistant", "tool") and message.get("content") is None:
+    if message.get("content") is None:
         fitting["content"] = ""
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         fitting |= {"reasoning": reasoning, "reasoning_content": reasoning}

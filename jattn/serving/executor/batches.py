@@ -109,4 +109,4 @@ def _fill_rules(rows: LoopState, i: int, request: Request) -> None:
     rules.bias_ids[i, : len(bias)] = list(bias)
     rules.bias[i, : len(bias)] = list(bias.values())
     rules.prompt_len[i] = len(request.prompt)
-    rules.min_len[i] = len(request.prompt) + params.min_tokens
+    rules.min_len[i] = min(len(request.prompt) + params.min_tokens, request.limit)  # an int32 of the device

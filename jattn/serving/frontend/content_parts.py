@@ -6,6 +6,7 @@ from typing import Any
 from jinja2 import nodes
 
 _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_MAY_BE_OBJECTS = ("tool", "ipython")  # roles: what a tool gave
 
 
 def with_fitting_content(messages: Sequence[Mapping[str, Any]], template: nodes.Template) -> list[dict[str, Any]]:
@@ -14,7 +15,7 @@ def with_fitting_content(messages: Sequence[Mapping[str, Any]], template: nodes.
     As in vLLM: texts of several parts are joined by line breaks.
 
     Raises:
-        ValueError: A content is a number, or a part is no text.
+        ValueError: A content is a number, or an object though no tool gave it, or a part is no text.
     """
     takes_parts = _takes_parts(template)
     wraps_texts = takes_parts and not _asks_for_text(template)
@@ -23,7 +24,8 @@ def with_fitting_content(messages: Sequence[Mapping[str, Any]], template: nodes.
 
 def _fitting(message: Mapping[str, Any], takes_parts: bool, wraps_texts: bool) -> dict[str, Any]:
     content = message.get("content")
-    if isinstance(content, int | float):
+    takes_objects = message.get("role") in _MAY_BE_OBJECTS
+    if isinstance(content, int | float) or (isinstance(content, Mapping) and not takes_objects):
         raise ValueError(f"A message's `content` must be a text or a list of text parts. Got {content!r}.")
     if isinstance(content, str) and wraps_texts:
         content = [content]

@@ -6,13 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from jattn.serving.structured.grammar import Grammar
+from jattn.serving.structured.grammar import Grammar, reason_of
 from jattn.serving.structured.params import StructuredOutputsParams
 
 _KEPT = 64  # grammars
 # Between the tokens of JSON: as much as who indents wants, and no more, as small models write it to the end of time.
 _WHITESPACE = r"( |\n[ \t]{0,20})?"
-_LONGEST_REASON = 400  # characters: some repeat all of an expression
 
 
 def llguidance() -> Any:
@@ -76,7 +75,7 @@ class GrammarCompiler:
         probe = matcher.deep_copy()
         probe.compute_bitmask()  # some grammars turn out to allow nothing
         if probe.is_error():
-            raise ValueError(_refusal(params, probe.get_error().partition("<non-verbose/>")[0]))
+            raise ValueError(_refusal(params, probe.get_error()))
         return Grammar(matcher, self._tokenizer.vocab_size, frozenset(self._tokenizer.eos_tokens))
 
     def _made_tokenizer(self, package: Any) -> Any:
@@ -108,6 +107,4 @@ def _source(package: Any, params: StructuredOutputsParams) -> str:
 
 def _refusal(params: StructuredOutputsParams, reason: Any) -> str:
     kind = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name))
-    told = " ".join(str(reason).split()).rstrip(".")
-    told = told if len(told) <= _LONGEST_REASON else f"{told[:_LONGEST_REASON]}..."
-    return f"`{kind}` of `structured_outputs` cannot be served: {told}."
+    return f"`{kind}` of `structured_outputs` cannot be served: {reason_of(str(reason))}."

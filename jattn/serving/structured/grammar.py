@@ -4,6 +4,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 _NOWHERE = -1
+_LONGEST_REASON = 400  # characters: some repeat all of an expression
+
+
+def reason_of(told: str) -> str:
+    """What llguidance says is wrong, as the end of a sentence."""
+    reason = " ".join(told.partition("<non-verbose/>")[0].split()).rstrip(".")
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
 
 
 class Grammar:
@@ -60,6 +67,11 @@ class Grammar:
         if self._matcher.is_error():
             return "error"
         return "stop" if self._ended or self._matcher.is_stopped() else None
+
+    @property
+    def failure(self) -> str | None:
+        """Why llguidance goes no further, as when a limit of its own is passed; None if it does."""
+        return reason_of(self._matcher.get_error()) if self._matcher.is_error() else None
 
     @property
     def matcher(self) -> Any:
