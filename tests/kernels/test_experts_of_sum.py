@@ -26,6 +26,7 @@ from jattn_kernels import (
     summed_and_normed,
 )
 from jattn_kernels.call import Device
+from jattn_kernels.mosaic.sm90.experts.one_token_shared import SharedUnits
 from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import assert_product_of_normed, unnormed
@@ -62,6 +63,12 @@ LITE = Sizes(2048, 2048, 1408, 64, 6, shared=2)
 def hopper(monkeypatch):
     """Dispatch believes in a Hopper GPU of as few SMs as there are blocks of columns, or a few more."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 34))
+
+
+@pytest.fixture
+def larger_hopper(monkeypatch):
+    """Likewise, of enough SMs for a block of columns each of what four experts return."""
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 68))
 
 
 def stack(key, *shape, size, dtype):
@@ -185,6 +192,34 @@ def test_one_tokens_mixture_of_a_sum_agrees_with_float64(hopper, sizes, dtype, s
     assert_next_product(after, out, total, product)
 
 
+@pytest.mark.parametrize("shared", [1, 2])
+def test_blocks_share_the_depth_of_experts_that_are_not_chosen(larger_hopper, shared):
+    sizes = SMALL._replace(per_token=4 - shared, shared=shared)
+    x, kernels = given(sizes)
+    product = following(sizes)
+    with interpreted():
+        run = functools.partial(mixture, routing=sizes.routing(), implementation="mosaic")
+        out, total, after = jax.jit(run)(x, kernels, following=product)
+    assert_mixture_of_sum(out, total, x, kernels, sizes.routing(), None)
+    assert_next_product(after, out, total, product)
+
+
+@pytest.mark.parametrize(
+    ("experts", "units", "depth", "rows", "shares"),
+    [
+        (2, 1408, 2048, 10, 3),
+        (1, 1536, 2048, 10, 5),
+        (2, 1408, 2048, 1, 1),
+        (3, 4096, 2048, 10, 1),
+        (1, 64, 256, 10, 2),
+    ],
+)
+def test_shares_are_as_many_as_there_is_room_for(monkeypatch, experts, units, depth, rows, shares):
+    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    found = SharedUnits.of_a_share_each(experts, units, depth, SharedUnits.most(rows))
+    assert (found.shares, found.rows) == (shares, 1 if shares == 1 else 2 * shares)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("sizes", "scoring", "biased"),
@@ -208,19 +243,31 @@ def test_one_tokens_mixture_of_a_sum_agrees_with_float64_on_a_gpu(sizes, scoring
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sizes", "columns"), [(LARGE, 5120), (LITE, 3648)])
-def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn(sizes, columns):
-    x, kernels = given(sizes)
-    routing = sizes.routing(normalised=sizes is LARGE)
-    product = following(sizes, columns=columns)
+def test_one_tokens_mixture_of_a_sum_has_the_bits_of_its_parts_in_turn():
+    x, kernels = given(LARGE)
+    routing = LARGE.routing(normalised=True)
+    product = following(LARGE, columns=5120)
     run = jax.jit(functools.partial(mixture, routing=routing))
     expected, total, _ = jax.jit(functools.partial(in_turn, routing=routing))(x, kernels)
     next_expected = jax.jit(next_in_turn)(expected, total, product)
+    assert_bits_of_200_runs(run, x, kernels, product, (expected, total, next_expected))
+
+
+@pytest.mark.gpu
+def test_one_tokens_mixture_with_shared_experts_has_the_same_bits_again():
+    x, kernels = given(LITE)
+    product = following(LITE, columns=3648)
+    run = jax.jit(functools.partial(mixture, routing=LITE.routing()))
+    assert_bits_of_200_runs(run, x, kernels, product, run(x, kernels, following=product))
+
+
+def assert_bits_of_200_runs(run, x, kernels, product, expected):
+    out, total, after = expected
     for number in range(200):
-        out, own_total, after = run(x, kernels, following=product)
+        own, own_total, own_after = run(x, kernels, following=product)
         np.testing.assert_array_equal(own_total, total, f"run {number}")
-        np.testing.assert_array_equal(out.parts, expected.parts, f"run {number}")
-        np.testing.assert_array_equal(after.parts, next_expected.parts, f"run {number}")
+        np.testing.assert_array_equal(own.parts, out.parts, f"run {number}")
+        np.testing.assert_array_equal(own_after.parts, after.parts, f"run {number}")
 
 
 @pytest.mark.parametrize(("sizes", "columns"), [(LARGE, 5120), (LITE, 3648)])

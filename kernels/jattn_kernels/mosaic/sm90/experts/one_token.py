@@ -38,7 +38,12 @@ from jattn_kernels.mosaic.sm90.experts.one_token_attention import SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_fits import next_phase, router_phases
 from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
-from jattn_kernels.mosaic.sm90.experts.one_token_products import ROWS_LEFT, ROWS_OF_EXPERTS, ExpertPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_products import (
+    ROW_OF_HIDDEN,
+    ROWS_LEFT,
+    ROWS_OF_EXPERTS,
+    ExpertPhases,
+)
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     KEPT,
@@ -153,7 +158,7 @@ class _OneToken:
         units = self.experts.units
         if self.router is None:
             return jax.ShapeDtypeStruct((TILED_ROWS, units), self.dtype)
-        return jax.ShapeDtypeStruct((self.experts.per_token, units), jnp.float32)
+        return jax.ShapeDtypeStruct((self.experts.per_token, self.experts.shared_units.rows, units), jnp.float32)
 
     def body(self, tree: Any, made_tree: Any, *refs: Any) -> None:
         count = tree.num_leaves
@@ -184,7 +189,7 @@ class _OneToken:
         if self.next is not None and _NEXT in self.phases:
             self.next.produce_first(operands, scratch, ring)
         if self.experts.shared and _FIRST in self.phases:
-            done = self.experts.produce_first(operands, scratch, ring, done, of_shared=True)
+            done = self.experts.produce_shared(operands, scratch, ring, done)
         if self._chooses:
             plgpu.barrier_wait(scratch.chosen)
         if _FIRST in self.phases:
@@ -232,7 +237,7 @@ class _OneToken:
         if self.experts.shared and _FIRST in self.phases:
             if waits:
                 plgpu.barrier_wait(scratch.rows_full)
-            done, waits = self.experts.consume_first(hidden, scratch, ring, done, of_shared=True), False
+            done, waits = self.experts.consume_shared(hidden, scratch, ring, done), False
         if self._chooses:
             self._choose(operands, logits, scratch)
         if _FIRST in self.phases:
@@ -256,7 +261,7 @@ class _OneToken:
             left = left_parts(operands.router)
             products, logits = router.room(left)
             returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
-            hidden = experts.told_hidden(left, 3 * columns, left.shape[1] * columns, self.dtype)
+            hidden = experts.told_hidden(left, ROW_OF_HIDDEN * columns, left.shape[1] * columns, columns, self.dtype)
             attended = None if router.attention is None else router.attention.room(left, ROWS_OF_EXPERTS)
             return attended, products, logits, returned, hidden
         products, logits = (
@@ -270,7 +275,8 @@ class _OneToken:
         attended = operands.attended if made.attended is None else made.attended
         if attended is not None:
             attended = SplitRoom(attended, 0, attended.shape[1], attended.shape[0])
-        return attended, products, logits, returned, experts.told_hidden(hidden, 0, experts.units, self.dtype)
+        units, rows = experts.units, experts.shared_units.rows
+        return attended, products, logits, returned, experts.told_hidden(hidden, 0, rows * units, units, self.dtype)
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""

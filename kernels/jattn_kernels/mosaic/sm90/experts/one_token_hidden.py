@@ -1,6 +1,7 @@
 """How hidden units of one token's experts get from the blocks that make them to those that multiply them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.one_row import store_in_tile
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST, Piece
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.one_token_shared import SharesOfHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import Count, Scratch, store_row
 
 
@@ -65,12 +67,16 @@ class ToldHidden:
         units: Of a choice.
         most: Units of different choices that a block has at most.
         dtype: Of the weights, to which they are rounded.
+        shared: Those of the first choices, if blocks have shares of them; a block's units are of one choice then.
+        num_shared: So many first choices.
     """
 
     sums: Sums
     units: int
     most: int
     dtype: Any
+    shared: SharesOfHidden | None = None
+    num_shared: int = 0
 
     @property
     def width(self) -> int:
@@ -85,6 +91,15 @@ class ToldHidden:
 
     def bring(self, scratch: Scratch, choice_of: Callable[[Any], Any]) -> None:
         """As of `CountedHidden`."""
+        if self.shared is None:
+            self._bring_whole(scratch, choice_of)
+            return
+        choice, target = choice_of(0), scratch.x.at[:, pl.ds(0, self.width)]
+        is_shared = choice < self.num_shared
+        pl.when(is_shared)(functools.partial(self.shared.bring, target, choice))
+        pl.when(~is_shared)(functools.partial(self._bring_whole, scratch, choice_of))
+
+    def _bring_whole(self, scratch: Scratch, choice_of: Callable[[Any], Any]) -> None:
         piece = Piece(0, self.width, 0)
         column = piece.numbers
         places = choice_of(lax.div(column, self.units)) * self.sums.stride + lax.rem(column, self.units)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden, ToldHidden, told_width
+from jattn_kernels.mosaic.sm90.experts.one_token_shared import SharedUnits, SharesOfHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
     Ring,
@@ -24,9 +26,9 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 )
 
 # Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
-# leave each other what it begins with, in the third what its experts return, in the fourth their hidden units, and in
-# the others what splits of attention are.
-ROWS_OF_EXPERTS = 4
+# leave each other what it begins with, in the third what its experts return, from the fourth on their hidden units, and
+# in those after the fourth what splits of attention are, if there are any.
+ROW_OF_HIDDEN, ROWS_OF_EXPERTS = 3, 4
 ROWS_LEFT = ROWS_OF_EXPERTS + 9
 MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
 _THREADS, _VECTOR = 128, 4  # numbers that a thread stores at once
@@ -42,6 +44,7 @@ class ExpertPhases:
         units: Hidden units of an expert.
         columns: Of the token.
         shared: Numbers of the experts that are not chosen; the first of those `per_token`.
+        rows_of_hidden: In which hidden units of an expert can be left.
     """
 
     per_token: int
@@ -49,13 +52,17 @@ class ExpertPhases:
     columns: int
     activation: Callable[[Any, Any], Any]
     shared: range = range(0)
+    rows_of_hidden: int = 1
 
     @classmethod
     def of(cls, call: ExpertsCall) -> "ExpertPhases":
         """Those of a call."""
         routing = call.routing
         shared = range(0) if routing is None else range(routing.num_experts, routing.all_experts)
-        return cls(call.per_token, call.units, call.hidden_size, call.activation, shared)
+        phases = cls(call.per_token, call.units, call.hidden_size, call.activation, shared)
+        if call.router is None or call.router.attention is not None or phases._most_choices > 1:
+            return phases
+        return dataclasses.replace(phases, rows_of_hidden=call.router.left[1] - ROW_OF_HIDDEN)
 
     @property
     def hidden_blocks(self) -> int:
@@ -88,9 +95,19 @@ class ExpertPhases:
         """Numbers of hidden units that tell by themselves, of a block's units."""
         return told_width(self.units, self._most_choices)
 
-    def told_hidden(self, ref: Any, begin: int, stride: int, dtype: Any) -> ToldHidden:
-        """Hidden units in memory, from a flat place on, with a stride from one choice to the next."""
-        return ToldHidden(Sums(ref, begin, stride, 1), self.units, self._most_choices, dtype)
+    @property
+    def shared_units(self) -> SharedUnits:
+        """Those of the experts that are not chosen."""
+        most = SharedUnits.most(self.rows_of_hidden)
+        return SharedUnits.of_a_share_each(len(self.shared), self.units, self.columns, most)
+
+    def told_hidden(self, ref: Any, begin: int, stride: int, row: int, dtype: Any) -> ToldHidden:
+        """Hidden units in memory, from a flat place on, with strides from one choice, or one of its rows, to the next."""
+        shares, units = self.shared_units.shares, self.units
+        shared = None
+        if self.shared and shares > 1:
+            shared = SharesOfHidden(ref, begin, stride, row, units, shares, self.activation)
+        return ToldHidden(Sums(ref, begin, stride, 1), units, self._most_choices, dtype, shared, len(self.shared))
 
     def _count(self, of_second: bool) -> Any:
         """The block's units of a product."""
@@ -113,46 +130,54 @@ class ExpertPhases:
             unit = self._begin(of_second) + number * tiles.num_sms()
         return lax.div(unit, blocks), lax.rem(unit, blocks)
 
-    @property
-    def _count_of_shared(self) -> Any:
-        """The block's units of the first product of experts that are not chosen, which come first."""
-        units, own, sms = len(self.shared) * (self.units // WGMMA_ROWS), lax.axis_index("block"), tiles.num_sms()
-        return jnp.maximum(lax.div(units - own + sms - 1, sms), 0)
-
-    def _for_each(
-        self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any, *, of_shared: bool = False
-    ) -> Any:
+    def _for_each(self, of_second: bool, visit: Callable[[Any, Any, Any], Any], start: Any) -> Any:
         """Calls `visit(choice, block of columns, carry)` for each unit of the block's; the last carry.
 
-        Args:
-            of_shared: Of the first product whether of experts that are not chosen, or of the others.
+        Of the first product without those of experts that are not chosen, which come first.
         """
 
         def step(number, carry):
             return visit(*self._unit(of_second, number), carry)
 
-        if of_shared:
-            return lax.fori_loop(0, self._count_of_shared, step, start)
-        first = self._count_of_shared if self.shared and not of_second else 0
+        first = 0
+        if self.shared and not of_second:
+            units, own, sms = len(self.shared) * (self.units // WGMMA_ROWS), lax.axis_index("block"), tiles.num_sms()
+            first = jnp.maximum(lax.div(units - own + sms - 1, sms), 0)
         return lax.fori_loop(first, self._count(of_second), step, start)
 
-    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any, *, of_shared: bool = False) -> Any:
-        """Asks for weights; of experts that are not chosen before the others are known."""
-        layer = operands.layer[0]
+    def produce_shared(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
+        """Asks for weights of the first product of experts that are not chosen, before the others are known."""
 
-        def copy_unit(choice, block, done):
-            expert = self.shared.start + choice if of_shared else scratch.experts[choice, 0]
+        def copy_share(choice, block, share, first, steps, before):
+            del share
 
             def copy_step(k, done):
-                for part in range(_PAIR):
-                    columns = pl.ds(part * self.units + block * WGMMA_ROWS, WGMMA_ROWS)
-                    weights = operands.gate_up.at[layer, expert, pl.ds(k * DEPTH, DEPTH), columns]
-                    done = ring.copy(weights, scratch, done)
-                return done
+                return self._copy_pair(operands, scratch, ring, self.shared.start + choice, block, first + k, done)
+
+            lax.fori_loop(0, steps, copy_step, done + before * _PAIR)
+
+        return done + self.shared_units.for_each(copy_share) * _PAIR
+
+    def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
+        """Asks for weights of the others."""
+
+        def copy_unit(choice, block, done):
+            def copy_step(k, done):
+                return self._copy_pair(operands, scratch, ring, scratch.experts[choice, 0], block, k, done)
 
             return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
 
-        return self._for_each(False, copy_unit, done, of_shared=of_shared)
+        return self._for_each(False, copy_unit, done)
+
+    def _copy_pair(
+        self, operands: Any, scratch: Scratch, ring: Ring, expert: Any, block: Any, k: Any, done: Any
+    ) -> Any:
+        """The k-th stages of both halves of a block of an expert's hidden units."""
+        for part in range(_PAIR):
+            columns = pl.ds(part * self.units + block * WGMMA_ROWS, WGMMA_ROWS)
+            weights = operands.gate_up.at[operands.layer[0], expert, pl.ds(k * DEPTH, DEPTH), columns]
+            done = ring.copy(weights, scratch, done)
+        return done
 
     def produce_second(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         layer = operands.layer[0]
@@ -168,43 +193,52 @@ class ExpertPhases:
 
         return self._for_each(True, copy_unit, done)
 
-    def consume_first(
-        self,
-        hidden: CountedHidden | ToldHidden,
-        scratch: Scratch,
-        ring: Ring,
-        done: Any,
-        *,
-        of_shared: bool = False,
-    ) -> Any:
+    def consume_shared(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, ring: Ring, done: Any) -> Any:
+        """Stores the block's share of hidden units, as `produce_shared` has them."""
+
+        def multiply_share(choice, block, share, first, steps, before):
+            halves = self._halves(scratch, ring, done + before * _PAIR, first, steps)
+            if isinstance(hidden, ToldHidden) and hidden.shared is not None:
+                hidden.shared.store(choice, block, share, halves)
+            else:
+                hidden.store(choice, block, self.activation(*halves))
+
+        return done + self.shared_units.for_each(multiply_share) * _PAIR
+
+    def consume_first(self, hidden: CountedHidden | ToldHidden, scratch: Scratch, ring: Ring, done: Any) -> Any:
         """Stores the block's hidden units, as `produce_first` has them."""
-        steps = self.columns // DEPTH * _PAIR
+        steps = self.columns // DEPTH
 
         def multiply_unit(choice, block, done):
-            def product(*sums):
-                @pl.loop(0, self.columns // DEPTH)
-                def multiply_step(k):
-                    x = scratch.x.at[:, pl.ds(k * DEPTH, DEPTH)].transpose((1, 0))
-                    for part, acc in enumerate(sums):
-                        stage = lax.rem(done + k * _PAIR + part, ring.stages)
-                        plgpu.barrier_wait(scratch.full.at[stage])
-                        plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
-                    plgpu.wgmma_wait(_PAIR)  # those of the last step are done
+            hidden.store(choice, block, self.activation(*self._halves(scratch, ring, done, 0, steps)))
+            return done + steps * _PAIR
 
-                    @pl.when(k > 0)
-                    def free():
-                        for part in range(_PAIR):
-                            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, ring.stages)])
+        return self._for_each(False, multiply_unit, done)
 
-                return [acc[...] for acc in sums]
+    def _halves(self, scratch: Scratch, ring: Ring, done: Any, first: Any, steps: Any) -> list[jax.Array]:
+        """Both halves' sums of so many steps of the token's depth, from one on."""
 
-            results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, TILED_ROWS) for _ in range(_PAIR)))
-            for part in range(_PAIR):
-                plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + steps - _PAIR + part, ring.stages)])
-            hidden.store(choice, block, self.activation(*results))
-            return done + steps
+        def product(*sums):
+            @pl.loop(0, steps)
+            def multiply_step(k):
+                x = scratch.x.at[:, pl.ds((first + k) * DEPTH, DEPTH)].transpose((1, 0))
+                for part, acc in enumerate(sums):
+                    stage = lax.rem(done + k * _PAIR + part, ring.stages)
+                    plgpu.barrier_wait(scratch.full.at[stage])
+                    plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x)
+                plgpu.wgmma_wait(_PAIR)  # those of the last step are done
 
-        return self._for_each(False, multiply_unit, done, of_shared=of_shared)
+                @pl.when(k > 0)
+                def free():
+                    for part in range(_PAIR):
+                        plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (k - 1) * _PAIR + part, ring.stages)])
+
+            return [acc[...] for acc in sums]
+
+        results = pl.run_scoped(product, *(tiles.accumulator(WGMMA_ROWS, TILED_ROWS) for _ in range(_PAIR)))
+        for part in range(_PAIR):
+            plgpu.barrier_arrive(scratch.empty.at[lax.rem(done + (steps - 1) * _PAIR + part, ring.stages)])
+        return results
 
     def clear(self, parts: Any) -> None:
         """Stores the block's share of the zeros below what experts return."""

@@ -52,7 +52,7 @@ class SplitProduct:
         """Of a share."""
         return pl.cdiv(self.steps, self.splits)
 
-    def _for_each(self, own: Any, visit: Callable[[Any, Any, Any, Any, Any], Any], done: Any) -> Any:
+    def for_each(self, own: Any, visit: Callable[[Any, Any, Any, Any, Any], Any], done: Any) -> Any:
         """`visit(split, block of columns, first step, steps, done)` for each unit of the block with this number."""
 
         def step(i, done):
@@ -79,7 +79,7 @@ class SplitProduct:
             def copy_step(k):
                 copy(weights.at[pl.ds((first + k) * DEPTH, DEPTH), columns], done + k)
 
-        return self._for_each(own, copy_unit, done)
+        return self.for_each(own, copy_unit, done)
 
     def consume(
         self,
@@ -110,7 +110,7 @@ class SplitProduct:
             facts: Any = {"stages": STAGES, "shape": shape, "stage_of": stage_of}
             use(split, block, summed_over_stages(multiply, scratch, done, steps, **facts))
 
-        return self._for_each(own, multiply_unit, done)
+        return self.for_each(own, multiply_unit, done)
 
 
 def from_last() -> Any:

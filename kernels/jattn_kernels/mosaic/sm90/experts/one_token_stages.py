@@ -44,7 +44,7 @@ class OneTokenOperands(NamedTuple):
     attended: Float32[Array, "S _"] | None = None
     products: Float32[Array, "S D"] | None = None
     logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
-    hidden: Float[Array, "8 F"] | None = None
+    hidden: Float[Array, "8 F"] | Float32[Array, "k R F"] | None = None
     total: Float[Array, "1 D"] | None = None
     parts: Float32[Array, "k R D"] | None = None
     next: NextOperands | None = None
