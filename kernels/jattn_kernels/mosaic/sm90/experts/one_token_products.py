@@ -102,7 +102,7 @@ class ExpertPhases:
         return SharedUnits.of_a_share_each(len(self.shared), self.units, self.columns, most)
 
     def told_hidden(self, ref: Any, begin: int, stride: int, row: int, dtype: Any) -> ToldHidden:
-        """Hidden units in memory, from a flat place on, with strides from one choice, or one of its rows, to the next."""
+        """Hidden units in memory from a flat place on, with strides from one choice, or its row, to the next."""
         shares, units = self.shared_units.shares, self.units
         shared = None
         if self.shared and shares > 1:
