@@ -46,7 +46,6 @@ from jattn_kernels.mosaic.sm90.experts.one_token_products import (
 )
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
-    KEPT,
     STAGES,
     Count,
     Made,
@@ -83,7 +82,8 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
         before = () if router.attention is None else (_ATTEND,)
         kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
-            kernel = dataclasses.replace(kernel, next=next_phase(call.router.next), phases=(*kernel.phases, _NEXT))
+            following = next_phase(call.router.next, has_shared=bool(phases.shared))
+            kernel = dataclasses.replace(kernel, next=following, phases=(*kernel.phases, _NEXT))
     if tiles.interpret_params() is None:
         return kernel.run(operands)
     made = Made()  # by the interpreter, which has no memory that blocks wait in
@@ -182,7 +182,8 @@ class _OneToken:
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
             before = self.router.attention.produce(operands.router.attention, scratch, before)
         if self.router is not None and _PRODUCT in self.phases:
-            before = self.router.produce_product(operands, scratch, before)
+            before, first = self.router.produce_product(operands, scratch, before), before
+            pl.when(before > first)(functools.partial(self._wait_for_product, scratch, before))
         if self.router is not None and _ROUTER in self.phases:
             before = self.router.produce_router(operands, scratch, before)
         ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
@@ -207,9 +208,13 @@ class _OneToken:
         def wait(number):
             plgpu.barrier_wait(scratch.empty.at[ring.stages + number])
 
+    def _wait_for_product(self, scratch: Scratch, steps: Any) -> None:
+        """Until its weights are there: with others on their way they would come last, and all blocks wait for it."""
+        plgpu.barrier_wait(scratch.full.at[lax.rem(steps - 1, STAGES)])
+
     def _ring(self, before: Any = 0) -> Ring:
         """The stages of the phases from the choice on, after so many."""
-        return Ring(STAGES - KEPT if _NEXT in self.phases else STAGES, before)
+        return Ring(STAGES if self.next is None or _NEXT not in self.phases else STAGES - self.next.kept, before)
 
     @property
     def _chooses(self) -> bool:

@@ -18,6 +18,7 @@ from jattn_kernels.routing_spec import Routing
 
 _MOST_WITH_ATTENTION = 2304  # of those before the choice, beside what attention has in shared memory
 _MOST_EXPERTS = 512
+_KEPT = 5  # stages for weights of what follows, asked for while experts are not known
 _LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
 
 
@@ -84,7 +85,12 @@ def _goes_on(call: NextCall) -> bool:
     return norm.scale_dtype == norm.dtype and columns % WGMMA_ROWS == 0 and norm.columns * columns <= MOST_WEIGHTS
 
 
-def next_phase(call: NextCall) -> NextPhase:
-    """What follows the experts."""
+def next_phase(call: NextCall, *, has_shared: bool) -> NextPhase:
+    """What follows the experts.
+
+    Args:
+        has_shared: Whether there are weights of experts to ask for while those chosen are not known.
+    """
     depth = call.norm.columns
-    return NextPhase(call.norm, SplitProduct(depth, call.columns, num_splits(depth, call.columns)))
+    product = SplitProduct(depth, call.columns, num_splits(depth, call.columns))
+    return NextPhase(call.norm, product, kept=0 if has_shared else _KEPT)

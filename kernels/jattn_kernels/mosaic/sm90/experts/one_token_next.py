@@ -18,7 +18,7 @@ from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import KEPT, Ring, Scratch, store_row, store_zeros
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import Ring, Scratch, store_row, store_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,17 +28,19 @@ class NextPhase:
     Attributes:
         norm: Its facts.
         product: Of what is normed.
+        kept: Stages for its first weights, which are asked for while the experts are not known.
     """
 
     norm: NormCall
     product: SplitProduct
+    kept: int
 
     def produce_first(self, operands: Any, scratch: Scratch, ring: Ring) -> None:
         """Asks for its first stages, which are behind the ring."""
         weights = operands.next.kernel.at[operands.next.layer[0]]
 
         def copy(weights: Any, number: Any) -> None:
-            pl.when(number < KEPT)(lambda: ring.copy_behind(weights, scratch, number))
+            pl.when(number < self.kept)(lambda: ring.copy_behind(weights, scratch, number))
 
         self.product.produce(lax.axis_index("block"), weights, copy, jnp.int32(0))
 
@@ -47,12 +49,12 @@ class NextPhase:
         weights = operands.next.kernel.at[operands.next.layer[0]]
 
         def copy(weights: Any, number: Any) -> None:
-            @pl.when(number >= KEPT)
+            @pl.when(number >= self.kept)
             def copy_in_turn() -> None:
-                ring.copy(weights, scratch, done + number - KEPT)
+                ring.copy(weights, scratch, done + number - self.kept)
 
         steps = self.product.produce(lax.axis_index("block"), weights, copy, jnp.int32(0))
-        return done + jnp.maximum(steps - KEPT, 0), jnp.minimum(steps, KEPT)
+        return done + jnp.maximum(steps - self.kept, 0), jnp.minimum(steps, self.kept)
 
     def consume(self, operands: Any, returned: Sums, out: Any, scratch: Scratch, ring: Ring, done: Any) -> None:
         """Stores the product's splits.
@@ -84,7 +86,7 @@ class NextPhase:
                 store_zeros(out, place + row * columns)
 
         def stage_of(number: Any) -> Any:
-            in_ring = lax.rem(done + jnp.maximum(number - KEPT, 0), ring.stages)
-            return jnp.where(number < KEPT, ring.stages + number, in_ring)
+            in_ring = lax.rem(done + jnp.maximum(number - self.kept, 0), ring.stages)
+            return jnp.where(number < self.kept, ring.stages + number, in_ring)
 
         self.product.consume(lax.axis_index("block"), scratch, store, jnp.int32(0), stage_of=stage_of)

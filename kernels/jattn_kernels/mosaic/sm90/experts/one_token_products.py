@@ -148,11 +148,14 @@ class ExpertPhases:
     def produce_shared(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         """Asks for weights of the first product of experts that are not chosen, before the others are known."""
 
+        layer = operands.layer[0]
+
         def copy_share(choice, block, share, first, steps, before):
             del share
+            weights = operands.gate_up.at[layer, self.shared.start + choice]
 
             def copy_step(k, done):
-                return self._copy_pair(operands, scratch, ring, self.shared.start + choice, block, first + k, done)
+                return self._copy_pair(weights, scratch, ring, block, first + k, done)
 
             lax.fori_loop(0, steps, copy_step, done + before * _PAIR)
 
@@ -160,23 +163,23 @@ class ExpertPhases:
 
     def produce_first(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:
         """Asks for weights of the others."""
+        layer = operands.layer[0]
 
         def copy_unit(choice, block, done):
+            weights = operands.gate_up.at[layer, scratch.experts[choice, 0]]
+
             def copy_step(k, done):
-                return self._copy_pair(operands, scratch, ring, scratch.experts[choice, 0], block, k, done)
+                return self._copy_pair(weights, scratch, ring, block, k, done)
 
             return lax.fori_loop(0, self.columns // DEPTH, copy_step, done)
 
         return self._for_each(False, copy_unit, done)
 
-    def _copy_pair(
-        self, operands: Any, scratch: Scratch, ring: Ring, expert: Any, block: Any, k: Any, done: Any
-    ) -> Any:
+    def _copy_pair(self, weights: Any, scratch: Scratch, ring: Ring, block: Any, k: Any, done: Any) -> Any:
         """The k-th stages of both halves of a block of an expert's hidden units."""
         for part in range(_PAIR):
             columns = pl.ds(part * self.units + block * WGMMA_ROWS, WGMMA_ROWS)
-            weights = operands.gate_up.at[operands.layer[0], expert, pl.ds(k * DEPTH, DEPTH), columns]
-            done = ring.copy(weights, scratch, done)
+            done = ring.copy(weights.at[pl.ds(k * DEPTH, DEPTH), columns], scratch, done)
         return done
 
     def produce_second(self, operands: Any, scratch: Scratch, ring: Ring, done: Any) -> Any:

@@ -17,7 +17,6 @@ from jattn_kernels.routing_spec import Routing
 
 DEPTH = 128  # of a stage: a copy of 16 KB
 STAGES = 11
-KEPT = 5  # stages for the first weights of the product that follows, asked for while the experts are not known
 
 
 class OneTokenOperands(NamedTuple):
