@@ -186,7 +186,7 @@ class _OneToken:
             pl.when(before > first)(functools.partial(self._wait_for_product, scratch, before))
         if self.router is not None and _ROUTER in self.phases:
             before = self.router.produce_router(operands, scratch, before)
-        ring, done, kept = self._ring(before), jnp.int32(0), jnp.int32(0)
+        (ring, done), kept = self._ring(before), jnp.int32(0)
         if self.next is not None and _NEXT in self.phases:
             self.next.produce_first(operands, scratch, ring)
         if self.experts.shared and _FIRST in self.phases:
@@ -212,9 +212,10 @@ class _OneToken:
         """Until its weights are there: with others on their way they would come last, and all blocks wait for it."""
         plgpu.barrier_wait(scratch.full.at[lax.rem(steps - 1, STAGES)])
 
-    def _ring(self, before: Any = 0) -> Ring:
-        """The stages of the phases from the choice on, after so many."""
-        return Ring(STAGES if self.next is None or _NEXT not in self.phases else STAGES - self.next.kept, before)
+    def _ring(self, before: Any) -> tuple[Ring, Any]:
+        """The stages of the phases from the choice on, after so many, and how many of them have been used."""
+        kept = 0 if self.next is None or _NEXT not in self.phases else self.next.kept
+        return (Ring(STAGES - kept, before), jnp.int32(0)) if kept else (Ring(), before)
 
     @property
     def _chooses(self) -> bool:
@@ -237,7 +238,7 @@ class _OneToken:
             self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)
-        ring, done = self._ring(), jnp.int32(0)
+        ring, done = self._ring(done)
         waits = self.router is None and _FIRST in self.phases
         if self.experts.shared and _FIRST in self.phases:
             if waits:
