@@ -182,8 +182,7 @@ class _OneToken:
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
             before = self.router.attention.produce(operands.router.attention, scratch, before)
         if self.router is not None and _PRODUCT in self.phases:
-            before, first = self.router.produce_product(operands, scratch, before), before
-            pl.when(before > first)(functools.partial(self._wait_for_product, scratch, before))
+            before = self.router.produce_product(operands, scratch, before)
         if self.router is not None and _ROUTER in self.phases:
             before = self.router.produce_router(operands, scratch, before)
         (ring, done), kept = self._ring(before), jnp.int32(0)
@@ -208,10 +207,6 @@ class _OneToken:
         def wait(number):
             plgpu.barrier_wait(scratch.empty.at[ring.stages + number])
 
-    def _wait_for_product(self, scratch: Scratch, steps: Any) -> None:
-        """Until its weights are there: with others on their way they would come last, and all blocks wait for it."""
-        plgpu.barrier_wait(scratch.full.at[lax.rem(steps - 1, STAGES)])
-
     def _ring(self, before: Any) -> tuple[Ring, Any]:
         """The stages of the phases from the choice on, after so many, and how many of them have been used."""
         kept = 0 if self.next is None or _NEXT not in self.phases else self.next.kept
@@ -232,10 +227,13 @@ class _OneToken:
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
             done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
+        begun = None  # of the sum: read while the product's weights come, where nothing has been read before
+        if self.router is not None and self.router.attention is None and _PRODUCT in self.phases:
+            begun = self.router.begun(operands) if len(self.phases) > 1 else None
         if self.router is not None and _PRODUCT in self.phases:
             done = self.router.consume_product(operands, attended, products, scratch, done)
         if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
-            self.router.sum(operands, products, made.total, scratch)
+            self.router.sum(operands, products, made.total, scratch, begun)
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)
         ring, done = self._ring(done)

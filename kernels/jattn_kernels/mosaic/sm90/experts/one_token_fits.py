@@ -18,7 +18,8 @@ from jattn_kernels.routing_spec import Routing
 
 _MOST_WITH_ATTENTION = 2304  # of those before the choice, beside what attention has in shared memory
 _MOST_EXPERTS = 512
-_KEPT = 5  # stages for weights of what follows, asked for while experts are not known
+# Stages for weights of what follows, asked for while experts are not known: those of shared experts are too.
+_KEPT, _KEPT_BESIDE_SHARED = 5, 3
 _LEAST_PARTS = 2  # of what is left to be added: for a product, and logits
 
 
@@ -93,4 +94,4 @@ def next_phase(call: NextCall, *, has_shared: bool) -> NextPhase:
     """
     depth = call.norm.columns
     product = SplitProduct(depth, call.columns, num_splits(depth, call.columns))
-    return NextPhase(call.norm, product, kept=0 if has_shared else _KEPT)
+    return NextPhase(call.norm, product, kept=_KEPT_BESIDE_SHARED if has_shared else _KEPT)

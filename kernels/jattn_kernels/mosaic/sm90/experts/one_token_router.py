@@ -15,7 +15,7 @@ from jax import lax
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
-from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.one_row import BegunSum, begun_sum, norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
@@ -91,7 +91,14 @@ class RouterPhases:
         own = lax.axis_index("block")
         return self.product.consume(own, scratch, lambda *unit: _store(products, *unit), done, bring=bring)
 
-    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
+    def begun(self, operands: Any) -> list[BegunSum]:
+        """What `sum` does not wait for."""
+        given = operands.router.norm
+        return begun_sum(given.x, given.scale.at[given.layer_index[0]], [left_parts(operands.router)])
+
+    def sum(
+        self, operands: Any, products: Sums, total: Any, scratch: Scratch, begun: list[BegunSum] | None = None
+    ) -> None:
         """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
         norm, given = self.norm, operands.router.norm
 
@@ -108,6 +115,7 @@ class RouterPhases:
             offset=norm.offset,
             last=of_product,
             kept=scratch.total,
+            begun=begun,
         )
 
     def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:

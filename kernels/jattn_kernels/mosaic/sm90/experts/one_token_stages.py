@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, Int
 from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
+from jattn_kernels.mosaic.sm90.experts.warp_choice import ranked_width
 from jattn_kernels.operands import NextOperands, RouterOperands
 from jattn_kernels.routing_spec import Routing
 
@@ -138,7 +139,7 @@ def scratch(row: int, columns: int, routing: Routing, dtype: Any, key_copies: in
         rows_full=plgpu.Barrier(),
         hidden_full=plgpu.Barrier(),
         total=plgpu.SMEM((1, columns), dtype),
-        keys=plgpu.SMEM((routing.num_experts,), jnp.int32),
+        keys=plgpu.SMEM((ranked_width(routing),), jnp.int32),
     )
     if not key_copies:
         return made

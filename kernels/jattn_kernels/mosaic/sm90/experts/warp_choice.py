@@ -135,10 +135,9 @@ def of_splits(parts: Any, number: jax.Array, layout: Any) -> jax.Array:
 
 
 def ranks(routing: Routing, *, is_biased: bool) -> bool:
-    """Whether `choose_by_rank` makes the choice: of scores that are weights by the chosen experts' alone."""
+    """Whether `choose_by_rank` makes the choice: by softmax of what is ranked."""
     softmax = routing.scoring in ("softmax", "softmax_of_chosen")
-    whole = routing.num_experts % _THREADS == 0 and not routing.shared
-    return softmax and by_chosen(routing) and not is_biased and whole
+    return softmax and not is_biased and routing.num_experts % _KEYS_AT_ONCE == 0
 
 
 def choose_by_rank(
@@ -154,12 +153,15 @@ def choose_by_rank(
 
     Args:
         logits: Of the numbers of experts, of this layout.
-        keys: (experts,), int32, in shared memory.
+        keys: (`ranked_width`,), int32, in shared memory.
         known: Called once the experts are in shared memory, before their weights are.
     """
-    shape, layout = (routing.num_experts,), plgpu.Layout.WG_STRIDED((routing.num_experts,), vec_size=1)
+    shape = (ranked_width(routing),)
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=1)
     number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-    key = _key(logits(number, layout))
+    key = _key(logits(jnp.minimum(number, routing.num_experts - 1), layout))
+    if shape[0] > routing.num_experts:
+        key = jnp.where(number < routing.num_experts, key, _TAKEN)
     keys[...] = key
     plgpu.commit_smem()
 
@@ -173,17 +175,33 @@ def choose_by_rank(
 
     none = plgpu.layout_cast(jnp.zeros(shape, jnp.int32), layout)
     rank = lax.fori_loop(0, routing.num_experts // _KEYS_AT_ONCE, compare, none)
-    place = jnp.where(rank < routing.per_token, rank * tiles.WARPS, -1)
+    place = jnp.where(rank < routing.per_token, behind_shared(routing, rank) * tiles.WARPS, -1)
     store_at(experts, place, number, layout)
+    if routing.shared:
+        of_shared = jnp.where(number < routing.shared, number * tiles.WARPS, -1)
+        store_at(experts, of_shared, number + routing.num_experts, layout)
     store_at(scores, place, _of_key(key), layout)
     plgpu.commit_smem()
     known()
     of_row = by_experts(routing).reduce(1)
-    best = [plgpu.load(scores.at[i], layout=of_row, optimized=False) for i in range(routing.per_token)]
+    rows = [behind_shared(routing, i) for i in range(routing.per_token)]
+    best = [plgpu.load(scores.at[row], layout=of_row, optimized=False) for row in rows]
     found = [jnp.exp(each - best[0]) for each in best]
     of_chosen = plgpu.layout_cast(jnp.zeros((tiles.WARPS,), jnp.float32), of_row)
     for score in found:
         of_chosen = of_chosen + score
-    factor = factor_of(routing, of_chosen, of_chosen)
-    for i, score in enumerate(found):
-        weights[i] = score * factor
+    total = of_chosen
+    if not by_chosen(routing):
+        each = jnp.exp(_of_key(key) - scores[rows[0], 0])
+        of_all = jnp.where(number < routing.num_experts, each, 0.0).sum()
+        total = plgpu.layout_cast(jnp.full((tiles.WARPS,), of_all), of_row)
+    factor = factor_of(routing, of_chosen, total)
+    for row, score in zip(rows, found, strict=True):
+        weights[row] = score * factor
+    for row in range(routing.shared):
+        weights[row] = plgpu.layout_cast(jnp.ones((tiles.WARPS,), jnp.float32), of_row)
+
+
+def ranked_width(routing: Routing) -> int:
+    """Numbers of experts, a thread's and more, that `choose_by_rank` compares."""
+    return -(-routing.num_experts // _THREADS) * _THREADS
