@@ -16,6 +16,7 @@ from jattn_kernels import (
     Routing,
     Splits,
     Unattended,
+    UnattendedLatents,
     Unmultiplied,
     Unnormed,
 )
@@ -40,8 +41,10 @@ def mixtures() -> Iterator[tuple[str, Hashed]]:
         yield f"mixture_of_experts/{name}", functools.partial(lowered_hash, given, x=x, **choice, **stacks)
         yield f"routed_experts/{name}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
     yield from _beside_shared()
-    yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks, attends=False)
-    yield "routed_experts/of_attention_1", functools.partial(_mixture_of_sum, routing, stacks, attends=True)
+    token = array((1, 4096), "bfloat16")
+    yield "routed_experts/of_sum_1", functools.partial(_mixture_of_sum, routing, stacks, token)
+    attends = _unattended(stacks["layer_index"], "bfloat16")
+    yield "routed_experts/of_attention_1", functools.partial(_mixture_of_sum, routing, stacks, attends)
 
 
 def _beside_shared() -> Iterator[tuple[str, Hashed]]:
@@ -56,13 +59,20 @@ def _beside_shared() -> Iterator[tuple[str, Hashed]]:
         x, logits = array((tokens, hidden), "bfloat16"), array((tokens, routing.num_experts), "float32")
         routed = functools.partial(jattn_kernels.routed_experts, routing=routing)
         yield f"routed_experts/shared_{tokens}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
+    latents = _unattended_latents(stacks["layer_index"], "bfloat16")
+    of_latents = functools.partial(_mixture_of_sum, routing, stacks, latents, left_rows=47, columns=3648)
+    yield "routed_experts/of_latents_1", of_latents
 
 
-def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) -> str:
+def _mixture_of_sum(
+    routing: Routing, stacks: dict[str, Any], attended: Any, *, left_rows: int = 13, columns: int = 5120
+) -> str:
     """Of a layer of those sizes all that stands behind its attention, and what the next one begins with.
 
     Args:
-        attends: Whether attention is part of it.
+        attended: By attention, or what it is made of, which is part of it then.
+        left_rows: Of what is added first.
+        columns: Of the next layer's product.
     """
     dtype = "bfloat16"
 
@@ -75,11 +85,10 @@ def _mixture_of_sum(routing: Routing, stacks: dict[str, Any], *, attends: bool) 
         mixture = functools.partial(jattn_kernels.routed_experts_of_sum, layer_index=layer, following=following)
         return mixture(x, router, routing, gate_up, down)
 
-    row, scale, attended = (array(shape, dtype) for shape in ((1, 2048), (2, 2048), (1, 4096)))
-    if attends:
-        attended = _unattended(stacks["layer_index"], dtype)
-    output, router, qkv = (array((2, *shape), dtype) for shape in ((4096, 2048), (2048, 128), (2048, 5120)))
-    given = row, scale, array((8, 13, 2048), "float32"), attended, output, router, qkv
+    row, scale = (array((rows, 2048), dtype) for rows in (1, 2))
+    shapes = (attended.shape[1], 2048), (2048, routing.num_experts), (2048, columns)
+    output, router, qkv = (array((2, *shape), dtype) for shape in shapes)
+    given = row, scale, array((8, left_rows, 2048), "float32"), attended, output, router, qkv
     return lowered_hash(run, *given, stacks["gate_up"], stacks["down"], stacks["layer_index"])
 
 
@@ -109,6 +118,21 @@ def _unattended(
         seq_lens=number,
         layer_index=layer,
         spec=AttentionSpec(num_q_heads=32, num_kv_heads=kv_heads, head_dim=128),
+    )
+
+
+def _unattended_latents(layer: Any, dtype: str) -> UnattendedLatents:
+    """Of a token that sees at most 4,096 latent rows, 16 query heads."""
+    return UnattendedLatents(
+        q_nope=array((1, 16, 512), dtype),
+        q_pe=array((1, 16, 64), dtype),
+        latent_pages=array((2, 65, 64, 576), dtype),
+        page_table=array((1, 64), "int32"),
+        seq_lens=array((1,), "int32"),
+        layer_index=layer,
+        v_up=array((2, 16, 128, 512), dtype),
+        v_up_layer=layer,
+        spec=AttentionSpec(num_q_heads=16, num_kv_heads=1, head_dim=576, v_head_dim=512, sm_scale=0.07),
     )
 
 

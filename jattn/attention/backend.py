@@ -5,17 +5,19 @@ import typing
 from typing import Any, Protocol
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jattn.arguments import array, instance
 from jattn.attention.latent_heads import LatentHeads
 from jattn.attention.layer import AttentionLayer
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, Unattended, added, attended_at_once
+from jattn.matmul import Splits, Unattended, UnattendedLatents, added, attended_at_once
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents, RawQueries
+
+OfAllLayers = tuple[Float[Array, "L ..."], Int[Array, ""]]  # weights, and the number of the layer
 
 
 @typing.runtime_checkable
@@ -100,9 +102,19 @@ class AttendsProjected(Protocol):
     """A backend that can absorb queries as it saves latent rows, and attend."""
 
     def attend_projected(
-        self, queries: RawQueries, latents: RawLatents, layer: AttentionLayer, metadata: Any, pool: KVPool
-    ) -> tuple[Float[Array, "T N C"], KVPool] | None:
-        """Means of rows for each head, and the pool with the rows; None if it does not do so here."""
+        self,
+        queries: RawQueries,
+        latents: RawLatents,
+        layer: AttentionLayer,
+        metadata: Any,
+        pool: KVPool,
+        v_up: OfAllLayers | None = None,
+    ) -> tuple[Float[Array, "T N C"] | UnattendedLatents, KVPool] | None:
+        """Means of rows for each head, and the pool with the rows; None if it does not do so here.
+
+        Args:
+            v_up: Each head's projection of values, if attention and this may be left to the kernel that reads them.
+        """
         ...
 
 
@@ -198,22 +210,25 @@ def forward_projected_latent(
     forward_batch: ForwardBatch,
     metadata: Any,
     pool: Any,
-) -> tuple[Float[Array, "T N V"], Any]:
+    *,
+    v_up: OfAllLayers | None = None,
+) -> tuple[Float[Array, "T N V"] | UnattendedLatents, Any]:
     """`forward_latent` of what projections give: a kernel may make all of it at once.
 
     Args:
         latents: Also has the angles that queries turn by.
         heads: Its keys' projection is that of the queries.
+        v_up: The values' projection of all layers and the layer, if the output may be left to the kernel that reads it.
 
     Raises:
         ValueError: As `forward_latent`.
     """
     instance("layer", layer, AttentionLayer)
     if layer.kv == "latent" and isinstance(backend, AttendsProjected):
-        attended = backend.attend_projected(queries, latents, layer, metadata, pool)
+        attended = backend.attend_projected(queries, latents, layer, metadata, pool, v_up)
         if attended is not None:
             out, pool = attended
-            return heads.values(out), pool
+            return out if isinstance(out, UnattendedLatents) else heads.values(out), pool
     parts = queries.heads(latents.cos, latents.sin)
     return forward_latent(backend, *parts, latents, heads, layer, forward_batch, metadata, pool)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn.attention.backend import BackendOptions
+from jattn.attention.backend import BackendOptions, OfAllLayers
 from jattn.attention.latent_extend import LatentPages, extend_expanded
 from jattn.attention.latent_form import choose_fewest_expanded, expanded_spec
 from jattn.attention.latent_heads import LatentHeads
@@ -20,7 +20,7 @@ from jattn.attention.specs import LayerKind, kind_of
 from jattn.forward_batch import ForwardBatch
 from jattn.kv_cache_dtype import is_fp8, stored_dtype
 from jattn.kv_pool import KVPool
-from jattn.matmul import Splits, Unattended, added
+from jattn.matmul import Splits, Unattended, UnattendedLatents, added
 from jattn.norm import HeadNorms, normed_heads
 from jattn.rotary import Angles, rotate
 from jattn_kernels import RawLatents, RawQueries
@@ -259,10 +259,11 @@ class PagedAttentionBackend:
         layer: AttentionLayer,
         metadata: AttentionMetadata,
         pool: KVPool,
-    ) -> tuple[Float[Array, "T N C"], KVPool] | None:
+        v_up: OfAllLayers | None = None,
+    ) -> tuple[Float[Array, "T N C"] | UnattendedLatents, KVPool] | None:
         """Means of latent rows, and the pool with this pass's; None where attention is expanded, or no kernel absorbs.
 
-        The pool may be donated.
+        The pool may be donated. Of one token that decodes, what is read as its values where `v_up` is given.
         """
         options: dict[str, Any] = {"implementation": self.options.implementation}
         slots, kind = metadata.slots[layer.group], self._kind(layer)
@@ -273,7 +274,37 @@ class PagedAttentionBackend:
         if not is_served("mla_write", spec=kind.spec, **facts, **options):
             return None
         q, pool = pool.absorbed_and_written(layer.group, layer.layer_id, slots, queries, latents, **options)
+        if v_up is not None and (rows := self._unattended_latents(q, v_up, layer, metadata, pool)) is not None:
+            return rows, pool
         return self._attended(q, layer, metadata, pool), pool
+
+    def _unattended_latents(
+        self,
+        q: tuple[Float[Array, "T N C"], Float[Array, "T N R"]],
+        v_up: OfAllLayers,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        pool: KVPool,
+    ) -> UnattendedLatents | None:
+        """The attention that is meant, of one token that decodes; None if it is to be computed."""
+        kind, pages = self._kind(layer), pool.groups[layer.group].k
+        read = metadata.read_by(kind, layer.group)
+        plain = read.q_positions is None and read.custom_mask is None and read.q_start is None
+        if read.q_len != 1 or read.seq_lens.shape[0] != 1 or not plain or pages.dtype != q[0].dtype:
+            return None
+        return UnattendedLatents(
+            q_nope=q[0],
+            q_pe=q[1],
+            latent_pages=pages,
+            page_table=read.page_table,
+            seq_lens=read.seq_lens,
+            layer_index=layer.layer_id,
+            v_up=v_up[0],
+            v_up_layer=v_up[1],
+            schedule=metadata.schedule_of(kind),
+            spec=kind.spec,
+            implementation=self.options.implementation,
+        )
 
     def _schedule(self, kind: LayerKind, metadata: AttentionMetadata, is_mixed: bool) -> Any:
         if kind.is_cross and metadata.encoder_lens is None:

@@ -33,6 +33,7 @@ from jattn_kernels.spec import AttentionSpec
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.temperature import over_temperature
 from jattn_kernels.unattended import Unattended
+from jattn_kernels.unattended_latents import UnattendedLatents
 from jattn_kernels.ungated import Ungated
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
@@ -49,6 +50,7 @@ __all__ = [
     "Routing",
     "Splits",
     "Unattended",
+    "UnattendedLatents",
     "Ungated",
     "Unmultiplied",
     "Unnormed",

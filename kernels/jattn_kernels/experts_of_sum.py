@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import ExpertsCall, NextCall, RouterCall
+from jattn_kernels.call import AttentionCall, ExpertsCall, NextCall, RouterCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
 from jattn_kernels.matmul import matmul_splits_of_sum, multiplied
@@ -19,8 +19,11 @@ from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_logits
 from jattn_kernels.splits import Splits
 from jattn_kernels.unattended import Pages, Unattended, attended, unattended_call
+from jattn_kernels.unattended_latents import UnattendedLatents, attended_latents, unattended_latents_call
 from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from jattn_kernels.unnormed import Unnormed
+
+_NOT_ATTENDED = Unattended, UnattendedLatents
 
 
 @names_options(ExpertsKwargs)
@@ -52,22 +55,47 @@ def routed_experts_of_sum(
     Raises:
         ValueError, NotImplementedError: As `matmul_splits_of_sum` and `routed_experts`.
     """
+    facts = {"router_bias": router_bias, "choice_bias": choice_bias, "weighs_inputs": weighs_inputs}
+    return _of_sum(x, router, routing, gate_up, down, options, following=following, **facts)
+
+
+def _of_sum(
+    x: Unnormed,
+    router: Any,
+    routing: Routing,
+    gate_up: Any,
+    down: Any,
+    options: ExpertsKwargs,
+    *,
+    router_bias: Any,
+    choice_bias: Any,
+    weighs_inputs: bool,
+    following: NextProduct | None,
+    leaves_for: AttentionCall | None = None,
+) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None, Pages | None]:
+    """The same; `leaves_for` as of RouterCall."""
     implementation = options.get("implementation")
     facts: dict[str, Any] = {"weighs_inputs": weighs_inputs, "in_splits": True}
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
     if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
-        asked = implementation or (last.rows.implementation if isinstance(last.rows, Unattended) else None)
+        asked = implementation or (last.rows.implementation if isinstance(last.rows, _NOT_ATTENDED) else None)
         for wanted in [None] if following is None else [following, None]:
-            call, operands = _in_one(x, last, router, routing, gate_up, down, choice_bias, wanted, options, **facts)
+            given = (x, last, router, routing, gate_up, down, choice_bias, wanted, options)
+            call, operands = _in_one(*given, leaves_for=leaves_for, **facts)
             if serves(call, asked):
                 return choose(call, asked).implementation.run(call, operands)
-    if isinstance(last, Unmultiplied) and isinstance(last.rows, Unattended):
-        rows, pages = attended(last.rows)
+    if isinstance(last, Unmultiplied) and isinstance(last.rows, _NOT_ATTENDED):
+        pages = None
+        if isinstance(last.rows, UnattendedLatents):
+            leaves_for, _ = unattended_latents_call(last.rows)
+            rows = attended_latents(last.rows)
+        else:
+            rows, pages = attended(last.rows)
         x = dataclasses.replace(x, additions=(*x.additions[:-1], dataclasses.replace(last, rows=rows)))
-        facts |= {"router_bias": router_bias, "choice_bias": choice_bias, "following": following}
-        facts.pop("in_splits")
-        return *routed_experts_of_sum(x, router, routing, gate_up, down, **facts, **options)[:-1], pages
+        again: dict[str, Any] = {"router_bias": router_bias, "choice_bias": choice_bias, "following": following}
+        again |= {"weighs_inputs": weighs_inputs, "leaves_for": leaves_for}
+        return *_of_sum(x, router, routing, gate_up, down, options, **again)[:-1], pages
     additions = tuple(multiplied(addition, implementation=implementation) for addition in x.additions)
     given = dataclasses.replace(x, additions=additions)
     product = {"layer_index": options.get("layer_index"), "implementation": implementation}
@@ -86,6 +114,8 @@ def _in_one(
     choice_bias: Any,
     following: NextProduct | None,
     options: ExpertsKwargs,
+    *,
+    leaves_for: AttentionCall | None,
     **facts: Any,
 ) -> tuple[ExpertsCall, ExpertsOperands]:
     """The call of the whole, and its operands."""
@@ -94,7 +124,11 @@ def _in_one(
     first = x.additions[:-1]
     norm_call, norm = packed_norm(x.rows, x.scale, x.eps, x.offset, x.layer_index, first)
     rows, attention_call, attention = last.rows, None, None
-    if isinstance(rows, Unattended):
+    if isinstance(rows, UnattendedLatents):
+        attention_call, attention = unattended_latents_call(rows)
+        leaves_for = attention_call
+        rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
+    elif isinstance(rows, Unattended):
         attention_call, attention = unattended_call(rows)
         rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
     product = product_operands(rows, last.kernel, last.layer_index)
@@ -116,6 +150,7 @@ def _in_one(
         depth=last.rows.shape[1],
         choice_biased=choice_bias is not None,
         attention=attention_call,
+        leaves_for=leaves_for,
         next=None if following is None else _next_call(x, following),
     )
     choice: dict[str, Any] = {

@@ -19,6 +19,7 @@ from jattn_kernels.quantized import QuantizedKernel, QuantizedRows
 from jattn_kernels.shapes.arrays import check_are_arrays, check_float
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.unattended import Unattended
+from jattn_kernels.unattended_latents import UnattendedLatents
 from jattn_kernels.ungated import Ungated, gated
 from jattn_kernels.unmultiplied import Unmultiplied
 from jattn_kernels.unnormed import Unnormed
@@ -212,6 +213,8 @@ def multiplied(
         return x
     if isinstance(x.rows, Unattended):
         raise ValueError("What is multiplied here may not be Unattended. Give `attended` of it.")
+    if isinstance(x.rows, UnattendedLatents):
+        raise ValueError("What is multiplied here may not be UnattendedLatents. Give `attended_latents` of it.")
     return matmul_splits(x.rows, x.kernel, layer_index=x.layer_index, implementation=implementation)
 
 

@@ -228,6 +228,29 @@ class TokenOperands:
 @typing.no_type_check
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentTokenOperands:
+    """All arrays of the attention of one token over latent rows, its own among them, and of the values after it.
+
+    Attributes:
+        q, q_pe: Queries that have taken up the keys' projection, and what turns of them.
+        pages: Of all layers; one head.
+        page_table, seq_lens: As of AttentionOperands.
+        values, values_layer: Each head's projection of values.
+    """
+
+    q: Float[Array, "N C"]
+    q_pe: Float[Array, "N R"]
+    pages: Float[Array, "L P page_size 1 W"]
+    page_table: Int[Array, "1 max_pages"]
+    seq_lens: Int[Array, " 1"]
+    layer_index: Int[Array, ""]
+    values: Float[Array, "L N V C"]
+    values_layer: Int[Array, ""]
+
+
+@typing.no_type_check
+@functools.partial(jax.tree_util.register_dataclass)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterOperands:
     """What a mixture's logits are made of, and its rows: the norm of a sum.
 
@@ -241,7 +264,7 @@ class RouterOperands:
 
     norm: NormOperands
     attended: Float[Array, "T A"] | None
-    attention: TokenOperands | None = None
+    attention: TokenOperands | LatentTokenOperands | None = None
     output: Float[Array, "L A D"]
     output_layer: Int[Array, ""]
     kernel: Float[Array, "L D E"]

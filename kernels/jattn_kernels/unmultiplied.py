@@ -9,6 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jattn_kernels.unattended import Unattended
+from jattn_kernels.unattended_latents import UnattendedLatents
 
 
 @typing.no_type_check
@@ -22,7 +23,7 @@ class Unmultiplied:
         kernel, layer_index: As of `matmul`.
     """
 
-    rows: Float[Array, "T D"] | Unattended
+    rows: Float[Array, "T D"] | Unattended | UnattendedLatents
     kernel: Float[Array, "*L D F"]
     layer_index: Int[Array, ""] | int | None = None
 

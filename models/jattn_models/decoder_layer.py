@@ -14,6 +14,7 @@ from jattn.parallel import Parallel
 from jattn_models.attention import Attention, Pass
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.experts import MixtureOfExperts
+from jattn_models.latent_attention import LatentAttention
 from jattn_models.layer_pattern import LayerKind
 from jattn_models.mlp import GatedMLP, PlainMLP
 from jattn_models.norms import LayerNorm, RMSNorm
@@ -99,7 +100,7 @@ class DecoderLayer(nnx.Module):
     def _takes_attention(self, parallel: Parallel) -> bool:
         """Whether the MLP's kernel may compute attention too."""
         return (
-            isinstance(self.attention, Attention)
+            isinstance(self.attention, Attention | LatentAttention)
             and isinstance(self.mlp, MixtureOfExperts)
             and self.mlp.takes_attention
             and isinstance(self.post_attention_norm, RMSNorm)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jattn.backend import AttentionLayer, HeadWidths, LatentHeads, RawLatents, RawQueries, forward_projected_latent
 from jattn.kv_pool import KVGroupSpec
-from jattn.matmul import NextProduct, Splits, added
+from jattn.matmul import NextProduct, Splits, UnattendedLatents, added
 from jattn.norm import Unnormed
 from jattn.parallel import Parallel
 from jattn_models.decoder_config import DecoderConfig
@@ -102,12 +102,19 @@ class LatentAttention(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "T D"] | Unnormed | Splits, layer_index: Int[Array, ""], this_pass: Any, pool: Any
+        self,
+        x: Float[Array, "T D"] | Unnormed | Splits,
+        layer_index: Int[Array, ""],
+        this_pass: Any,
+        pool: Any,
+        *,
+        later: bool = False,
     ):
         """The layer's addition to the residual stream, and the pool as the backend returned it.
 
         Args:
             x: Rows; or their product with the first projection.
+            later: Whether what it adds may be left to the kernel that reads it.
         """
         angles = this_pass.angles["global"]
         product = x if isinstance(x, Splits) else self.in_proj.splits(x)
@@ -122,8 +129,12 @@ class LatentAttention(nnx.Module):
         rows = RawLatents(rows=product, cos=angles[0], sin=angles[1], **facts)
         heads = LatentHeads(self.k_up.of_layer, self.v_up.of_layer)
         rest = (self.layer(layer_index), this_pass.forward_batch, this_pass.metadata, pool)
-        out, pool = forward_projected_latent(this_pass.backend, queries, rows, heads, *rest)
-        return self.o_proj.later(out.reshape(x.shape[0], -1)), pool
+        v_up, number = self.v_up.stack_and_layer
+        of_all = None
+        if later and number is not None and self.o_proj.plain_weights is not None:
+            of_all = v_up, number
+        out, pool = forward_projected_latent(this_pass.backend, queries, rows, heads, *rest, v_up=of_all)
+        return self.o_proj.later(out if isinstance(out, UnattendedLatents) else out.reshape(x.shape[0], -1)), pool
 
     @property
     def first_projection(self) -> Linear:

@@ -16,6 +16,7 @@ from jattn.matmul import (
     QuantizedRows,
     Splits,
     Unattended,
+    UnattendedLatents,
     Ungated,
     Unmultiplied,
     adds_up,
@@ -174,10 +175,12 @@ class Linear(nnx.Module):
         weights, layer = self._weights()
         return adds_up(x, weights, layer_index=layer)
 
-    def later(self, x: Float[Array, "T D"] | Unattended) -> Float[Array, "T F"] | Splits | Unmultiplied:
+    def later(
+        self, x: Float[Array, "T D"] | Unattended | UnattendedLatents
+    ) -> Float[Array, "T F"] | Splits | Unmultiplied:
         """The same, for a kernel that may take the product itself; with `plain_weights` of attention too."""
         if (plain := self.plain_weights) is None:
-            assert not isinstance(x, Unattended)
+            assert not isinstance(x, Unattended | UnattendedLatents)
             return self.splits(x)
         return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1])
 

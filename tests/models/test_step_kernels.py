@@ -160,13 +160,13 @@ def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
     assert not re.search(r"stablehlo\.(case|if|while)\b", step)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 5 + 4 + 1), (8, 6 + 10 + 1)])
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 3 + 2 + 1), (8, 6 + 10 + 1)])
 def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
     """Of a dense layer and two sparse ones of DeepSeek-V2-Lite, which are a loop's body where there are several tokens.
 
     A layer has its first product, queries with the write, decode, its merge; a dense one o's product and a norm. Then
-    one token's mixture is one kernel, and has the first product of the layer after it. Eight tokens take six: o, norm,
-    router, routing and the experts' two products, shared ones among them.
+    all that follows queries is one kernel for one token, its attention among it, and has the first product of the layer
+    after it. Eight tokens take six: o, norm, router, routing and the experts' two products, shared ones among them.
     """
     text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=3), "greedy", rows=rows)
     assert num_kernels(text) == kernels

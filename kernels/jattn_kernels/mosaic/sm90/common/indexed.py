@@ -82,6 +82,24 @@ def set_bits(target: Any, places: jax.Array, bits: jax.Array, layout: Any) -> No
     run(target, places, bits)
 
 
+def store_all(out: Any, places: jax.Array, values: jax.Array, layout: Any) -> None:
+    """`store_at` of places none of which is below 0, on one axis or two: no number is asked about."""
+    if tiles.interpret_params() is not None:
+        store_at(out, places, values, layout)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def store_registers(ctx, target, places, values):
+        del ctx
+        for place, value in zip(places.registers.flat, values.registers.flat, strict=True):
+            for j in range(_count(place)):
+                number = _scalar(value, j)
+                llvm.store(number, utils.getelementptr(utils.memref_ptr(target), [_scalar(place, j)], number.type))
+
+    run: Any = store_registers
+    run(out, places, values)
+
+
 def store_at(out: Any, places: jax.Array, values: jax.Array, layout: Any, *, along: int = 0) -> None:
     """Numbers at flat places of an array of any shape; none where the place is below 0.
 

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -29,29 +29,6 @@ def rounded_sum(numbers: jax.Array, addition: jax.Array, *, dtype: Any) -> jax.A
     return (numbers + addition.astype(dtype).astype(jnp.float32)).astype(dtype).astype(jnp.float32)
 
 
-class BegunSum(NamedTuple):
-    """A piece of a row that is added up and normed, as far as it has been read.
-
-    Attributes:
-        numbers, factor: Of the row and of the scale, in float32.
-        parts: Of each addition so far.
-    """
-
-    numbers: jax.Array
-    factor: jax.Array
-    parts: list[jax.Array]
-
-
-def begun_sum(x: Any, scale: Any, additions: list[Any]) -> list[BegunSum]:
-    """What `norm_of_sum` reads first, as its arguments say: for who has time for it."""
-    of_row = pieces(x.shape[1])
-    loaded = [[piece.load(ref).astype(jnp.float32) for ref in (x.at[0], scale)] for piece in of_row]
-    return [
-        BegunSum(numbers, factor, [added_up(piece, parts, 0) for parts in additions])
-        for piece, (numbers, factor) in zip(of_row, loaded, strict=True)
-    ]
-
-
 def norm_of_sum(
     x: Any,
     scale: Any,
@@ -63,7 +40,6 @@ def norm_of_sum(
     offset: float,
     last: Callable[[Piece], jax.Array] | None = None,
     kept: Any = None,
-    begun: list[BegunSum] | None = None,
 ) -> None:
     """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
 
@@ -75,20 +51,20 @@ def norm_of_sum(
         outs: Where the first block stores the sum, and then its norm; as far as they are asked for.
         last: A piece of one more addition, which may have to be waited for: all else has been read by then.
         kept: (1, columns), where each block keeps the sum for itself.
-        begun: Of the same row, scale and additions, what has been read already.
     """
     dtype, columns = x.dtype, x.shape[1]
     of_row = pieces(columns)
-    begun = begun_sum(x, scale, additions) if begun is None else begun
-    waited = [[] if last is None else [last(piece)] for piece in of_row]
+    loaded = [[piece.load(ref).astype(jnp.float32) for ref in (x.at[0], scale)] for piece in of_row]
+    of_parts = [[added_up(piece, parts, 0) for parts in additions] for piece in of_row]
+    if last is not None:
+        for piece, of_piece in zip(of_row, of_parts, strict=True):
+            of_piece.append(last(piece))
     add = functools.partial(rounded_sum, dtype=dtype)
-    sums = [
-        functools.reduce(add, [*piece.parts, *more], piece.numbers) for piece, more in zip(begun, waited, strict=True)
-    ]
+    sums = [functools.reduce(add, parts, numbers) for parts, (numbers, _) in zip(of_parts, loaded, strict=True)]
     squares = [piece.once(numbers * numbers).sum() for piece, numbers in zip(of_row, sums, strict=True)]
     inverse = lax.rsqrt(functools.reduce(operator.add, squares) / columns + eps)
     normed = [
-        (numbers * inverse * (piece.factor + offset)).astype(dtype) for numbers, piece in zip(sums, begun, strict=True)
+        (numbers * inverse * (factor + offset)).astype(dtype) for numbers, (_, factor) in zip(sums, loaded, strict=True)
     ]
     for piece, numbers, total in zip(of_row, normed, sums, strict=True):
         store_in_tile(target, numbers, piece)

@@ -88,7 +88,7 @@ def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, F
     assert router is not None
     layers_in_arrays = jax.tree.map(lambda leaf: leaf.reshape(1) if leaf.ndim == 0 else leaf, router)
     before, following = dataclasses.replace(layers_in_arrays, next=None), layers_in_arrays.next
-    if before.attention is not None:
+    if isinstance(before.attention, TokenOperands):
         before = dataclasses.replace(before, attention=_in_halves(before.attention))
     made = one_token.one_token(call, _of_experts(operands)._replace(router=before, next=following))
     splits, product = (
@@ -96,7 +96,7 @@ def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, F
         for parts in (made.parts, made.next)
     )
     assert splits is not None
-    pages = None if router.attention is None else (made.k_pages, made.v_pages)
+    pages = (made.k_pages, made.v_pages) if isinstance(router.attention, TokenOperands) else None
     return splits, made.total, product, pages
 
 

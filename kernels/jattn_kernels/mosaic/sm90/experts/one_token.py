@@ -35,8 +35,9 @@ from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import SplitRoom
-from jattn_kernels.mosaic.sm90.experts.one_token_fits import next_phase, router_phases
+from jattn_kernels.mosaic.sm90.experts.one_token_fits import next_phase, router_phases, rows_left
 from jattn_kernels.mosaic.sm90.experts.one_token_hidden import CountedHidden
+from jattn_kernels.mosaic.sm90.experts.one_token_latents import LatentPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_products import (
     ROW_OF_HIDDEN,
@@ -62,9 +63,11 @@ from jattn_kernels.mosaic.sm90.experts.warp_choice import (
     of_splits,
     ranks,
 )
+from jattn_kernels.operands import TokenOperands
 from jattn_kernels.routing_spec import Routing
 
-_ATTEND, _PRODUCT, _ROUTER, _FIRST, _SECOND, _NEXT = "attend", "product", "router", "first", "second", "next"
+_ATTEND, _VALUES, _PRODUCT, _ROUTER = "attend", "values", "product", "router"
+_FIRST, _SECOND, _NEXT = "first", "second", "next"
 _LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
 
 
@@ -79,7 +82,9 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
         router = router_phases(call.router, call.routing.num_experts)
-        before = () if router.attention is None else (_ATTEND,)
+        before = () if router.attention is None else (_ATTEND,) if router.values is None else (_ATTEND, _VALUES)
+        rows = rows_left(call.router.leaves_for, phases.per_token, phases.columns)
+        kernel = dataclasses.replace(kernel, experts=dataclasses.replace(phases, rows_left=rows))
         kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
         if call.router.next is not None:
             following = next_phase(call.router.next, has_shared=bool(phases.shared))
@@ -111,7 +116,7 @@ class _OneToken:
         if len(self.phases) > 1:  # blocks leave each other things in what nobody else reads
             in_place.append(operands.logits if operands.router is None else left_parts(operands.router))
         attention = None if operands.router is None else operands.router.attention
-        if attention is not None and _ATTEND in self.phases:
+        if isinstance(attention, TokenOperands) and _ATTEND in self.phases:
             pages = attention.rotary.k_pages, attention.rotary.v_pages
         refs = {id(leaf): jax.new_ref(leaf) for leaf in (*in_place, *pages)}
         leaves = [refs.get(id(leaf), leaf) for leaf in leaves]
@@ -139,6 +144,8 @@ class _OneToken:
         made = Made()
         if router is not None and router.attention is not None and self.phases == (_ATTEND,):
             made = made._replace(attended=array(router.attention.splits, router.attention.record))
+        if router is not None and router.values is not None and self.phases == (_VALUES,):
+            made = made._replace(values=array(router.values.chunks, router.values.depth))
         if router is not None and self.phases == (_PRODUCT,):
             made = made._replace(products=array(router.product.splits, columns))
         if router is not None and self.phases == (_ROUTER,):
@@ -148,7 +155,7 @@ class _OneToken:
         if _FIRST in self.phases and (router is None or _SECOND not in self.phases):
             made = made._replace(hidden=self._hidden_type())
         if _SECOND in self.phases:
-            made = made._replace(parts=array(experts.per_token, ROWS_LEFT, columns))
+            made = made._replace(parts=array(experts.per_token, experts.rows_left, columns))
         if self.next is not None and _NEXT in self.phases:
             product = self.next.product
             made = made._replace(next=array(product.splits, WARPS, product.columns))
@@ -173,14 +180,18 @@ class _OneToken:
             pl.when(number == 1)(functools.partial(self._produce, operands, scratch))
 
         attention = None if self.router is None else self.router.attention
-        key_copies = 0 if attention is None else attention.arrivals
-        buffers = scratch(row, self.experts.columns, self.routing, self.dtype, key_copies)
+        copies = {} if attention is None else {"key_copies": attention.arrivals}
+        if isinstance(attention, LatentPhase):
+            copies |= {"query_copies": attention.query_copies, "heads": attention.spec.num_q_heads}
+        buffers = scratch(row, self.experts.columns, self.routing, self.dtype, **copies)
         pl.run_scoped(warpgroup, buffers, collective_axes="warpgroup")
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
         before = jnp.int32(0)
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
             before = self.router.attention.produce(operands.router.attention, scratch, before)
+        if self.router is not None and self.router.values is not None and _VALUES in self.phases:
+            before = self.router.values.produce(operands.router.attention, scratch, before)
         if self.router is not None and _PRODUCT in self.phases:
             before = self.router.produce_product(operands, scratch, before)
         if self.router is not None and _ROUTER in self.phases:
@@ -218,7 +229,7 @@ class _OneToken:
         return _FIRST in self.phases or _SECOND in self.phases
 
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
-        attended, products, logits, returned, hidden = self._exchanged(operands, made)
+        attended, values, products, logits, returned, hidden = self._exchanged(operands, made)
         done = jnp.int32(0)
         if _SECOND in self.phases:
             self.experts.clear(made.parts)
@@ -227,13 +238,12 @@ class _OneToken:
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
         if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
             done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
-        begun = None  # of the sum: read while the product's weights come, where nothing has been read before
-        if self.router is not None and self.router.attention is None and _PRODUCT in self.phases:
-            begun = self.router.begun(operands) if len(self.phases) > 1 else None
+        if self.router is not None and self.router.values is not None and _VALUES in self.phases:
+            done = self.router.values.consume(operands.router.attention, attended, values, scratch, done)
         if self.router is not None and _PRODUCT in self.phases:
-            done = self.router.consume_product(operands, attended, products, scratch, done)
+            done = self.router.consume_product(operands, attended, values, products, scratch, done)
         if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
-            self.router.sum(operands, products, made.total, scratch, begun)
+            self.router.sum(operands, products, made.total, scratch)
         if self.router is not None and _ROUTER in self.phases:
             done = self.router.consume_router(logits, scratch, done)
         ring, done = self._ring(done)
@@ -253,21 +263,25 @@ class _OneToken:
         if self.next is not None and _NEXT in self.phases:
             self.next.consume(operands, returned, made.next, scratch, ring, done)
 
-    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any]:
-        """Where blocks find each other's attention, product, logits, what experts return, and hidden units; or None."""
+    def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any, Any]:
+        """Where blocks find each other's attention, values, product, logits, returned and hidden numbers; or None."""
         router, is_one, per_token = self.router, len(self.phases) > 1, self.experts.per_token
         hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
             count = Count(operands.logits.at[0, 1] if is_one else None)
-            return None, None, None, None, CountedHidden(hidden, count, experts.hidden_blocks)
+            return None, None, None, None, None, CountedHidden(hidden, count, experts.hidden_blocks)
         columns = experts.columns
         if is_one:
             left = left_parts(operands.router)
             products, logits = router.room(left)
             returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
             hidden = experts.told_hidden(left, ROW_OF_HIDDEN * columns, left.shape[1] * columns, columns, self.dtype)
-            attended = None if router.attention is None else router.attention.room(left, ROWS_OF_EXPERTS)
-            return attended, products, logits, returned, hidden
+            attended = values = None
+            if router.attention is not None:
+                attended = router.attention.room(left, ROWS_OF_EXPERTS if router.values is None else ROWS_LEFT + 1)
+            if router.values is not None:
+                values = Sums(left, ROWS_LEFT * columns, left.shape[1] * columns, router.values.chunks)
+            return attended, values, products, logits, returned, hidden
         products, logits = (
             None if ref is None else Sums(ref, 0, ref.shape[-1], ref.shape[0])
             for ref in (
@@ -275,12 +289,15 @@ class _OneToken:
                 operands.logits if made.logits is None else made.logits,
             )
         )
-        returned = None if operands.parts is None else Sums(operands.parts, 0, ROWS_LEFT * columns, per_token)
+        returned = None if operands.parts is None else Sums(operands.parts, 0, experts.rows_left * columns, per_token)
         attended = operands.attended if made.attended is None else made.attended
         if attended is not None:
             attended = SplitRoom(attended, 0, attended.shape[1], attended.shape[0])
+        values = operands.values if made.values is None else made.values
+        values = None if values is None else Sums(values, 0, values.shape[1], values.shape[0])
         units, rows = experts.units, experts.shared_units.rows
-        return attended, products, logits, returned, experts.told_hidden(hidden, 0, rows * units, units, self.dtype)
+        hidden = experts.told_hidden(hidden, 0, rows * units, units, self.dtype)
+        return attended, values, products, logits, returned, hidden
 
     def _choose(self, operands: Any, logits: Sums | None, scratch: Scratch) -> None:
         """The token's experts and their weights."""

@@ -4,14 +4,21 @@ from jattn_kernels.call import AttentionCall, ExpertsCall, NextCall, RouterCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts import one_token_attention
+from jattn_kernels.mosaic.sm90.experts import one_token_attention, one_token_latents
 from jattn_kernels.mosaic.sm90.experts.choice import chooses
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase
+from jattn_kernels.mosaic.sm90.experts.one_token_latents import LatentPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_next import NextPhase
-from jattn_kernels.mosaic.sm90.experts.one_token_products import MOST_DEPTH, ROWS_OF_EXPERTS, ExpertPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_products import (
+    MOST_DEPTH,
+    ROWS_LEFT,
+    ROWS_OF_EXPERTS,
+    ExpertPhases,
+)
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
+from jattn_kernels.mosaic.sm90.experts.one_token_values import ValuePhase
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
 from jattn_kernels.routing_spec import Routing
@@ -60,19 +67,50 @@ def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
         return False
     if call.next is not None and not _goes_on(call.next):
         return False
-    if call.attention is not None and not (
-        one_token_attention.fits(call.attention, call.depth)
-        and _attention(call.attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, norm.columns)
-    ):
+    if call.attention is not None and not _attends(call, call.attention):
         return False
     most = MOST_DEPTH if call.attention is None else _MOST_WITH_ATTENTION
     return router_phases(call, routing.num_experts).row <= most
 
 
+def _attends(call: RouterCall, attention: AttentionCall) -> bool:
+    """Whether attention that its rows are made by is among what it serves."""
+    (left_parts, left_rows), columns = call.left, call.norm.columns
+    if attention.operation != "mla_decode":
+        fits = one_token_attention.fits(attention, call.depth)
+        return fits and _attention(attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, columns)
+    if not one_token_latents.fits(attention):
+        return False
+    values = ValuePhase(_latents(attention))
+    return (
+        values.depth == call.depth <= columns
+        and values.units <= tiles.num_sms()
+        and values.chunks <= left_parts
+        and left_rows >= rows_left(attention, left_parts, columns)
+    )
+
+
+def rows_left(attention: AttentionCall | None, parts: int, columns: int) -> int:
+    """Rows of each part of a result in which blocks of the kernel that reads it leave each other things."""
+    if attention is None or attention.operation != "mla_decode":
+        return ROWS_LEFT
+    return ROWS_LEFT + 1 + _latents(attention).rows_in(parts, columns)
+
+
 def router_phases(call: RouterCall, num_experts: int) -> RouterPhases:
     """The phases before the choice."""
-    attention = None if call.attention is None else _attention(call.attention)
-    return RouterPhases(call.norm, call.depth, num_experts, call.left[0], attention)
+    attention, values = None, None
+    if call.attention is not None and call.attention.operation == "mla_decode":
+        attention = _latents(call.attention)
+        values = ValuePhase(attention)
+    elif call.attention is not None:
+        attention = _attention(call.attention)
+    return RouterPhases(call.norm, call.depth, num_experts, call.left[0], attention, values)
+
+
+def _latents(call: AttentionCall) -> LatentPhase:
+    assert call.page_size is not None
+    return LatentPhase(call.spec, call.page_size)
 
 
 def _attention(call: AttentionCall) -> AttentionPhase:

@@ -22,8 +22,8 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
 
 _LANES = 32
 _VECTOR = DEPTH // _LANES
-_BY_HEADS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, DEPTH), (_VECTOR,))), (-3,), (-2,), -1)
-_OF_HEADS = _BY_HEADS.reduce(1)
+BY_HEADS = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, DEPTH), (_VECTOR,))), (-3,), (-2,), -1)
+_OF_HEADS = BY_HEADS.reduce(1)
 
 
 def merged_width(heads: int) -> int:
@@ -45,7 +45,7 @@ def merge_into(target: Any, phase: AttentionPhase, operands: Any, room: SplitRoo
         number = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + first_head
         return jnp.minimum(number, phase.spec.num_q_heads - 1)
 
-    of_outs = head(_BY_HEADS, shape) * DEPTH + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_BY_HEADS)
+    of_outs = head(BY_HEADS, shape) * DEPTH + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=BY_HEADS)
     of_sums = head(_OF_HEADS, (rows,)) + phase.depth
 
     def spread(of_heads: jax.Array) -> jax.Array:
@@ -56,7 +56,7 @@ def merge_into(target: Any, phase: AttentionPhase, operands: Any, room: SplitRoo
         splits = [step * AT_ONCE + i for i in range(AT_ONCE)]
         begins = [room.of(jnp.minimum(split, busy - 1), phase.record) for split in splits]
         places = [of_outs + begin for begin in begins] + [of_sums + begin for begin in begins]
-        numbers = arrived(room.ref, places, [_BY_HEADS] * AT_ONCE + [_OF_HEADS] * AT_ONCE)
+        numbers = arrived(room.ref, places, [BY_HEADS] * AT_ONCE + [_OF_HEADS] * AT_ONCE)
         outs = numbers[:AT_ONCE]
         sums = [
             each + jnp.where(split < busy, 0.0, -jnp.inf) for split, each in zip(splits, numbers[AT_ONCE:], strict=True)
@@ -71,16 +71,16 @@ def merge_into(target: Any, phase: AttentionPhase, operands: Any, room: SplitRoo
         return acc, m_new, l_i
 
     start = (
-        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _BY_HEADS),
+        plgpu.layout_cast(jnp.zeros(shape, jnp.float32), BY_HEADS),
         plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), _OF_HEADS),
         plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), _OF_HEADS),
     )
     acc, _, l_i = lax.fori_loop(0, lax.div(busy + AT_ONCE - 1, AT_ONCE), merge_some, start)
-    _store(target, (acc / spread(jnp.where(l_i == 0, 1.0, l_i))).astype(target.dtype))
+    store_heads(target, (acc / spread(jnp.where(l_i == 0, 1.0, l_i))).astype(target.dtype))
     plgpu.commit_smem()
 
 
-def _store(target: Any, values: jax.Array) -> None:
+def store_heads(target: Any, values: jax.Array) -> None:
     """target[0] = values, head after head: no number of a tile's first row is moved by swizzling."""
     if tiles.interpret_params() is not None:
         for head in range(values.shape[0]):
@@ -98,4 +98,4 @@ def _store(target: Any, values: jax.Array) -> None:
 
         return place
 
-    store_registers(target, values, _BY_HEADS, places)
+    store_registers(target, values, BY_HEADS, places)

@@ -27,7 +27,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 
 # Of what adds up to the result: those after the first are 0. In the second, blocks of the kernel that reads it may
 # leave each other what it begins with, in the third what its experts return, from the fourth on their hidden units, and
-# in those after the fourth what splits of attention are, if there are any.
+# in those after the fourth what splits of attention are, if there are any; those over latent rows are behind all these.
 ROW_OF_HIDDEN, ROWS_OF_EXPERTS = 3, 4
 ROWS_LEFT = ROWS_OF_EXPERTS + 9
 MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
@@ -45,6 +45,7 @@ class ExpertPhases:
         columns: Of the token.
         shared: Numbers of the experts that are not chosen; the first of those `per_token`.
         rows_of_hidden: In which hidden units of an expert can be left.
+        rows_left: Of each part of the result, all but the first of which are 0.
     """
 
     per_token: int
@@ -53,6 +54,7 @@ class ExpertPhases:
     activation: Callable[[Any, Any], Any]
     shared: range = range(0)
     rows_of_hidden: int = 1
+    rows_left: int = ROWS_LEFT
 
     @classmethod
     def of(cls, call: ExpertsCall) -> "ExpertPhases":
@@ -60,9 +62,12 @@ class ExpertPhases:
         routing = call.routing
         shared = range(0) if routing is None else range(routing.num_experts, routing.all_experts)
         phases = cls(call.per_token, call.units, call.hidden_size, call.activation, shared)
-        if call.router is None or call.router.attention is not None or phases._most_choices > 1:
+        if call.router is None or phases._most_choices > 1:
             return phases
-        return dataclasses.replace(phases, rows_of_hidden=call.router.left[1] - ROW_OF_HIDDEN)
+        attention, rows = call.router.attention, min(call.router.left[1], ROWS_LEFT) - ROW_OF_HIDDEN
+        if attention is not None and attention.operation != "mla_decode":
+            return phases
+        return dataclasses.replace(phases, rows_of_hidden=rows)
 
     @property
     def hidden_blocks(self) -> int:
@@ -245,7 +250,7 @@ class ExpertPhases:
 
     def clear(self, parts: Any) -> None:
         """Stores the block's share of the zeros below what experts return."""
-        below, own, sms = ROWS_LEFT - 1, lax.axis_index("block"), tiles.num_sms()
+        below, own, sms = self.rows_left - 1, lax.axis_index("block"), tiles.num_sms()
         vector = math.gcd(self.columns // _THREADS, _VECTOR)
         zeros = plgpu.layout_cast(
             jnp.zeros((self.columns,), parts.dtype), plgpu.Layout.WG_STRIDED((self.columns,), vec_size=vector)
@@ -287,7 +292,7 @@ class ExpertPhases:
             shape = WGMMA_ROWS, TILED_ROWS
             result = summed_over_stages(multiply, scratch, done, steps, stages=ring.stages, shape=shape)
             result = result.astype(dtype).astype(jnp.float32) * scratch.weights[choice, 0]
-            place = choice * ROWS_LEFT * self.columns + block * WGMMA_ROWS
+            place = choice * self.rows_left * self.columns + block * WGMMA_ROWS
             store_row(parts, place, result, row)
             if returned is not None:
                 own = returned.begin + choice * returned.stride + block * WGMMA_ROWS

@@ -15,13 +15,15 @@ from jax import lax
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
-from jattn_kernels.mosaic.sm90.common.one_row import BegunSum, begun_sum, norm_of_sum
+from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
+from jattn_kernels.mosaic.sm90.experts.one_token_latents import LatentPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Ring, Scratch, left_parts, store_row
+from jattn_kernels.mosaic.sm90.experts.one_token_values import ValuePhase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +36,15 @@ class RouterPhases:
         num_experts: The router's columns.
         left_parts: Parts that what is left comes in; in the second row of each there is room for a part of a product.
         attention: What the product's rows are made of; None where they are given.
+        values: Of latent rows, what comes between.
     """
 
     norm: NormCall
     depth: int
     num_experts: int
     left_parts: int
-    attention: AttentionPhase | None = None
+    attention: AttentionPhase | LatentPhase | None = None
+    values: ValuePhase | None = None
 
     @property
     def product(self) -> SplitProduct:
@@ -55,8 +59,9 @@ class RouterPhases:
     @property
     def row(self) -> int:
         """Numbers of the longest row."""
-        share = self.product.most_steps
-        return max(self.norm.columns, share * DEPTH if self.attention is None else merged_width(share))
+        share, attention = self.product.most_steps, self.attention
+        of_queries = attention.row if isinstance(attention, LatentPhase) else 0
+        return max(self.norm.columns, of_queries, share * DEPTH if attention is None else merged_width(share))
 
     def room(self, left: Any) -> tuple[Sums, Sums]:
         """In what is left: for the product, and for logits."""
@@ -74,12 +79,22 @@ class RouterPhases:
         return self.router.produce(from_last(), weights, lambda *stage: _copy(scratch, *stage), done)
 
     def consume_product(
-        self, operands: Any, attended: SplitRoom | None, products: Sums, scratch: Scratch, done: Any
+        self,
+        operands: Any,
+        attended: SplitRoom | None,
+        values: Sums | None,
+        products: Sums,
+        scratch: Scratch,
+        done: Any,
     ) -> Any:
         width = self.product.most_steps * DEPTH
 
         def bring(first: Any) -> None:
-            if self.attention is not None and attended is not None:
+            if self.values is not None and values is not None:
+                heads = self.product.most_steps
+                self.values.bring(scratch.x.at[:, pl.ds(0, merged_width(heads))], values, first, heads)
+                return
+            if isinstance(self.attention, AttentionPhase) and attended is not None:
                 heads = self.product.most_steps
                 target = scratch.x.at[:, pl.ds(0, merged_width(heads))]
                 merge_into(target, self.attention, operands.router.attention, attended, first, heads)
@@ -91,14 +106,7 @@ class RouterPhases:
         own = lax.axis_index("block")
         return self.product.consume(own, scratch, lambda *unit: _store(products, *unit), done, bring=bring)
 
-    def begun(self, operands: Any) -> list[BegunSum]:
-        """What `sum` does not wait for."""
-        given = operands.router.norm
-        return begun_sum(given.x, given.scale.at[given.layer_index[0]], [left_parts(operands.router)])
-
-    def sum(
-        self, operands: Any, products: Sums, total: Any, scratch: Scratch, begun: list[BegunSum] | None = None
-    ) -> None:
+    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
         """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
         norm, given = self.norm, operands.router.norm
 
@@ -115,7 +123,6 @@ class RouterPhases:
             offset=norm.offset,
             last=of_product,
             kept=scratch.total,
-            begun=begun,
         )
 
     def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:

@@ -31,8 +31,8 @@ class OneTokenOperands(NamedTuple):
         gate_up, down: Weights of all layers.
         layer: Which of them.
         next: Of a product that follows, or None.
-        attended, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has done
-            them.
+        attended, values, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has
+            done them.
     """
 
     x: Float[Array, "1 D"] | None
@@ -42,6 +42,7 @@ class OneTokenOperands(NamedTuple):
     down: Float[Array, "L A F D"]
     layer: Int[Array, "1"]
     attended: Float32[Array, "S _"] | None = None
+    values: Float32[Array, "C A"] | None = None
     products: Float32[Array, "S D"] | None = None
     logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
     hidden: Float[Array, "8 F"] | Float32[Array, "k R F"] | None = None
@@ -59,7 +60,7 @@ class Made(NamedTuple):
     """What phases store; None of those that another launch has.
 
     Attributes:
-        attended, products, logits, hidden: For later phases.
+        attended, values, products, logits, hidden: For later phases.
         total: The token's sum.
         parts: What each expert returns, times its weight; then rows of 0.
         next: Splits of the product that follows, four rows each.
@@ -67,6 +68,7 @@ class Made(NamedTuple):
     """
 
     attended: Any = None
+    values: Any = None
     products: Any = None
     logits: Any = None
     total: Any = None
@@ -97,6 +99,7 @@ class Scratch(NamedTuple):
     p: Any = None  # (8, 64)
     new: Any = None  # (2, 128)
     keys_full: Any = None
+    queries_full: Any = None
 
 
 class Count(NamedTuple):
@@ -119,11 +122,15 @@ class Count(NamedTuple):
             all_blocks.wait_for_all(self.place, most)
 
 
-def scratch(row: int, columns: int, routing: Routing, dtype: Any, key_copies: int = 0) -> Scratch:
+def scratch(
+    row: int, columns: int, routing: Routing, dtype: Any, key_copies: int = 0, query_copies: int = 0, heads: int = 0
+) -> Scratch:
     """For rows of so many numbers, and a token of so many.
 
     Args:
         key_copies: That bring a stage of keys or values; 0 where there is no attention.
+        query_copies: That bring queries to latent rows; 0 where there are none.
+        heads: Of such queries.
     """
     per_token = routing.choices
     made = Scratch(
@@ -143,11 +150,15 @@ def scratch(row: int, columns: int, routing: Routing, dtype: Any, key_copies: in
     )
     if not key_copies:
         return made
+    keys_full = plgpu.Barrier(num_arrivals=key_copies, num_barriers=STAGES)
+    if query_copies:
+        p, queries_full = tiles.tile((heads, WGMMA_ROWS), dtype), plgpu.Barrier(num_arrivals=query_copies)
+        return made._replace(p=p, keys_full=keys_full, queries_full=queries_full)
     return made._replace(
         q=tiles.tile((TILED_ROWS, DEPTH), dtype),
         p=tiles.tile((TILED_ROWS, WGMMA_ROWS), dtype),
         new=plgpu.SMEM((2, DEPTH), dtype),
-        keys_full=plgpu.Barrier(num_arrivals=key_copies, num_barriers=STAGES),
+        keys_full=keys_full,
     )
 
 
