@@ -225,7 +225,8 @@ def forward_projected_latent(
     """
     instance("layer", layer, AttentionLayer)
     if layer.kv == "latent" and isinstance(backend, AttendsProjected):
-        attended = backend.attend_projected(queries, latents, layer, metadata, pool, v_up)
+        later = {} if v_up is None else {"v_up": v_up}
+        attended = backend.attend_projected(queries, latents, layer, metadata, pool, **later)
         if attended is not None:
             out, pool = attended
             return out if isinstance(out, UnattendedLatents) else heads.values(out), pool

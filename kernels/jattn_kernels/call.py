@@ -181,7 +181,7 @@ class RouterCall:
         left: Parts of the splits that are added first, and rows of each, of which those past the tokens are 0.
         depth: Inputs of the product that is added last.
         attention: That its rows are made by; None where they are given.
-        leaves_for: That of the layer after it may be made by the same kernel, which needs room in what is left.
+        leaves_for: The next layer's, which the kernel that reads the result may begin with: room is left for it.
         choice_biased: Whether scores have a bias for the choice alone.
         next: What follows the mixture; None if nothing.
     """

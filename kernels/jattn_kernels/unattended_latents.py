@@ -76,11 +76,17 @@ def unattended_latents_call(rows: UnattendedLatents) -> tuple[AttentionCall, Lat
     """The call that is meant, and its operands.
 
     Raises:
-        ValueError: As `mla_decode`.
+        ValueError: As `mla_decode`; or `v_up` is not of the queries' heads.
     """
     layer = jnp.asarray(rows.layer_index, jnp.int32)
     given, places = AttentionOptions(layer_index=layer), (rows.latent_pages, rows.page_table, rows.seq_lens)
     page_size = check_mla_decode(rows.q_nope[:, None], rows.q_pe[:, None], *places, given, rows.spec)
+    heads, compressed = rows.q_nope.shape[1:]
+    if rows.v_up.ndim != 4 or rows.v_up.shape[1] != heads or rows.v_up.shape[3] != compressed:
+        raise ValueError(
+            f"`v_up` must have a projection [values, {compressed}] for each layer and each of {heads} heads. Got "
+            f"v_up.shape={rows.v_up.shape}."
+        )
     operands = LatentTokenOperands(
         q=rows.q_nope[0],
         q_pe=rows.q_pe[0],

@@ -221,10 +221,10 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
             stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))
-    if multiplies:
+    if stream.rows.shape[0] == 1 and isinstance(period[-1].mlp, MixtureOfExperts):
         # Asked of a number such as the loop's, whose type is weak: its body is then traced once for both.
         made = jax.eval_shape(body, 0, (stream, pool))[0]
-        if jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, made.addition):  # as of a kernel with room
+        if jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, made.addition):  # a kernel leaves more room
             nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made.addition)
             stream = stream._replace(addition=nothing)
         if made.product is not None:

@@ -155,7 +155,9 @@ def test_what_is_left_has_room_for_the_next_layers_attention(whole_hopper):
     assert left.parts.shape[1] == LEFT_ROWS[LITE]
 
 
-@pytest.mark.parametrize("change", [{"window_left": 100}, {"logits_soft_cap": 30.0}, {"batch_invariant": True}])
+@pytest.mark.parametrize(
+    "change", [{"window_left": 100}, {"logits_soft_cap": 30.0}, {"batch_invariant": True}, {"page_layout": "HND"}]
+)
 def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(whole_hopper, change):
     x, kernels = jax.eval_shape(functools.partial(operands, LITE))
     rows = jax.eval_shape(lambda: unattended(LITE, 1024, compressed=512, **change))
@@ -163,6 +165,17 @@ def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(whole_hopp
     traced = str(jax.make_jaxpr(run)(with_attention(x, rows), kernels))
     assert "paged_decode" in traced
     assert "one_token_experts" in traced
+    assert jax.eval_shape(run, with_attention(x, rows), kernels)[0].parts.shape[1] == 13
+
+
+def test_projections_of_other_heads_are_refused(whole_hopper):
+    x, kernels = jax.eval_shape(functools.partial(operands, LITE))
+    rows = jax.eval_shape(functools.partial(unattended, LITE, 1024, compressed=512))
+    rows = dataclasses.replace(rows, v_up=jax.ShapeDtypeStruct((3, 8, 256, 512), "bfloat16"))
+    with pytest.raises(
+        ValueError, match=r"`v_up` must have a projection \[values, 512\] for each layer and each of 16"
+    ):
+        jax.eval_shape(functools.partial(attended_mixture, routing=LITE.routing()), with_attention(x, rows), kernels)
 
 
 def test_a_product_of_latent_attention_that_is_not_computed_is_refused():

@@ -286,6 +286,7 @@ def test_one_tokens_mixture_of_a_sum_is_one_kernel(monkeypatch, sizes, columns):
         {"left_rows": 1},
         {"sizes": SMALL._replace(experts=96)},
         {"sizes": SMALL._replace(attended=192)},
+        {"sizes": SMALL._replace(hidden=2560)},
     ],
     ids=lambda change: "-".join(change),
 )

@@ -14,6 +14,7 @@ from jattn.kv_pool import make_pool
 from jattn.matmul import matmul
 from jattn.serving.config import EngineConfig
 from jattn.serving.steps.loop_state import empty_rows
+from jattn.serving.steps.passes import decode_pass
 from jattn.serving.steps.plain import Steps
 from jattn_kernels.call import Device
 from jattn_kernels.mosaic import entry
@@ -170,3 +171,10 @@ def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
     """
     text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=3), "greedy", rows=rows)
     assert num_kernels(text) == kernels
+
+
+def test_layers_that_leave_room_for_latents_go_round_a_loop(hopper, monkeypatch):
+    """As a draft model's do: behind the dense one a body of three, as above, and the last norm."""
+    monkeypatch.setattr("jattn.serving.steps.plain.decode_pass", lambda *given, unrolled: decode_pass(*given))
+    text = step_of_model(two_layers(DeepseekV2ForCausalLM, DEEPSEEK_V2_LITE, layers=4), "greedy")
+    assert num_kernels(text) == 6 + 3 + 1

@@ -10,13 +10,13 @@ grid (blocks)             an SM each; takes every n-th of the units: 64 hidden u
   hidden units            in global memory: a block reads those that its second product's units need when they are there
                           (`one_token_hidden`); the weights are in shared memory by then
 
-Each block makes the choice for itself, after its hidden units of experts that all tokens go to. Sums are over the whole
-depth in its order, as `grouped_product` has them.
+Each block makes the choice for itself, after its hidden units of experts that all tokens go to, or its share of their
+depth (`one_token_shared`). All other sums are over the whole depth in its order, as `grouped_product` has them.
 
-It may begin earlier, with attention (`one_token_attention`), the product that is added to the residual stream last,
-the norm of the sum and the router's product (`one_token_router`), as `skinny_matmul` has them, to the bit where their
-depths are split alike; and go on with the next layer's first product (`one_token_next`), some of whose weights are
-asked for while the experts are not known.
+It may begin earlier, with attention (`one_token_attention`; over latent rows `one_token_latents`, with heads' values,
+`one_token_values`), the product that is added to the residual stream last, the norm of the sum and the router's product
+(`one_token_router`), as `skinny_matmul` has them, to the bit where their depths are split alike; and go on with the
+next layer's first product (`one_token_next`), some of whose weights are asked for while the experts are not known.
 """
 
 import dataclasses

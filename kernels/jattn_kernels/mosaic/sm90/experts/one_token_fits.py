@@ -79,20 +79,25 @@ def _attends(call: RouterCall, attention: AttentionCall) -> bool:
     if attention.operation != "mla_decode":
         fits = one_token_attention.fits(attention, call.depth)
         return fits and _attention(attention).fits_in(left_parts, left_rows - ROWS_OF_EXPERTS, columns)
+    fits = _attends_latents(attention, left_parts, columns) and call.depth == ValuePhase(_latents(attention)).depth
+    return fits and left_rows >= rows_left(attention, left_parts, columns)
+
+
+def _attends_latents(attention: AttentionCall, parts: int, columns: int) -> bool:
+    """Whether it serves attention over latent rows where so many parts of a row have room enough."""
     if not one_token_latents.fits(attention):
         return False
     values = ValuePhase(_latents(attention))
-    return (
-        values.depth == call.depth <= columns
-        and values.units <= tiles.num_sms()
-        and values.chunks <= left_parts
-        and left_rows >= rows_left(attention, left_parts, columns)
-    )
+    return values.depth <= columns and values.units <= tiles.num_sms() and values.chunks <= parts
 
 
 def rows_left(attention: AttentionCall | None, parts: int, columns: int) -> int:
-    """Rows of each part of a result in which blocks of the kernel that reads it leave each other things."""
-    if attention is None or attention.operation != "mla_decode":
+    """Rows of each part of a result, with those in which blocks of the kernel that reads it leave each other things.
+
+    Args:
+        attention: That the kernel may begin with.
+    """
+    if attention is None or attention.operation != "mla_decode" or not _attends_latents(attention, parts, columns):
         return ROWS_LEFT
     return ROWS_LEFT + 1 + _latents(attention).rows_in(parts, columns)
 

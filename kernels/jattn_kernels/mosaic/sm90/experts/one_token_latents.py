@@ -281,7 +281,6 @@ def fits(call: AttentionCall) -> bool:
         head_dim=spec.head_dim,
         v_head_dim=spec.value_dim,
         sm_scale=spec.sm_scale,
-        page_layout=spec.page_layout,
     )
     return (
         call.operation == "mla_decode"

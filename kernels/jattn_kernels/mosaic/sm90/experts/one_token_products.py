@@ -30,7 +30,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
 # in those after the fourth what splits of attention are, if there are any; those over latent rows are behind all these.
 ROW_OF_HIDDEN, ROWS_OF_EXPERTS = 3, 4
 ROWS_LEFT = ROWS_OF_EXPERTS + 9
-MOST_DEPTH = 2560  # of all products: rows of so many numbers fit beside the stages
+MOST_DEPTH = 2432  # of all products: rows of so many numbers fit beside the stages, a token's sum and 512 experts
 _THREADS, _VECTOR = 128, 4  # numbers that a thread stores at once
 _PAIR = 2  # the gate's columns and the other half's
 

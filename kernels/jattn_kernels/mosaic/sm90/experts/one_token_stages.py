@@ -94,12 +94,12 @@ class Scratch(NamedTuple):
     rows_full: Any
     hidden_full: Any
     total: Any  # (1, D)
-    keys: Any  # (experts,)
+    keys: Any  # (`ranked_width`,)
     q: Any = None  # (8, 128): of attention, as the others
-    p: Any = None  # (8, 64)
+    p: Any = None  # (8, 64), or (heads, 64)
     new: Any = None  # (2, 128)
     keys_full: Any = None
-    queries_full: Any = None
+    queries_full: Any = None  # of latent rows
 
 
 class Count(NamedTuple):
