@@ -72,7 +72,7 @@ class HarmonyParser:
         if not text:
             return []
         if self._kind is None:
-            room = _LONGEST_HEADER - len(self._header)
+            room = max(0, _LONGEST_HEADER - len(self._header))  # tags may have taken more than there was
             text, rest = text[:room], text[room:]
             self._header += text
             if self._unread is not None:
