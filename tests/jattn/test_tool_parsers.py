@@ -111,7 +111,7 @@ KNOWN = {
     "harmony_no_end": ("harmony", f"<|channel|>analysis<|message|>hm{FINAL}yes", [Reasoning("hm"), Content("yes")]),
     "harmony_plain": ("harmony", " so <b> it", [Content(" so <b> it")]),
     "harmony_long": ("harmony", "so " * 200, [Content("so " * 200)]),
-    "harmony_long_tag": ("harmony", f"{'a' * 250}<|channel|>analysis", [Content("analysis")]),
+    "harmony_long_tag": ("harmony", f"{'a' * 230}<|channel|>analysis", [Content("analysis")]),
     "harmony_no_call": ("harmony_text", f"{CALL_F}<|call|>", [Content(F_ARGUMENTS)]),
     "answer": ("answer", "<think>a</think>", [Content("<think>a</think>")]),
 }  # fmt: skip
