@@ -127,9 +127,9 @@ def _in_one(
     if isinstance(rows, UnattendedLatents):
         attention_call, attention = unattended_latents_call(rows)
         leaves_for = attention_call
-        rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
     elif isinstance(rows, Unattended):
         attention_call, attention = unattended_call(rows)
+    if isinstance(rows, _NOT_ATTENDED):
         rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
     product = product_operands(rows, last.kernel, last.layer_index)
     operands = RouterOperands(

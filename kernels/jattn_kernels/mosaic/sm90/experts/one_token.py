@@ -278,7 +278,7 @@ class _OneToken:
             hidden = experts.told_hidden(left, ROW_OF_HIDDEN * columns, left.shape[1] * columns, columns, self.dtype)
             attended = values = None
             if router.attention is not None:
-                attended = router.attention.room(left, ROWS_OF_EXPERTS if router.values is None else ROWS_LEFT + 1)
+                attended = SplitRoom.within(left, ROWS_OF_EXPERTS if router.values is None else ROWS_LEFT + 1)
             if router.values is not None:
                 values = Sums(left, ROWS_LEFT * columns, left.shape[1] * columns, router.values.chunks)
             return attended, values, products, logits, returned, hidden

@@ -51,6 +51,12 @@ class SplitRoom(NamedTuple):
     stride: int
     parts: int
 
+    @classmethod
+    def within(cls, left: Any, first_row: int) -> "SplitRoom":
+        """In what is left, from this row of each part on."""
+        parts, rows, columns = left.shape
+        return cls(left, first_row * columns, rows * columns, parts)
+
     def of(self, split: Any, record: int) -> Any:
         """Flat place of a split's result of so many numbers."""
         return self.begin + lax.rem(split, self.parts) * self.stride + lax.div(split, self.parts) * record
@@ -100,11 +106,6 @@ class AttentionPhase:
     def arrivals(self) -> int:
         """Copies of a stage."""
         return _HALVES * self.copies.copies
-
-    def room(self, left: Any, first_row: int) -> SplitRoom:
-        """In what is left, from this row of each part on."""
-        parts, rows, columns = left.shape
-        return SplitRoom(left, first_row * columns, rows * columns, parts)
 
     def fits_in(self, parts: int, rows: int, columns: int) -> bool:
         """Whether there is room in so many rows of each part."""

@@ -95,11 +95,6 @@ class LatentPhase:
         """Of a tile."""
         return pl.cdiv(self._groups, _HALVES)
 
-    def room(self, left: Any, first_row: int) -> SplitRoom:
-        """In what is left, from this row of each part on."""
-        parts, rows, columns = left.shape
-        return SplitRoom(left, first_row * columns, rows * columns, parts)
-
     def rows_in(self, parts: int, columns: int) -> int:
         """Rows of each part that there must be for it."""
         return pl.cdiv(pl.cdiv(self.splits, parts) * self.record, columns)
