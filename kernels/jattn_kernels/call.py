@@ -166,10 +166,12 @@ class NextCall:
     Attributes:
         norm: Of the product's rows.
         columns: Of the product.
+        biased: Whether these have a bias.
     """
 
     norm: NormCall
     columns: int
+    biased: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,6 +184,8 @@ class RouterCall:
         depth: Inputs of the product that is added last.
         attention: That its rows are made by; None where they are given.
         leaves_for: The next layer's, which the kernel that reads the result may begin with: room is left for it.
+        output_biased: Whether the product that is added last has a bias.
+        biased: Whether logits have one.
         choice_biased: Whether scores have a bias for the choice alone.
         next: What follows the mixture; None if nothing.
     """
@@ -190,6 +194,8 @@ class RouterCall:
     left: tuple[int, int]
     depth: int
     choice_biased: bool
+    output_biased: bool = False
+    biased: bool = False
     attention: AttentionCall | None = None
     leaves_for: AttentionCall | None = None
     next: NextCall | None = None

@@ -12,8 +12,8 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
 from jattn_kernels.matmul import matmul_splits_of_sum, multiplied
 from jattn_kernels.norm import check_additions, packed_norm
-from jattn_kernels.operands import ExpertsOperands, NextOperands, RouterOperands, names_options
-from jattn_kernels.packed_product import product_operands
+from jattn_kernels.operands import ExpertsOperands, MatmulOperands, NextOperands, RouterOperands, names_options
+from jattn_kernels.packed_product import product_bias, product_operands
 from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_logits
@@ -78,10 +78,10 @@ def _of_sum(
     facts: dict[str, Any] = {"weighs_inputs": weighs_inputs, "in_splits": True}
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
-    if is_of_two and isinstance(last, Unmultiplied) and router_bias is None:
+    if is_of_two and isinstance(last, Unmultiplied):
         asked = implementation or (last.rows.implementation if isinstance(last.rows, _NOT_ATTENDED) else None)
         for wanted in [None] if following is None else [following, None]:
-            given = (x, last, router, routing, gate_up, down, choice_bias, wanted, options)
+            given = (x, last, router, routing, gate_up, down, router_bias, choice_bias, wanted, options)
             call, operands = _in_one(*given, leaves_for=leaves_for, **facts)
             if serves(call, asked):
                 return choose(call, asked).implementation.run(call, operands)
@@ -111,6 +111,7 @@ def _in_one(
     routing: Routing,
     gate_up: Any,
     down: Any,
+    router_bias: Any,
     choice_bias: Any,
     following: NextProduct | None,
     options: ExpertsKwargs,
@@ -131,14 +132,17 @@ def _in_one(
         attention_call, attention = unattended_call(rows)
     if isinstance(rows, _NOT_ATTENDED):
         rows = jnp.zeros(rows.shape, rows.dtype)  # for their shape
-    product = product_operands(rows, last.kernel, last.layer_index)
+    product, layer = product_operands(rows, last.kernel, last.layer_index), options.get("layer_index")
+    of_router = product_operands(x.rows, router, layer)
     operands = RouterOperands(
         norm=norm,
         attended=product.x if attention is None else None,
         attention=attention,
         output=product.kernel,
         output_layer=product.layer_index,
-        kernel=product_operands(x.rows, router, options.get("layer_index")).kernel,
+        output_bias=_bias(last.bias, product, last.layer_index),
+        kernel=of_router.kernel,
+        bias=_bias(router_bias, of_router, layer),
         next=None if following is None else _next_operands(x, following),
     )
     left = first[0]
@@ -149,6 +153,8 @@ def _in_one(
         left=(left.parts.shape[0], left.parts.shape[1]),
         depth=last.rows.shape[1],
         choice_biased=choice_bias is not None,
+        output_biased=last.bias is not None,
+        biased=router_bias is not None,
         attention=attention_call,
         leaves_for=leaves_for,
         next=None if following is None else _next_call(x, following),
@@ -162,12 +168,20 @@ def _in_one(
 
 def _next_call(x: Unnormed, following: NextProduct) -> NextCall:
     norm, _ = packed_norm(x.rows, following.scale, following.eps, following.offset, following.scale_layer)
-    return NextCall(norm=norm, columns=following.kernel.shape[-1])
+    return NextCall(norm=norm, columns=following.kernel.shape[-1], biased=following.bias is not None)
 
 
 def _next_operands(x: Unnormed, following: NextProduct) -> NextOperands:
     product = product_operands(x.rows, following.kernel, following.layer_index)
     scale_layer = jnp.asarray(following.scale_layer, jnp.int32)
     return NextOperands(
-        scale=following.scale, scale_layer=scale_layer, kernel=product.kernel, layer=product.layer_index
+        scale=following.scale,
+        scale_layer=scale_layer,
+        kernel=product.kernel,
+        layer=product.layer_index,
+        bias=_bias(following.bias, product, following.layer_index),
     )
+
+
+def _bias(bias: Any, product: MatmulOperands, layer_index: Any) -> Float[Array, "L F"] | None:
+    return None if bias is None else product_bias(bias, product.kernel.shape[-1], product, layer_index)

@@ -14,9 +14,8 @@ from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.implementation import Implementation
 from jattn_kernels.norm import check_additions, packed_norm, summed_and_normed
 from jattn_kernels.operands import MatmulOperands
-from jattn_kernels.packed_product import packed_product
+from jattn_kernels.packed_product import packed_product, product_bias
 from jattn_kernels.quantized import QuantizedKernel, QuantizedRows
-from jattn_kernels.shapes.arrays import check_are_arrays, check_float
 from jattn_kernels.splits import Splits, added
 from jattn_kernels.unattended import Unattended
 from jattn_kernels.unattended_latents import UnattendedLatents
@@ -185,7 +184,7 @@ def _in_splits(
     if rows.ndim != 2:
         raise ValueError(f"`x` must be [T, D]. Got x.shape={rows.shape}.")
     of_sum: Any = None
-    addition = None if bias is None else _bias(bias, call.columns, operands, layer_index)
+    addition = None if bias is None else product_bias(bias, call.columns, operands, layer_index)
     if addition is not None and serves(dataclasses.replace(call, biased=True), implementation):
         call, operands = dataclasses.replace(call, biased=True), dataclasses.replace(operands, bias=addition)
     if isinstance(x, Unnormed):
@@ -215,7 +214,8 @@ def multiplied(
         raise ValueError("What is multiplied here may not be Unattended. Give `attended` of it.")
     if isinstance(x.rows, UnattendedLatents):
         raise ValueError("What is multiplied here may not be UnattendedLatents. Give `attended_latents` of it.")
-    return matmul_splits(x.rows, x.kernel, layer_index=x.layer_index, implementation=implementation)
+    options: dict[str, Any] = {"layer_index": x.layer_index, "implementation": implementation}
+    return matmul_splits(x.rows, x.kernel, bias=x.bias, **options)
 
 
 def with_bias(product: Float[Array, "*rows F"], bias: Float[Array, " F"]) -> Float[Array, "*rows F"]:
@@ -226,16 +226,6 @@ def with_bias(product: Float[Array, "*rows F"], bias: Float[Array, " F"]) -> Flo
     """
     product = jax.lax.optimization_barrier(product)
     return product + jnp.broadcast_to(bias.astype(product.dtype), product.shape)
-
-
-def _bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -> Float[Array, "L F"]:
-    """With an axis of layers, once it is checked."""
-    check_are_arrays(bias=bias)
-    check_float("bias", bias)
-    layers = () if layer_index is None else (operands.kernel.shape[0],)
-    if bias.shape != (*layers, columns):
-        raise ValueError(f"`bias` must be {[*layers, columns]}, as `kernel` is. Got bias.shape={bias.shape}.")
-    return jnp.asarray(bias).reshape(-1, columns)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

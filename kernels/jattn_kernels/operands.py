@@ -199,12 +199,14 @@ class NextOperands:
     Attributes:
         scale, scale_layer: Of the norm of its rows.
         kernel, layer: Its weights.
+        bias: Of its columns.
     """
 
     scale: Float[Array, "L D"]
     scale_layer: Int[Array, ""]
     kernel: Float[Array, "L D F"]
     layer: Int[Array, ""]
+    bias: Float[Array, "L F"] | None = None
 
 
 @typing.no_type_check
@@ -257,8 +259,10 @@ class RouterOperands:
     Attributes:
         norm: Of it; `norm.additions` are those that come first.
         attended, output, output_layer: Rows and weights, of all layers, of the product that is added last.
+        output_bias: Of that product's columns.
         attention: What its rows are made of where they are not made.
         kernel: The router's, of all layers; the experts' layer is meant.
+        bias: Of the logits, likewise.
         next: Of what follows the mixture.
     """
 
@@ -267,7 +271,9 @@ class RouterOperands:
     attention: TokenOperands | LatentTokenOperands | None = None
     output: Float[Array, "L A D"]
     output_layer: Int[Array, ""]
+    output_bias: Float[Array, "L D"] | None = None
     kernel: Float[Array, "L D E"]
+    bias: Float[Array, "L E"] | None = None
     next: NextOperands | None = None
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jattn_kernels.call import MatmulCall, modes_of
 from jattn_kernels.dispatch import serves
 from jattn_kernels.operands import MatmulOperands
 from jattn_kernels.quantized import QuantizedKernel, QuantizedRows, check_quantized
-from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_layer_index, same_dtype
+from jattn_kernels.shapes.arrays import FLOATS, check_are_arrays, check_float, check_layer_index, same_dtype
 from jattn_kernels.splits import Splits
 from jattn_kernels.ungated import Ungated, gated
 
@@ -85,6 +86,16 @@ def product_operands(x: Any, kernel: Any, layer_index: Any) -> MatmulOperands:
         kernel=jnp.asarray(kernel) if is_stacked else jnp.asarray(kernel)[None],
         layer_index=jnp.asarray(0 if layer_index is None else layer_index, jnp.int32),
     )
+
+
+def product_bias(bias: Any, columns: int, operands: MatmulOperands, layer_index: Any) -> Float[Array, "L F"]:
+    """A bias of a product's columns with an axis of layers, once it is checked."""
+    check_are_arrays(bias=bias)
+    check_float("bias", bias)
+    layers = () if layer_index is None else (operands.kernel.shape[0],)
+    if bias.shape != (*layers, columns):
+        raise ValueError(f"`bias` must be {[*layers, columns]}, as `kernel` is. Got bias.shape={bias.shape}.")
+    return jnp.asarray(bias).reshape(-1, columns)
 
 
 def _quantized_operands(x: Any, kernel: QuantizedKernel, layer_index: Any) -> MatmulOperands:

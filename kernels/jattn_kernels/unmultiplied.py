@@ -16,16 +16,18 @@ from jattn_kernels.unattended_latents import UnattendedLatents
 @functools.partial(jax.tree_util.register_dataclass)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unmultiplied:
-    """What is read as rows @ kernel, by a kernel that takes the product itself, before what it does with it.
+    """What is read as rows @ kernel + bias, by a kernel that takes the product itself, before what it does with it.
 
     Attributes:
         rows: As they are; for `routed_experts_of_sum` alone also what they are made of.
         kernel, layer_index: As of `matmul`.
+        bias: As of `matmul_splits`.
     """
 
     rows: Float[Array, "T D"] | Unattended | UnattendedLatents
     kernel: Float[Array, "*L D F"]
     layer_index: Int[Array, ""] | int | None = None
+    bias: Float[Array, "*L F"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,11 +52,13 @@ class NextProduct:
     Attributes:
         scale, scale_layer, eps, offset: As of `rms_norm`; the last two are static.
         kernel, layer_index: As of `matmul`.
+        bias: As of `matmul_splits`.
     """
 
     scale: Float[Array, "L D"]
     scale_layer: Int[Array, ""] | int
     kernel: Float[Array, "L D F"]
     layer_index: Int[Array, ""] | int
+    bias: Float[Array, "L F"] | None = None
     eps: float = dataclasses.field(metadata={"static": True})
     offset: float = dataclasses.field(default=0.0, metadata={"static": True})

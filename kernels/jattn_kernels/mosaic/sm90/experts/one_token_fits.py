@@ -53,7 +53,9 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
 
 
 def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
-    """Whether it also serves what comes before the choice."""
+    """Whether it also serves what comes before the choice: of products without a bias."""
+    if call.output_biased or call.biased or (call.next is not None and call.next.biased):
+        return False
     (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
     if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_OF_EXPERTS or call.depth % DEPTH:
         return False
