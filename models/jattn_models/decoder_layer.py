@@ -183,6 +183,8 @@ class DecoderLayer(nnx.Module):
         And pages that attention has written into, if it was left to the MLP.
         """
         norm, as_it_is = self.post_attention_norm, self._adds_as_it_is
+        if not isinstance(self.mlp, MixtureOfExperts):
+            attended = multiplied(attended)
         if (
             isinstance(attended, Splits | Unmultiplied)
             and isinstance(norm, RMSNorm)

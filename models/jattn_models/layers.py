@@ -147,8 +147,7 @@ class Linear(nnx.Module):
     def splits(self, x: NormedRows | Unnormed | Ungated) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""
         weights, layer = self._weights()
-        bias = None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
-        return matmul_splits(x, weights, bias=bias, layer_index=layer)
+        return matmul_splits(x, weights, bias=self.bias_stack, layer_index=layer)
 
     def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
         """activation(gate, up) of what it returns, by its kernel or by who reads it."""
@@ -166,8 +165,7 @@ class Linear(nnx.Module):
         if self.bias is None:
             gated, total, _ = matmul_gated_of_sum(x, weights, activation, layer_index=layer)
             return gated, total
-        bias = self.summed_over.once(self.bias.stack_and_layer[0])
-        product, total, _ = matmul_splits_of_sum(x, weights, bias=bias, layer_index=layer)
+        product, total, _ = matmul_splits_of_sum(x, weights, bias=self.bias_stack, layer_index=layer)
         return Ungated(rows=product, activation=activation), total
 
     def adds_up(self, x: Unnormed) -> bool:
@@ -182,12 +180,17 @@ class Linear(nnx.Module):
         if (plain := self.plain_weights) is None:
             assert not isinstance(x, Unattended | UnattendedLatents)
             return self.splits(x)
-        return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1])
+        return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1], bias=self.bias_stack)
 
     @property
     def plain_weights(self) -> tuple[Array, Int[Array, ""] | None] | None:
-        """The kernel and the number of the layer, as of `ReadInPlace`, where the product is of them alone."""
-        return self.kernel.stack_and_layer if self.bias is None and self.scales is None else None
+        """The kernel and the number of the layer, as of `ReadInPlace`, where it has no scales; a bias is beside it."""
+        return self.kernel.stack_and_layer if self.scales is None else None
+
+    @property
+    def bias_stack(self) -> Float[Array, "*L F"] | None:
+        """The bias, of all layers as the kernel is: of devices that sum what they return, in the part of one."""
+        return None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
 
     def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'.

@@ -8,12 +8,12 @@ from jattn_models.norms import RMSNorm
 
 
 def next_product(norm: RMSNorm, projection: Linear) -> NextProduct | None:
-    """The product of what a norm gives; None where weights are not alone, or not read from stacks of all layers."""
+    """The product of what a norm gives; None where weights have scales, or are not read from stacks of all layers."""
     plain = projection.plain_weights
     if norm.scale is None or plain is None:
         return None
     (scale, scale_layer), (kernel, layer) = norm.scale.stack_and_layer, plain
     if scale_layer is None or layer is None:
         return None
-    facts: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset}
+    facts: dict[str, Any] = {"bias": projection.bias_stack, "eps": norm.eps, "offset": norm.offset}
     return NextProduct(scale=scale, scale_layer=scale_layer, kernel=kernel, layer_index=layer, **facts)

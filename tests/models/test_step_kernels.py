@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from bench.step_workload import DEEPSEEK_V2_LITE, LLAMA_3_8B, QWEN3_30B_A3B
+from bench.step_workload import DEEPSEEK_V2_LITE, GPT_OSS_20B, LLAMA_3_8B, QWEN3_30B_A3B
 from jattn.backend import BackendOptions, backend_class
+from jattn.experts import routed_experts_of_sum
 from jattn.kv_pool import make_pool
-from jattn.matmul import matmul
+from jattn.matmul import Unattended, matmul
 from jattn.serving.config import EngineConfig
 from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.passes import decode_pass
@@ -22,6 +23,7 @@ from jattn_kernels.traced_once import traced_once
 from jattn_kernels.triton import implementation, launch
 from jattn_models.deepseek import DeepseekV2ForCausalLM
 from jattn_models.few_bits import hold_projections
+from jattn_models.gpt_oss import GptOssForCausalLM
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 
@@ -113,6 +115,37 @@ def test_a_first_product_of_too_many_columns_is_left_to_its_layer(hopper):
     """64 heads: cuBLAS takes q/k/v, whose rows are added up and normed by a kernel before."""
     text = step_of_model(two_layers(Qwen3MoeForCausalLM, QWEN3_30B_A3B | {"num_attention_heads": 64}), "greedy")
     assert num_kernels(text) == 2 * 5 + 1
+
+
+@pytest.mark.parametrize(
+    ("model_class", "shapes", "attended", "columns", "experts"),
+    [
+        # Attention is left too, and the next layer's first product.
+        (Qwen3MoeForCausalLM, QWEN3_30B_A3B | {"attention_bias": True}, Unattended, 5120, None),
+        # Neither is where attention has sinks, nor where layers are of two kinds.
+        (GptOssForCausalLM, GPT_OSS_20B, jax.Array, None, 32),
+    ],
+    ids=["qwen3_moe", "gpt_oss"],
+)
+def test_products_are_left_to_a_mixture_with_their_biases(
+    hopper, monkeypatch, model_class, shapes, attended, columns, experts
+):
+    given = []
+
+    def noted(x, *weights, router_bias, following, **options):
+        given.append((x.additions[-1], router_bias, following))
+        return routed_experts_of_sum(x, *weights, router_bias=router_bias, following=following, **options)
+
+    monkeypatch.setattr("jattn_models.experts.routed_experts_of_sum", noted)
+    model = two_layers(model_class, shapes, layers=4)
+    step_of_model(model, "greedy")
+    layers, width = model.layers[0].attention.o_proj.bias.get_value().shape
+    assert given
+    for product, router_bias, following in given:
+        assert isinstance(product.rows, attended)
+        assert product.bias.shape == (layers, width)
+        assert (None if router_bias is None else router_bias.shape) == (experts and (layers, experts))
+        assert (None if following is None else following.bias.shape) == (columns and (layers, columns))
 
 
 def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
