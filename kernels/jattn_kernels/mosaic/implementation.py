@@ -110,9 +110,9 @@ def _refuses_experts(call: ExpertsCall) -> str | None:
     if call.router is not None:
         from jattn_kernels.mosaic.sm90.experts import one_token_fits
 
-        fits = call.kernel_dtype == call.dtype in _DTYPES and one_token_fits.fits(
-            call, is_biased=call.router.choice_biased
-        )
+        is_biased = call.router.choice_biased
+        fits = call.kernel_dtype == call.dtype in _DTYPES and one_token_fits.fits(call, is_biased=is_biased)
+        fits = fits or one_token_fits.fits_few_bits(call, is_biased=is_biased)
         return None if fits else "`mosaic` does not take the router's logits of this mixture by its own kernel."
     in_few_bits = call.scales is not None and call.dtype == "bfloat16"
     if call.dtype not in _DTYPES or not (in_few_bits or call.kernel_dtype == call.dtype):

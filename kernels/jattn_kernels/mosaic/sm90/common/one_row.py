@@ -40,7 +40,7 @@ def norm_of_sum(
     offset: float,
     last: Callable[[Piece], jax.Array] | None = None,
     kept: Any = None,
-) -> None:
+) -> list[jax.Array]:
     """The first row of `target`: the norm of x's first row and what is added to it; wgmma then sees it.
 
     Args:
@@ -51,6 +51,9 @@ def norm_of_sum(
         outs: Where the first block stores the sum, and then its norm; as far as they are asked for.
         last: A piece of one more addition, which may have to be waited for: all else has been read by then.
         kept: (1, columns), where each block keeps the sum for itself.
+
+    Returns:
+        The same, in pieces.
     """
     dtype, columns = x.dtype, x.shape[1]
     of_row = pieces(columns)
@@ -77,6 +80,8 @@ def norm_of_sum(
         for out, of_pieces in zip(outs, (sums, normed), strict=False):
             for piece, numbers in zip(of_row, of_pieces, strict=True):
                 piece.of(out.at[0])[...] = numbers.astype(dtype)
+
+    return normed
 
 
 def store_in_tile(target: Any, values: jax.Array, piece: Piece) -> None:

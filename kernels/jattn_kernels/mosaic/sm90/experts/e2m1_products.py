@@ -65,7 +65,7 @@ def stage_added(total: jax.Array, weights: Any, scales: Any, x: Any, *, shares: 
         total: (64 * shares, rows), of 8 or 16 rows.
         weights: (shares, parts, 64 / parts, bytes), in shared memory.
         scales: (shares * groups and those left free, parts, 64 / parts), likewise.
-        x: (shares * groups, rows or more, 32), likewise, as `put_in_float16` puts them.
+        x: (shares * groups, rows or more, 32), likewise, as `put_in_float16` puts them; or one row, that all are.
     """
     if tiles.interpret_params() is not None:
         return _interpreted(total, weights, scales, x, shares)
@@ -118,7 +118,8 @@ def _interpreted(total: jax.Array, weights: Any, scales: Any, x: Any, shares: in
     numbers = lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
     numbers = numbers.reshape(shares, WGMMA_ROWS, -1, GROUP)
     groups = numbers.shape[2]
-    of_rows = x[...][:, :rows].astype(jnp.float32).reshape(shares, groups, rows, GROUP)
+    of_rows = x[...][:, :rows].astype(jnp.float32)
+    of_rows = jnp.broadcast_to(of_rows, (len(of_rows), rows, GROUP)).reshape(shares, groups, rows, GROUP)
     exponents = scales[...][: shares * groups].reshape(-1)
     factors = power_of_two(exponents).reshape(shares, groups, WGMMA_ROWS)
     plgpu.commit_smem()  # before a copy overwrites what has been read
@@ -145,7 +146,9 @@ def _added(total: Any, weights: Any, scales: Any, x: Any, shares: int) -> Any:
     second = _times(_div(lane, _TILE), _TILE * width if shares > 1 else _GROUP_BYTES)
     word = _byte(word, second)
     scale = _byte(pointers[1], arith.addi(_times(first_group, WGMMA_ROWS), arith.addi(first_column, row)))
-    place = arith.addi(_times(first_group, rows), row)
+    place = _times(first_group, rows)
+    if rows > 1:
+        place = arith.addi(place, row)
     of_x = _byte(pointers[2], arith.addi(_times(place, 2 * GROUP), _times(four, 2 * _EIGHT)))
 
     sums = [

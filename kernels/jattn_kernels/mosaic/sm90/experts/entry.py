@@ -25,7 +25,8 @@ from jattn_kernels.mosaic.sm90.experts.few_bits import FewBitsOperands, few_bits
 from jattn_kernels.mosaic.sm90.experts.few_rows import FewRowsOperands, few_rows_product
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.grouped_product import grouped_product
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import OneTokenOperands
+from jattn_kernels.mosaic.sm90.experts.one_token_few_bits import HALF
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import FewBitsWeights, Made, OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
 from jattn_kernels.operands import ExpertsOperands, TokenOperands
@@ -43,19 +44,15 @@ def mixture_of_experts(
     """
     if call.router is not None:
         return _of_one_sum(call, operands)
-    of_few_rows = few_rows_sizes(call)
-    if (
-        of_few_rows is not None
-        and operands.logits is not None
-        and one_token_mxfp4.fits(call, of_few_rows[0], is_biased=operands.choice_bias is not None)
+    is_biased = operands.choice_bias is not None
+    if operands.logits is not None and (
+        one_token_fits.fits(call, is_biased=is_biased) or one_token_fits.fits_few_bits(call, is_biased=is_biased)
     ):
-        splits = _of_one_token_in_mxfp4(call, operands, of_few_rows[0])
-        return splits if call.in_splits else added(splits)
-    if of_few_rows is not None:
-        return _of_few_rows(call, operands, of_few_rows)
-    if operands.logits is not None and one_token_fits.fits(call, is_biased=operands.choice_bias is not None):
         splits = _of_one_token(call, operands)
         return splits if call.in_splits else added(splits)
+    of_few_rows = few_rows_sizes(call)
+    if of_few_rows is not None:
+        return _of_few_rows(call, operands, of_few_rows)
     sizes = product_tiles(call) if call.scales is None else few_bits_tiles(call)
     weights, groups = _in_order(call, operands, sizes.block_rows)
     num_slots = most_slots(call.num_tokens, call.per_token, call.num_experts)
@@ -78,8 +75,22 @@ def _of_one_token(call: ExpertsCall, operands: ExpertsOperands) -> Splits:
     """What adds up to the same of one token: what each of its experts returns, times its weight."""
     rows = route_few.token_rows(1)
     given = _of_experts(operands)._replace(x=operands.x, logits=_parts(operands.logits, rows)[:, :rows])
-    parts = one_token.one_token(call, given).parts
+    parts = _one_token(call, given).parts
     return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
+
+
+def _one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
+    """One token's mixture by the kernel of its weights."""
+    return (one_token if call.scales is None else one_token_mxfp4).one_token(call, operands)
+
+
+def _flat_biases(operands: Any) -> Any:
+    """Biases of all layers one after the other."""
+    if operands is None:
+        return None
+    names = [field.name for field in dataclasses.fields(operands) if field.name.endswith("bias")]
+    given = {name: bias.reshape(-1) for name in names if (bias := getattr(operands, name)) is not None}
+    return dataclasses.replace(operands, **given)
 
 
 def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, Float[Array, "T D"], Splits | None, Any]:
@@ -90,7 +101,8 @@ def _of_one_sum(call: ExpertsCall, operands: ExpertsOperands) -> tuple[Splits, F
     before, following = dataclasses.replace(layers_in_arrays, next=None), layers_in_arrays.next
     if isinstance(before.attention, TokenOperands):
         before = dataclasses.replace(before, attention=_in_halves(before.attention))
-    made = one_token.one_token(call, _of_experts(operands)._replace(router=before, next=following))
+    before, following = (_flat_biases(each) for each in (before, following))
+    made = _one_token(call, _of_experts(operands)._replace(router=before, next=following))
     splits, product = (
         None if parts is None else Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
         for parts in (made.parts, made.next)
@@ -110,35 +122,34 @@ def _in_halves(attention: TokenOperands) -> Any:
 
 def _of_experts(operands: ExpertsOperands) -> OneTokenOperands:
     """What the kernel for one token reads of the experts."""
+    in_few_bits = operands.gate_up_scales is not None
     return OneTokenOperands(
         x=None,
         router=None,
         bias=operands.choice_bias,
-        gate_up=operands.gate_up,
-        down=operands.down,
+        gate_up=None if in_few_bits else operands.gate_up,
+        down=None if in_few_bits else operands.down,
         layer=operands.layer_index.reshape(1),
+        few_bits=_weights_of_few_bits(operands) if in_few_bits else None,
     )
 
 
-def _of_one_token_in_mxfp4(call: ExpertsCall, operands: ExpertsOperands, sizes: FewRowsSizes) -> Splits:
-    """The same with weights in mxfp4."""
+def _weights_of_few_bits(operands: ExpertsOperands) -> FewBitsWeights:
+    """All layers' experts one after the other, outputs in blocks of 32."""
 
     def of_all_experts(kernel: Any, scales: Any, bias: Any, *parts: int) -> tuple[Any, Any, Any]:
         layers, experts, _, width = kernel.shape
         return (
-            kernel.reshape(layers * experts, *parts, -1, one_token_mxfp4.HALF, width),
-            scales.reshape(layers * experts, scales.shape[2], *parts, -1, one_token_mxfp4.HALF),
+            kernel.reshape(layers * experts, *parts, -1, HALF, width),
+            scales.reshape(layers * experts, scales.shape[2], *parts, -1, HALF),
             None if bias is None else bias.reshape(-1),
         )
 
-    given = one_token_mxfp4.OneTokenOperands(
-        operands.x,
+    return FewBitsWeights(
         *of_all_experts(operands.gate_up, operands.gate_up_scales, operands.gate_up_bias, 2),
         *of_all_experts(operands.down, operands.down_scales, operands.down_bias),
         layer=operands.layer_index.reshape(1),
     )
-    parts = one_token_mxfp4.one_token(call, given, sizes, _parts(operands.logits, route_few.token_rows(1)))
-    return Splits(parts=parts, num_rows=1, dtype=operands.x.dtype)
 
 
 def _of_few_bits(

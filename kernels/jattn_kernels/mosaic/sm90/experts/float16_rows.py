@@ -185,9 +185,13 @@ def put_in_float16(row: Any, target: Any, number: Any) -> Any:
         target: (groups, rows, 32), in shared memory.
         number: Of the rows.
     """
-    of_row = pieces(row.shape[0])
-    in_pieces, exponent = scaled([piece.load(row).astype(jnp.float32) for piece in of_row], _TOP)
-    for piece, numbers in zip(of_row, in_pieces, strict=True):
+    return put_numbers_in_float16([piece.load(row) for piece in pieces(row.shape[0])], target, number)
+
+
+def put_numbers_in_float16(row: list[jax.Array], target: Any, number: Any) -> Any:
+    """The same of a row's pieces."""
+    in_pieces, exponent = scaled([numbers.astype(jnp.float32) for numbers in row], _TOP)
+    for piece, numbers in zip(pieces(target.shape[0] * GROUP), in_pieces, strict=True):
         _store(target, number, numbers.astype(jnp.float16), piece)
     return factor_of(exponent, _TOP) * FACTOR
 

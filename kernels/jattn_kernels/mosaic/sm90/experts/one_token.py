@@ -66,8 +66,8 @@ from jattn_kernels.mosaic.sm90.experts.warp_choice import (
 from jattn_kernels.operands import TokenOperands
 from jattn_kernels.routing_spec import Routing
 
-_ATTEND, _VALUES, _PRODUCT, _ROUTER = "attend", "values", "product", "router"
-_FIRST, _SECOND, _NEXT = "first", "second", "next"
+ATTEND, VALUES, PRODUCT, ROUTER = "attend", "values", "product", "router"
+FIRST, SECOND, NEXT = "first", "second", "next"
 _LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
 
 
@@ -79,16 +79,21 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
     """
     assert call.routing is not None
     phases = ExpertPhases.of(call)
-    kernel = _OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
+    kernel = OneToken(routing=call.routing, experts=phases, dtype=jnp.dtype(call.dtype))
     if call.router is not None:
         router = router_phases(call.router, call.routing.num_experts)
-        before = () if router.attention is None else (_ATTEND,) if router.values is None else (_ATTEND, _VALUES)
+        before = () if router.attention is None else (ATTEND,) if router.values is None else (ATTEND, VALUES)
         rows = rows_left(call.router.leaves_for, phases.per_token, phases.columns)
         kernel = dataclasses.replace(kernel, experts=dataclasses.replace(phases, rows_left=rows))
-        kernel = dataclasses.replace(kernel, router=router, phases=(*before, _PRODUCT, _ROUTER, _FIRST, _SECOND))
+        kernel = dataclasses.replace(kernel, router=router, phases=(*before, PRODUCT, ROUTER, FIRST, SECOND))
         if call.router.next is not None:
             following = next_phase(call.router.next, has_shared=bool(phases.shared))
-            kernel = dataclasses.replace(kernel, next=following, phases=(*kernel.phases, _NEXT))
+            kernel = dataclasses.replace(kernel, next=following, phases=(*kernel.phases, NEXT))
+    return in_one(kernel, operands)
+
+
+def in_one(kernel: "OneToken", operands: OneTokenOperands) -> Made:
+    """What all of its phases make."""
     if tiles.interpret_params() is None:
         return kernel.run(operands)
     made = Made()  # by the interpreter, which has no memory that blocks wait in
@@ -101,13 +106,26 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OneToken:
+class OneToken:
+    """The kernel, or some of its phases.
+
+    Attributes:
+        dtype: The token's.
+        router, next: What comes before the choice, and after the mixture; None if given, and if nothing does.
+        phases: Which are this launch's.
+    """
+
     routing: Routing
     experts: ExpertPhases
     dtype: Any
     router: RouterPhases | None = None
     next: NextPhase | None = None
-    phases: tuple[str, ...] = (_FIRST, _SECOND)
+    phases: tuple[str, ...] = (FIRST, SECOND)
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a block."""
+        return 2
 
     def run(self, operands: OneTokenOperands) -> Made:
         made = self._made_types()
@@ -116,7 +134,7 @@ class _OneToken:
         if len(self.phases) > 1:  # blocks leave each other things in what nobody else reads
             in_place.append(operands.logits if operands.router is None else left_parts(operands.router))
         attention = None if operands.router is None else operands.router.attention
-        if isinstance(attention, TokenOperands) and _ATTEND in self.phases:
+        if isinstance(attention, TokenOperands) and ATTEND in self.phases:
             pages = attention.rotary.k_pages, attention.rotary.v_pages
         refs = {id(leaf): jax.new_ref(leaf) for leaf in (*in_place, *pages)}
         leaves = [refs.get(id(leaf), leaf) for leaf in leaves]
@@ -126,7 +144,7 @@ class _OneToken:
             out_type=types,
             grid=(tiles.num_sms(),),
             grid_names=("block",),
-            num_threads=2,
+            num_threads=self.warpgroups,
             kernel_name="one_token_experts",
         )
         made = jax.tree.unflatten(made_tree, run(*leaves))
@@ -142,26 +160,27 @@ class _OneToken:
         experts, router = self.experts, self.router
         columns = experts.columns
         made = Made()
-        if router is not None and router.attention is not None and self.phases == (_ATTEND,):
+        if router is not None and router.attention is not None and self.phases == (ATTEND,):
             made = made._replace(attended=array(router.attention.splits, router.attention.record))
-        if router is not None and router.values is not None and self.phases == (_VALUES,):
+        if router is not None and router.values is not None and self.phases == (VALUES,):
             made = made._replace(values=array(router.values.chunks, router.values.depth))
-        if router is not None and self.phases == (_PRODUCT,):
+        if router is not None and self.phases == (PRODUCT,):
             made = made._replace(products=array(router.product.splits, columns))
-        if router is not None and self.phases == (_ROUTER,):
-            made = made._replace(logits=array(router.router.splits, router.num_experts))
-        if router is not None and _ROUTER in self.phases:
+        if router is not None and self.phases == (ROUTER,):
+            made = made._replace(logits=array(router.router.splits, router.router.columns))
+        if router is not None and ROUTER in self.phases:
             made = made._replace(total=array(1, columns, dtype=self.dtype))
-        if _FIRST in self.phases and (router is None or _SECOND not in self.phases):
-            made = made._replace(hidden=self._hidden_type())
-        if _SECOND in self.phases:
-            made = made._replace(parts=array(experts.per_token, experts.rows_left, columns))
-        if self.next is not None and _NEXT in self.phases:
+        if FIRST in self.phases and (router is None or SECOND not in self.phases):
+            made = made._replace(hidden=self.hidden_type())
+        if SECOND in self.phases:
+            made = made._replace(parts=array(experts.num_parts, experts.rows_left, columns))
+        if self.next is not None and NEXT in self.phases:
             product = self.next.product
             made = made._replace(next=array(product.splits, WARPS, product.columns))
         return made
 
-    def _hidden_type(self) -> Any:
+    def hidden_type(self) -> Any:
+        """Of what the first product makes where a launch of its own has the second one."""
         units = self.experts.units
         if self.router is None:
             return jax.ShapeDtypeStruct((TILED_ROWS, units), self.dtype)
@@ -188,28 +207,28 @@ class _OneToken:
 
     def _produce(self, operands: Any, scratch: Scratch) -> None:
         before = jnp.int32(0)
-        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
+        if self.router is not None and self.router.attention is not None and ATTEND in self.phases:
             before = self.router.attention.produce(operands.router.attention, scratch, before)
-        if self.router is not None and self.router.values is not None and _VALUES in self.phases:
+        if self.router is not None and self.router.values is not None and VALUES in self.phases:
             before = self.router.values.produce(operands.router.attention, scratch, before)
-        if self.router is not None and _PRODUCT in self.phases:
+        if self.router is not None and PRODUCT in self.phases:
             before = self.router.produce_product(operands, scratch, before)
-        if self.router is not None and _ROUTER in self.phases:
+        if self.router is not None and ROUTER in self.phases:
             before = self.router.produce_router(operands, scratch, before)
         (ring, done), kept = self._ring(before), jnp.int32(0)
-        if self.next is not None and _NEXT in self.phases:
+        if self.next is not None and NEXT in self.phases:
             self.next.produce_first(operands, scratch, ring)
-        if self.experts.shared and _FIRST in self.phases:
+        if self.experts.shared and FIRST in self.phases:
             done = self.experts.produce_shared(operands, scratch, ring, done)
         if self._chooses:
             plgpu.barrier_wait(scratch.chosen)
-        if _FIRST in self.phases:
+        if FIRST in self.phases:
             done = self.experts.produce_first(operands, scratch, ring, done)
-        if _SECOND in self.phases:
+        if SECOND in self.phases:
             done = self.experts.produce_second(operands, scratch, ring, done)
-        if self.next is not None and _NEXT in self.phases:
+        if self.next is not None and NEXT in self.phases:
             done, kept = self.next.produce(operands, scratch, ring, done)
-        if not self._chooses and _NEXT not in self.phases:
+        if not self._chooses and NEXT not in self.phases:
             wait_for_last(scratch.empty, before, STAGES)
             return
         wait_for_last(scratch.empty, done, ring.stages)
@@ -220,47 +239,47 @@ class _OneToken:
 
     def _ring(self, before: Any) -> tuple[Ring, Any]:
         """The stages of the phases from the choice on, after so many, and how many of them have been used."""
-        kept = 0 if self.next is None or _NEXT not in self.phases else self.next.kept
+        kept = 0 if self.next is None or NEXT not in self.phases else self.next.kept
         return (Ring(STAGES - kept, before), jnp.int32(0)) if kept else (Ring(), before)
 
     @property
     def _chooses(self) -> bool:
         """Whether experts must be known."""
-        return _FIRST in self.phases or _SECOND in self.phases
+        return FIRST in self.phases or SECOND in self.phases
 
     def _consume(self, operands: Any, made: Made, scratch: Scratch) -> None:
         attended, values, products, logits, returned, hidden = self._exchanged(operands, made)
         done = jnp.int32(0)
-        if _SECOND in self.phases:
+        if SECOND in self.phases:
             self.experts.clear(made.parts)
-        if self.router is None and _FIRST in self.phases:
+        if self.router is None and FIRST in self.phases:
             rows = scratch.x.at[:, pl.ds(0, self.experts.columns)]
             plgpu.copy_gmem_to_smem(operands.x.at[pl.ds(0, TILED_ROWS)], rows, scratch.rows_full)
-        if self.router is not None and self.router.attention is not None and _ATTEND in self.phases:
+        if self.router is not None and self.router.attention is not None and ATTEND in self.phases:
             done = self.router.attention.consume(operands.router.attention, attended, scratch, done)
-        if self.router is not None and self.router.values is not None and _VALUES in self.phases:
+        if self.router is not None and self.router.values is not None and VALUES in self.phases:
             done = self.router.values.consume(operands.router.attention, attended, values, scratch, done)
-        if self.router is not None and _PRODUCT in self.phases:
+        if self.router is not None and PRODUCT in self.phases:
             done = self.router.consume_product(operands, attended, values, products, scratch, done)
-        if self.router is not None and (_ROUTER in self.phases or _FIRST in self.phases):
+        if self.router is not None and (ROUTER in self.phases or FIRST in self.phases):
             self.router.sum(operands, products, made.total, scratch)
-        if self.router is not None and _ROUTER in self.phases:
-            done = self.router.consume_router(logits, scratch, done)
+        if self.router is not None and ROUTER in self.phases:
+            done = self.router.consume_router(operands, logits, scratch, done)
         ring, done = self._ring(done)
-        waits = self.router is None and _FIRST in self.phases
-        if self.experts.shared and _FIRST in self.phases:
+        waits = self.router is None and FIRST in self.phases
+        if self.experts.shared and FIRST in self.phases:
             if waits:
                 plgpu.barrier_wait(scratch.rows_full)
             done, waits = self.experts.consume_shared(hidden, scratch, ring, done), False
         if self._chooses:
             self._choose(operands, logits, scratch)
-        if _FIRST in self.phases:
+        if FIRST in self.phases:
             if waits:
                 plgpu.barrier_wait(scratch.rows_full)
             done = self.experts.consume_first(hidden, scratch, ring, done)
-        if _SECOND in self.phases:
+        if SECOND in self.phases:
             done = self.experts.consume_second(hidden, made.parts, returned, scratch, ring, done, dtype=self.dtype)
-        if self.next is not None and _NEXT in self.phases:
+        if self.next is not None and NEXT in self.phases:
             self.next.consume(operands, returned, made.next, scratch, ring, done)
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any, Any]:

@@ -16,11 +16,14 @@ from jattn_kernels.mosaic.sm90.experts.one_token_products import (
     ExpertPhases,
 )
 from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
+from jattn_kernels.mosaic.sm90.experts.one_token_sizes import OneTokenSizes, one_token_sizes
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
+from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES
 from jattn_kernels.mosaic.sm90.experts.one_token_values import ValuePhase
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
+from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.routing_spec import Routing
 
 _MOST_WITH_ATTENTION = 2304  # of those before the choice, beside what attention has in shared memory
@@ -48,31 +51,59 @@ def fits(call: ExpertsCall, *, is_biased: bool) -> bool:
         return False
     if call.router is None:
         return True
-    told = ExpertPhases.of(call).told_width
-    return call.units <= call.hidden_size and told <= MOST_DEPTH and _begins_earlier(call.router, routing)
-
-
-def _begins_earlier(call: RouterCall, routing: Routing) -> bool:
-    """Whether it also serves what comes before the choice: of products without a bias."""
-    if call.output_biased or call.biased or (call.next is not None and call.next.biased):
+    if routing.num_experts % WGMMA_ROWS or call.hidden_size % routing.num_experts:
         return False
+    told, num_parts = ExpertPhases.of(call).told_width, routing.choices
+    if call.units > call.hidden_size or told > MOST_DEPTH:
+        return False
+    if not _begins_earlier(call.router, routing, num_parts=num_parts):
+        return False
+    most = MOST_DEPTH if call.router.attention is None else _MOST_WITH_ATTENTION
+    return router_phases(call.router, routing.num_experts).row <= most
+
+
+def few_bits_sizes(call: ExpertsCall) -> OneTokenSizes | None:
+    """Of the kernel of weights in mxfp4, which serves a call if `fits_few_bits`."""
+    assert call.routing is not None
+    return one_token_sizes(call, 0 if call.router is None else router_phases(call.router, call.routing.num_experts).row)
+
+
+def fits_few_bits(call: ExpertsCall, *, is_biased: bool) -> bool:
+    """As `fits`, of weights in mxfp4."""
+    routing = call.routing
+    if call.num_tokens != 1 or call.weighs_inputs or routing is None or call.hidden_size != call.units or is_biased:
+        return False
+    if call.scales != "group" or call.device.num_sms is None or call.per_token > TILED_ROWS:
+        return False
+    if routing.num_experts % LANES or routing.num_experts > _MOST_EXPERTS or routing.all_experts != call.num_experts:
+        return False
+    if routing.shared or not chooses(routing, is_biased=False):
+        return False
+    if call.router is not None:
+        if call.router.attention is not None or call.dtype != "bfloat16":
+            return False
+        if not _begins_earlier(call.router, routing, num_parts=HALVES * call.per_token):
+            return False
+    sizes = few_bits_sizes(call)
+    return sizes is not None and call.units // (sizes.groups * GROUP) >= HALVES
+
+
+def _begins_earlier(call: RouterCall, routing: Routing, *, num_parts: int) -> bool:
+    """Whether it also serves what comes before the choice.
+
+    Args:
+        num_parts: Of what experts return.
+    """
     (left_parts, left_rows), norm, sms = call.left, call.norm, tiles.num_sms()
     if norm.scale_dtype != norm.dtype or norm.columns < LEAST or left_rows < ROWS_OF_EXPERTS or call.depth % DEPTH:
         return False
-    if (
-        routing.num_experts % WGMMA_ROWS
-        or norm.columns % routing.num_experts
-        or left_parts < max(_LEAST_PARTS, routing.choices)
-    ):
+    if norm.columns % WGMMA_ROWS or left_parts < max(_LEAST_PARTS, num_parts):
         return False
     if max(norm.columns, routing.num_experts) > sms * WGMMA_ROWS:
         return False
     if call.next is not None and not _goes_on(call.next):
         return False
-    if call.attention is not None and not _attends(call, call.attention):
-        return False
-    most = MOST_DEPTH if call.attention is None else _MOST_WITH_ATTENTION
-    return router_phases(call, routing.num_experts).row <= most
+    return call.attention is None or _attends(call, call.attention)
 
 
 def _attends(call: RouterCall, attention: AttentionCall) -> bool:

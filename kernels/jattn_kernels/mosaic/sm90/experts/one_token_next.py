@@ -15,10 +15,11 @@ from jax import lax
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.row_norm import clear_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import Ring, Scratch, store_row, store_zeros
+from jattn_kernels.mosaic.sm90.experts.one_token_split import Bias, SplitProduct
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Ring, Scratch, store_row, store_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,9 @@ class NextPhase:
         """
         given, norm, columns = operands.next, self.norm, self.product.columns
 
+        if norm.columns % DEPTH:
+            clear_last(scratch.x.at[:, pl.ds(0, pl.cdiv(norm.columns, DEPTH) * DEPTH)])
+
         def of_experts(piece: Piece) -> jax.Array:
             return returned.added_up(piece.numbers, piece.layout)
 
@@ -89,4 +93,6 @@ class NextPhase:
             in_ring = lax.rem(done + jnp.maximum(number - self.kept, 0), ring.stages)
             return jnp.where(number < self.kept, ring.stages + number, in_ring)
 
-        self.product.consume(lax.axis_index("block"), scratch, store, jnp.int32(0), stage_of=stage_of)
+        bias = None if given.bias is None else Bias(given.bias, given.layer[0], columns)
+        own = lax.axis_index("block")
+        self.product.consume(own, scratch, store, jnp.int32(0), stage_of=stage_of, bias=bias)

@@ -70,6 +70,11 @@ class ExpertPhases:
         return dataclasses.replace(phases, rows_of_hidden=rows)
 
     @property
+    def num_parts(self) -> int:
+        """Of the result."""
+        return self.per_token
+
+    @property
     def hidden_blocks(self) -> int:
         """Blocks of hidden units of all experts."""
         return self.per_token * (self.units // WGMMA_ROWS)

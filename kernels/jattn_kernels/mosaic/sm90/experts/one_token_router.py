@@ -16,12 +16,13 @@ from jax import lax
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums, never_zero
 from jattn_kernels.mosaic.sm90.common.one_row import norm_of_sum
+from jattn_kernels.mosaic.sm90.common.row_norm import clear_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import Piece
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import AttentionPhase, SplitRoom
 from jattn_kernels.mosaic.sm90.experts.one_token_latents import LatentPhase
 from jattn_kernels.mosaic.sm90.experts.one_token_merge import merge_into, merged_width
-from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct, from_last
+from jattn_kernels.mosaic.sm90.experts.one_token_split import Bias, SplitProduct, from_last
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Ring, Scratch, left_parts, store_row
 from jattn_kernels.mosaic.sm90.experts.one_token_values import ValuePhase
 
@@ -53,21 +54,28 @@ class RouterPhases:
 
     @property
     def router(self) -> SplitProduct:
-        columns = self.norm.columns
-        return SplitProduct.of_a_unit_each(columns, self.num_experts, columns // self.num_experts)
+        """Its columns are whole blocks: those past the last expert are 0."""
+        columns, own = self.norm.columns, pl.cdiv(self.num_experts, WGMMA_ROWS) * WGMMA_ROWS
+        return SplitProduct.of_a_unit_each(columns, own, columns // own)
+
+    @property
+    def product_row(self) -> int:
+        """Numbers of a row that is normed, in whole steps of the products of it."""
+        return pl.cdiv(self.norm.columns, DEPTH) * DEPTH
 
     @property
     def row(self) -> int:
         """Numbers of the longest row."""
         share, attention = self.product.most_steps, self.attention
         of_queries = attention.row if isinstance(attention, LatentPhase) else 0
-        return max(self.norm.columns, of_queries, share * DEPTH if attention is None else merged_width(share))
+        return max(self.product_row, of_queries, share * DEPTH if attention is None else merged_width(share))
 
     def room(self, left: Any) -> tuple[Sums, Sums]:
         """In what is left: for the product, and for logits."""
         _, rows, columns = left.shape
         products = Sums(left, columns, rows * columns, self.product.splits)
-        logits = Sums(left, (self.product.splits * rows + 1) * columns, self.num_experts, self.router.splits)
+        place = (self.product.splits * rows + 1) * columns
+        logits = Sums(left, place, self.router.columns, self.router.splits)
         return products, logits
 
     def produce_product(self, operands: Any, scratch: Scratch, done: Any) -> Any:
@@ -104,16 +112,24 @@ class RouterPhases:
             plgpu.barrier_wait(scratch.attended_full)
 
         own = lax.axis_index("block")
-        return self.product.consume(own, scratch, lambda *unit: _store(products, *unit), done, bring=bring)
+        given = operands.router
+        bias = None if given.output_bias is None else Bias(given.output_bias, given.output_layer[0], self.norm.columns)
+        return self.product.consume(own, scratch, lambda *unit: _store(products, *unit), done, bring=bring, bias=bias)
 
-    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> None:
-        """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place."""
+    def sum(self, operands: Any, products: Sums, total: Any, scratch: Scratch) -> list[jax.Array]:
+        """The norm of the sum in shared memory, the sum beside it; the first block stores it where there is a place.
+
+        Returns:
+            The norm, in pieces.
+        """
         norm, given = self.norm, operands.router.norm
+        if norm.columns % DEPTH:  # what is past the row's end; the row's own follow
+            clear_last(scratch.x.at[:, pl.ds(0, self.product_row)])
 
         def of_product(piece: Piece) -> jax.Array:
             return products.added_up(piece.numbers, piece.layout)
 
-        norm_of_sum(
+        return norm_of_sum(
             given.x,
             given.scale.at[given.layer_index[0]],
             [left_parts(operands.router)],
@@ -125,12 +141,14 @@ class RouterPhases:
             kept=scratch.total,
         )
 
-    def consume_router(self, logits: Sums, scratch: Scratch, done: Any) -> Any:
-        return self.router.consume(from_last(), scratch, lambda *unit: _store(logits, *unit), done)
+    def consume_router(self, operands: Any, logits: Sums, scratch: Scratch, done: Any) -> Any:
+        given = operands.router.bias
+        bias = None if given is None else Bias(given, operands.layer[0], self.num_experts)
+        return self.router.consume(from_last(), scratch, lambda *unit: _store(logits, *unit), done, bias=bias)
 
 
 def _copy(scratch: Scratch, weights: Any, number: Any) -> None:
-    Ring().copy(weights, scratch, number)
+    Ring(scratch.kernel.shape[0]).copy(weights, scratch, number)
 
 
 def _store(sums: Sums, split: Any, block: Any, result: jax.Array) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,9 +11,32 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.indexed import gather
 from jattn_kernels.mosaic.sm90.common.product_tiles import summed_over_stages
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, STAGES, Scratch
+from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH, Scratch
+
+
+class Bias(NamedTuple):
+    """Of a product.
+
+    Attributes:
+        ref: (L * columns,), in global memory.
+        layer: Which of them.
+        columns: Of the bias: there may be fewer than the product has.
+    """
+
+    ref: Any
+    layer: Any
+    columns: int
+
+    def of_block(self, split: Any, block: Any) -> jax.Array:
+        """What the first split of a block of columns adds to all rows; 0 of others."""
+        layout = plgpu.Layout.WGMMA.reduce(1)
+        column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=layout) + block * WGMMA_ROWS
+        place = jnp.where(column < self.columns, column + self.layer * self.columns, -1)
+        numbers = gather(self.ref, place, layout).astype(jnp.float32) * jnp.where(split == 0, 1.0, 0.0)
+        return lax.broadcast_in_dim(numbers, (WGMMA_ROWS, TILED_ROWS), [0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +55,7 @@ class SplitProduct:
     @classmethod
     def of_a_unit_each(cls, depth: int, columns: int, most_splits: int) -> "SplitProduct":
         """One that gives no block more than a unit: of few enough columns that there is a block for each 64 of them."""
-        return cls(depth, columns, min(depth // DEPTH, most_splits, tiles.num_sms() // (columns // WGMMA_ROWS)))
+        return cls(depth, columns, min(pl.cdiv(depth, DEPTH), most_splits, tiles.num_sms() // (columns // WGMMA_ROWS)))
 
     @property
     def column_blocks(self) -> int:
@@ -41,7 +64,7 @@ class SplitProduct:
     @property
     def steps(self) -> int:
         """Of the whole depth."""
-        return self.depth // DEPTH
+        return pl.cdiv(self.depth, DEPTH)
 
     @property
     def units(self) -> int:
@@ -90,15 +113,18 @@ class SplitProduct:
         *,
         bring: Callable[[Any], None] | None = None,
         stage_of: Callable[[Any], Any] | None = None,
+        bias: Bias | None = None,
     ) -> Any:
         """Calls `use(split, block of columns, sums)` for each unit; the stages that have been used then.
 
         Args:
             stage_of: As of `summed_over_stages`.
             bring: Brings the share of the row from its n-th step on, of a block that has one unit; else it is there.
+            bias: What the first split has beside its sums.
         """
 
         def multiply_unit(split, block, first, steps, done):
+            more = None if bias is None else bias.of_block(split, block)
             if bring is not None:
                 bring(first)
 
@@ -107,8 +133,9 @@ class SplitProduct:
                 plgpu.wgmma(acc, scratch.kernel.at[stage].transpose((1, 0)), x.transpose((1, 0)))
 
             shape = WGMMA_ROWS, TILED_ROWS
-            facts: Any = {"stages": STAGES, "shape": shape, "stage_of": stage_of}
-            use(split, block, summed_over_stages(multiply, scratch, done, steps, **facts))
+            facts: Any = {"stages": scratch.kernel.shape[0], "shape": shape, "stage_of": stage_of}
+            result = summed_over_stages(multiply, scratch, done, steps, **facts)
+            use(split, block, result if more is None else result + more)
 
         return self.for_each(own, multiply_unit, done)
 

@@ -7,7 +7,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
@@ -20,6 +20,25 @@ DEPTH = 128  # of a stage: a copy of 16 KB
 STAGES = 11
 
 
+class FewBitsWeights(NamedTuple):
+    """Experts' weights of all layers, and which of these.
+
+    Attributes:
+        gate_up, gate_up_scales, gate_up_bias: The gate's outputs and the other half's apart, 32 together; biases one
+            after the other.
+        down, down_scales, down_bias: Likewise, of one part.
+        layer: Of them.
+    """
+
+    gate_up: UInt8[Array, "LE 2 blocks 32 bytes"]
+    gate_up_scales: UInt8[Array, "LE G 2 blocks 32"]
+    gate_up_bias: Float[Array, " LE2U"] | None
+    down: UInt8[Array, "LE blocks 32 bytes"]
+    down_scales: UInt8[Array, "LE G blocks 32"]
+    down_bias: Float[Array, " LED"] | None
+    layer: Any
+
+
 class OneTokenOperands(NamedTuple):
     """What the kernel reads.
 
@@ -28,9 +47,10 @@ class OneTokenOperands(NamedTuple):
         router: What it and its logits are made of, layers as arrays of one number. In the second row of what is added
             first, which is 0, blocks leave each other what they wait for.
         bias: On the choice of experts, or None.
-        gate_up, down: Weights of all layers.
+        gate_up, down: Weights of all layers; None of few bits.
         layer: Which of them.
         next: Of a product that follows, or None.
+        few_bits: Weights in mxfp4.
         attended, values, products, logits, hidden, total, parts: What phases leave to later ones, if another kernel has
             done them.
     """
@@ -38,17 +58,18 @@ class OneTokenOperands(NamedTuple):
     x: Float[Array, "1 D"] | None
     router: RouterOperands | None
     bias: Float32[Array, " E"] | None
-    gate_up: Float[Array, "L A D F2"]
-    down: Float[Array, "L A F D"]
+    gate_up: Float[Array, "L A D F2"] | None
+    down: Float[Array, "L A F D"] | None
     layer: Int[Array, "1"]
     attended: Float32[Array, "S _"] | None = None
     values: Float32[Array, "C A"] | None = None
     products: Float32[Array, "S D"] | None = None
     logits: Float32[Array, "S E"] | Float32[Array, "S 4 E"] | None = None
-    hidden: Float[Array, "8 F"] | Float32[Array, "k R F"] | None = None
+    hidden: Float[Array, "8 F"] | Float[Array, " kF"] | Float32[Array, "k R F"] | None = None
     total: Float[Array, "1 D"] | None = None
     parts: Float32[Array, "k R D"] | None = None
     next: NextOperands | None = None
+    few_bits: FewBitsWeights | None = None
 
 
 def left_parts(router: Any) -> Any:
@@ -100,6 +121,7 @@ class Scratch(NamedTuple):
     new: Any = None  # (2, 128)
     keys_full: Any = None
     queries_full: Any = None  # of latent rows
+    few_bits: Any = None  # `FewBitsScratch`
 
 
 class Count(NamedTuple):
@@ -191,7 +213,7 @@ def _copy(weights: Any, scratch: Scratch, stage: Any, is_used: Any) -> None:
 def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:
     """One of the rows of a block, from a flat place on."""
     if tiles.interpret_params() is not None:
-        out[_places(out, begin)] = lax.dynamic_index_in_dim(result, number, axis=1, keepdims=False)
+        out[flat_places(out, begin)] = lax.dynamic_index_in_dim(result, number, axis=1, keepdims=False)
         return
     layout = plgpu.Layout.WGMMA
     column, row = (plgpu.broadcasted_iota(jnp.int32, result.shape, axis, layout=layout) for axis in range(2))
@@ -201,15 +223,15 @@ def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:
 def store_zeros(out: Any, begin: Any) -> None:
     """As many zeros as a block has rows, from a flat place on."""
     if tiles.interpret_params() is not None:
-        out[_places(out, begin)] = jnp.zeros(WGMMA_ROWS, out.dtype)
+        out[flat_places(out, begin)] = jnp.zeros(WGMMA_ROWS, out.dtype)
         return
     layout = plgpu.Layout.WGMMA.reduce(1)
     scatter(out, plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=layout) + begin, 0, layout)
 
 
-def _places(out: Any, begin: Any) -> tuple[Any, ...]:
-    """Those of a block's rows, from a flat place on."""
+def flat_places(out: Any, begin: Any, size: int = WGMMA_ROWS) -> tuple[Any, ...]:
+    """Those of so many numbers, from a flat place on."""
     places: list[Any] = []
-    for size in reversed(out.shape):
-        places, begin = [lax.rem(begin, size), *places], lax.div(begin, size)
-    return (*places[:-1], pl.ds(places[-1], WGMMA_ROWS))
+    for length in reversed(out.shape):
+        places, begin = [lax.rem(begin, length), *places], lax.div(begin, length)
+    return (*places[:-1], pl.ds(places[-1], size))

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -47,6 +48,22 @@ class OneTokenUnits:
         begin, blocks = self._begin(of_second, lax.axis_index("block")), self.hidden // self.side(of_second)
         unit = begin + number * (1 if of_second else tiles.num_sms())
         return lax.div(unit, blocks), lax.rem(unit, blocks)
+
+    @property
+    def first_choice(self) -> Any:
+        """Of the block's units of the second product, counted through both halves of the depth."""
+        return self.unit(True, 0)[0]
+
+    @property
+    def count_of_choices(self) -> Any:
+        """That the block's units of the second product are of, one after the other."""
+        return jnp.where(self.count(True) > 0, self.unit(True, self.count(True) - 1)[0] + 1 - self.first_choice, 0)
+
+    @property
+    def most_choices(self) -> int:
+        """Of any block."""
+        most = pl.cdiv(self.total(True), tiles.num_sms())
+        return min((most - 2) // (self.hidden // WGMMA_ROWS) + 2, HALVES * self.per_token) if most > 1 else 1
 
     def for_each(self, of_second: bool, visit: Callable[..., Any], start: Any) -> Any:
         """Calls `visit(number, choice, block of columns, half, carry)` for each unit of the block's; the last carry."""
