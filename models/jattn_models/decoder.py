@@ -202,15 +202,21 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
         return nnx.merge(graph, in_place, others)
 
     turns, in_turn = len(places[0]), _in_turn(period, this_pass)
-    multiplies = in_turn and len(period) == 1 and isinstance(period[0].mlp, MixtureOfExperts)
+    multiplies = in_turn and all(isinstance(layer.mlp, MixtureOfExperts) for layer in period)
+
+    def following(offset: int, number: Any) -> DecoderLayer | None:
+        if not multiplies:
+            return None
+        if offset + 1 < len(stacks):
+            return layer_of(stacks[offset + 1], number)
+        # The last layer may take one of before once more: less time than one layer of another shape costs.
+        return layer_of(stacks[0], jnp.minimum(number + 1, turns - 1))
 
     def body(number, carry):
         stream, pool = carry
-        # The last layer may take its own first product once more: less time than one layer of another shape costs.
-        following = layer_of(stacks[0], jnp.minimum(number + 1, turns - 1)) if multiplies else None
         for offset, stack in enumerate(stacks):
             layer = number * places[offset].step + places[offset].start
-            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following)
+            stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following(offset, number))
         return stream, pool
 
     parallel, first = this_pass.parallel, 0
