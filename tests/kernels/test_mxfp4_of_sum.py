@@ -43,7 +43,7 @@ def given(width, attended, columns, *, biased=True):
     x, more, rows = (
         jax.random.normal(jax.random.key(key), (1, size)) for key, size in ((5, width), (6, width), (7, attended))
     )
-    parts = jnp.stack([more * share for share in (0.5, *[0.5 / (2 * PER_TOKEN - 1)] * (2 * PER_TOKEN - 1))])
+    parts = jnp.stack([more * share for share in (0.5, *[0.1] * 5)])
     left = Splits(parts=jnp.pad(parts, ((0, 0), (0, 3), (0, 0))), num_rows=1, dtype=jnp.dtype(jnp.bfloat16))
     bias = of_last_layer if biased else lambda *_: None
     product = Unmultiplied(

@@ -284,7 +284,7 @@ class OneToken:
 
     def _exchanged(self, operands: Any, made: Made) -> tuple[Any, Any, Any, Any, Any, Any]:
         """Where blocks find each other's attention, values, product, logits, returned and hidden numbers; or None."""
-        router, is_one, per_token = self.router, len(self.phases) > 1, self.experts.per_token
+        router, is_one = self.router, len(self.phases) > 1
         hidden, experts = operands.hidden if made.hidden is None else made.hidden, self.experts
         if router is None:
             count = Count(operands.logits.at[0, 1] if is_one else None)
@@ -293,7 +293,7 @@ class OneToken:
         if is_one:
             left = left_parts(operands.router)
             products, logits = router.room(left)
-            returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, per_token)
+            returned = None if self.next is None else Sums(left, 2 * columns, left.shape[1] * columns, experts.num_sums)
             hidden = experts.told_hidden(left, ROW_OF_HIDDEN * columns, left.shape[1] * columns, columns, self.dtype)
             attended = values = None
             if router.attention is not None:
@@ -308,7 +308,9 @@ class OneToken:
                 operands.logits if made.logits is None else made.logits,
             )
         )
-        returned = None if operands.parts is None else Sums(operands.parts, 0, experts.rows_left * columns, per_token)
+        returned = (
+            None if operands.parts is None else Sums(operands.parts, 0, experts.rows_left * columns, experts.num_sums)
+        )
         attended = operands.attended if made.attended is None else made.attended
         if attended is not None:
             attended = SplitRoom(attended, 0, attended.shape[1], attended.shape[0])

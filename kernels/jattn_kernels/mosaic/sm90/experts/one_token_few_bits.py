@@ -12,6 +12,7 @@ summed, free              consumers -> rows' warpgroup: a unit's sums are there;
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_sums
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
 from jattn_kernels.mosaic.sm90.experts.float16_rows import put_numbers_in_float16
-from jattn_kernels.mosaic.sm90.experts.one_token_result import hidden_units, put_columns, returned_columns
+from jattn_kernels.mosaic.sm90.experts.one_token_result import hidden_units, no_columns, put_columns, returned_columns
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import MXFP4, NUMBERS_OF_BYTE
@@ -77,7 +78,7 @@ class FewBitsPhases:
     @property
     def num_parts(self) -> int:
         """Of the result."""
-        return HALVES * self.routing.per_token
+        return self._units.num_parts
 
     @property
     def num_hidden(self) -> int:
@@ -95,7 +96,7 @@ class FewBitsPhases:
 
     def scratch(self) -> FewBitsScratch:
         """In shared memory."""
-        sizes, rows = self.sizes, 1 + self._units.most_choices
+        sizes, rows = self.sizes, 1 + self._units.most_rows
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         two: dict[str, Any] = {"num_barriers": _BUFFERS}
         return FewBitsScratch(
@@ -154,8 +155,8 @@ class FewBitsPhases:
 
         def products(of_second: bool, before: Any) -> Any:
             def multiply_unit(number, choice, block, half, done):
-                del block
-                row = self._row(choice, half) if of_second else 0
+                del choice, block
+                row = 1 + self._units.row(number) if of_second else 0
                 first, steps = self._units.steps_of(of_second, half)
                 own = lax.rem(warpgroup + consumers - lax.rem(done, consumers), consumers)
 
@@ -205,12 +206,10 @@ class FewBitsPhases:
         def finish_unit(number, choice, block, half, _):
             del half
             expert, factor = self._expert(weights, experts, choice), scratch.factors[0]
-
-            def store(sums: Any) -> None:
-                result = hidden_units(weights.gate_up_bias, factor, self.activation, self._units, expert, block, sums)
-                hidden.store(choice, block * HALF, result, HALF)
-
-            self._finish(scratch, number, store)
+            make = functools.partial(
+                hidden_units, weights.gate_up_bias, factor, self.activation, self._units, expert, block
+            )
+            hidden.store(choice, block * HALF, self._finished(scratch, number, make), HALF)
             hidden.told()
             return 0
 
@@ -226,29 +225,37 @@ class FewBitsPhases:
             outs: (part, first column, numbers, how many): stores these.
         """
         hidden.wait()
-
-        @pl.loop(0, self._units.count_of_choices)
-        def bring(i):
-            choice = lax.rem(self._units.first_choice + i, self.routing.per_token)
-            self._put([hidden.load(choice, piece) for piece in pieces(self.units)], scratch, 1 + i)
-
+        of_rows = range(self._units.most_rows)
+        loaded = [
+            [hidden.load(self._units.choice_of_row(row), piece) for piece in pieces(self.units)] for row in of_rows
+        ]
+        for row, numbers in zip(of_rows, loaded, strict=True):
+            self._put(numbers, scratch, 1 + row)
         plgpu.barrier_arrive(scratch.rows_full.at[1])
         before = self._units.count(False) if self.first else 0
 
-        def finish_unit(number, choice, block, half, _):
+        def store(block: Any, part: Any, numbers: jax.Array) -> None:
+            for out in outs:
+                out(part, block * WGMMA_ROWS, numbers, WGMMA_ROWS)
+
+        def finish_unit(number, choice, block, half, total):
             expert = self._expert(weights, experts, choice)
-            factor, weight = scratch.factors[self._row(choice, half)], factors[choice, 0]
+            factor, weight = scratch.factors[1 + self._units.row(number)], factors[choice, 0]
+            make = functools.partial(
+                returned_columns, weights.down_bias, factor, weight, self._units, expert, block, half
+            )
+            total += self._finished(scratch, before + number, make)
+            part, ends = self._units.part(block), self._units.ends_part(number)
+            pl.when(ends)(functools.partial(store, block, part, total))
 
-            def store(sums: Any) -> None:
-                bias = weights.down_bias
-                result = returned_columns(bias, factor, weight, self._units, expert, block, half, sums)
-                for out in outs:
-                    out(half * self.routing.per_token + choice, block * WGMMA_ROWS, result, WGMMA_ROWS)
+            @pl.when(self._units.ends_columns(number))
+            def store_rest():
+                for rest in range(1, self.num_parts):
+                    pl.when(rest > part)(functools.partial(store, block, rest, jnp.zeros_like(total)))
 
-            self._finish(scratch, before + number, store)
-            return 0
+            return total * jnp.where(ends, 0.0, 1.0)
 
-        self._units.for_each(True, finish_unit, 0)
+        self._units.for_each(True, finish_unit, no_columns())
 
     def clear(self, parts: Any) -> None:
         """Stores the block's share of the zeros below what experts return."""
@@ -261,21 +268,18 @@ class FewBitsPhases:
             for piece in pieces(self.units):
                 piece.of(row)[...] = plgpu.layout_cast(jnp.zeros((piece.size,), parts.dtype), piece.layout)
 
-    def _row(self, choice: Any, half: Any) -> Any:
-        """In which of the rows the hidden units of a unit of the second product are."""
-        return 1 + half * self.routing.per_token + choice - self._units.first_choice
-
     def _expert(self, weights: Any, experts: Any, choice: Any) -> Any:
         """Its number among those of all layers."""
         return weights.layer[0] * self.routing.num_experts + experts[choice, 0]
 
-    def _finish(self, scratch: FewBitsScratch, number: Any, store: Callable[[Any], None]) -> None:
-        """Waits for a unit's sums, and stores what they make."""
+    def _finished(self, scratch: FewBitsScratch, number: Any, make: Callable[[Any], jax.Array]) -> jax.Array:
+        """What a unit's sums make, once they are there."""
         total = (self._units.count(False) if self.first else 0) + (self._units.count(True) if self.second else 0)
         place = lax.rem(number, _BUFFERS)
         plgpu.barrier_wait(scratch.summed.at[place])
-        store(scratch.sums.at[place])
+        result = make(scratch.sums.at[place])
         pl.when(number + _BUFFERS < total)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
+        return result
 
     def _put(self, row: list[jax.Array], scratch: FewBitsScratch, number: Any) -> None:
         """A row in float16, and its factor."""

@@ -19,7 +19,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_router import RouterPhases
 from jattn_kernels.mosaic.sm90.experts.one_token_sizes import OneTokenSizes, one_token_sizes
 from jattn_kernels.mosaic.sm90.experts.one_token_split import SplitProduct
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
-from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES
+from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mosaic.sm90.experts.one_token_values import ValuePhase
 from jattn_kernels.mosaic.sm90.experts.warp_choice import LANES
 from jattn_kernels.mosaic.sm90.skinny_matmul import MOST_WEIGHTS, num_splits
@@ -82,7 +82,8 @@ def fits_few_bits(call: ExpertsCall, *, is_biased: bool) -> bool:
     if call.router is not None:
         if call.router.attention is not None or call.dtype != "bfloat16":
             return False
-        if not _begins_earlier(call.router, routing, num_parts=HALVES * call.per_token):
+        units = OneTokenUnits(per_token=call.per_token, hidden=call.units, steps=1)
+        if not _begins_earlier(call.router, routing, num_parts=units.num_parts):
             return False
     sizes = few_bits_sizes(call)
     return sizes is not None and call.units // (sizes.groups * GROUP) >= HALVES

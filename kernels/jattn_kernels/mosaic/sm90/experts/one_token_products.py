@@ -22,6 +22,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
     Ring,
     Scratch,
+    of_row,
     store_row,
 )
 
@@ -96,6 +97,17 @@ class ExpertPhases:
         return told_width(self.units, self.most_units) > MOST_DEPTH and of_choice % self.most_units == 0
 
     @property
+    def _summed(self) -> int:
+        """Units of the second product that a block adds up: of one block of columns, as many for each."""
+        is_even = self.per_token % self.most_units == 0 and not self._of_neighbours
+        return self.most_units if is_even else 1
+
+    @property
+    def num_sums(self) -> int:
+        """Parts of the result that are not 0, the first ones."""
+        return self.per_token // self._summed
+
+    @property
     def _most_choices(self) -> int:
         """That a block's units of the second product are of."""
         return 1 if self._of_neighbours else self.most_units
@@ -122,7 +134,7 @@ class ExpertPhases:
     def _count(self, of_second: bool) -> Any:
         """The block's units of a product."""
         units = self.column_blocks if of_second else self.hidden_blocks
-        if of_second and self._of_neighbours:
+        if of_second and (self._of_neighbours or self._summed > 1):
             return jnp.clip(units - self._begin(True) * self.most_units, 0, self.most_units)
         return lax.div(units - self._begin(of_second) + tiles.num_sms() - 1, tiles.num_sms())
 
@@ -134,6 +146,9 @@ class ExpertPhases:
     def _unit(self, of_second: bool, number: Any) -> tuple[Any, Any]:
         """The choice and the block of columns of the block's n-th unit."""
         blocks = (self.columns if of_second else self.units) // WGMMA_ROWS
+        if of_second and self._summed > 1:
+            unit = self._begin(True) * self.most_units + number
+            return lax.rem(unit, self.per_token), lax.div(unit, self.per_token)
         if of_second and self._of_neighbours:
             unit = self._begin(True) * self.most_units + number
         else:
@@ -254,7 +269,7 @@ class ExpertPhases:
         return results
 
     def clear(self, parts: Any) -> None:
-        """Stores the block's share of the zeros below what experts return."""
+        """Stores the block's share of the zeros below what experts return, and of those in parts that nothing is in."""
         below, own, sms = self.rows_left - 1, lax.axis_index("block"), tiles.num_sms()
         vector = math.gcd(self.columns // _THREADS, _VECTOR)
         zeros = plgpu.layout_cast(
@@ -265,6 +280,12 @@ class ExpertPhases:
         def clear_row(i):
             number = own + i * sms
             parts[lax.div(number, below), 1 + lax.rem(number, below)] = zeros
+
+        if self.num_sums < self.per_token:
+
+            @pl.when(own < self.per_token - self.num_sums)
+            def clear_part():
+                parts[self.num_sums + own, 0] = zeros
 
     def consume_second(
         self,
@@ -286,7 +307,15 @@ class ExpertPhases:
         hidden.bring(scratch, lambda number: jnp.minimum(self._unit(True, number)[0], self.per_token - 1))
         steps = self.units // DEPTH
 
-        def multiply_unit(number, done):
+        def store(part, block, result, row):
+            place = part * self.rows_left * self.columns + block * WGMMA_ROWS
+            store_row(parts, place, result, row)
+            if returned is not None:
+                own = returned.begin + part * returned.stride + block * WGMMA_ROWS
+                store_row(returned.ref, own, never_zero(result), row)
+
+        def multiply_unit(number, carry):
+            done, *total = carry
             choice, block = self._unit(True, number)
             rows, row = hidden.of_unit(scratch, number, choice)
 
@@ -297,11 +326,18 @@ class ExpertPhases:
             shape = WGMMA_ROWS, TILED_ROWS
             result = summed_over_stages(multiply, scratch, done, steps, stages=ring.stages, shape=shape)
             result = result.astype(dtype).astype(jnp.float32) * scratch.weights[choice, 0]
-            place = choice * self.rows_left * self.columns + block * WGMMA_ROWS
-            store_row(parts, place, result, row)
-            if returned is not None:
-                own = returned.begin + choice * returned.stride + block * WGMMA_ROWS
-                store_row(returned.ref, own, never_zero(result), row)
-            return done + steps
+            if not total:
+                store(choice, block, result, row)
+                return (done + steps,)
+            if isinstance(hidden, CountedHidden):  # each choice has a row of its own
+                result = of_row(result, row)
+            return done + steps, total[0] + result
 
-        return lax.fori_loop(0, self._count(True), multiply_unit, done)
+        count = self._count(True)
+        if self._summed == 1:
+            return lax.fori_loop(0, count, multiply_unit, (done,))[0]
+        none = plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, TILED_ROWS), jnp.float32), plgpu.Layout.WGMMA)
+        done, total = lax.fori_loop(0, count, multiply_unit, (done, none))
+        choice, block = self._unit(True, 0)
+        pl.when(count > 0)(lambda: store(lax.div(choice, self._summed), block, total, 0))
+        return done

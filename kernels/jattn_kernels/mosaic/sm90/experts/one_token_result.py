@@ -64,6 +64,11 @@ def returned_columns(
     return result * weight
 
 
+def no_columns() -> jax.Array:
+    """Zeros of that layout."""
+    return plgpu.layout_cast(jnp.zeros((128,), jnp.float32), _LAYOUT)
+
+
 def put_columns(out: Any, begin: Any, numbers: jax.Array, side: int, *, told: bool = False) -> None:
     """The first `side` of such numbers, from a flat place on.
 

@@ -41,7 +41,7 @@ def one_token_sizes(call: ExpertsCall, row: int) -> OneTokenSizes | None:
         return None
     (sizes, _), others = of_few_rows, _OTHERS if row else 0
     units = OneTokenUnits(per_token=call.per_token, hidden=call.units, steps=1)
-    rows = (1 + units.most_choices) * call.units * _ITEM_BYTES
+    rows = (1 + units.most_rows) * call.units * _ITEM_BYTES
     sums = HALVES * _CONSUMERS * WGMMA_ROWS * sizes.row_sums * _SUM_BYTES
     of_others = (
         others * DEPTH * WGMMA_ROWS * _ITEM_BYTES + (TILED_ROWS * row + (call.units if row else 0)) * _ITEM_BYTES

@@ -220,6 +220,13 @@ def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:
     scatter(out, jnp.where(row == number, begin + column, -1), result, layout)
 
 
+def of_row(result: jax.Array, number: Any) -> jax.Array:
+    """One of the rows of a block, in all of them."""
+    layout = plgpu.Layout.WGMMA
+    row = plgpu.broadcasted_iota(jnp.int32, result.shape, 1, layout=layout)
+    return lax.broadcast_in_dim(jnp.where(row == number, result, 0.0).sum(axis=1), result.shape, [0])
+
+
 def store_zeros(out: Any, begin: Any) -> None:
     """As many zeros as a block has rows, from a flat place on."""
     if tiles.interpret_params() is not None:

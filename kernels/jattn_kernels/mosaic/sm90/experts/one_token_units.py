@@ -16,7 +16,10 @@ HALVES = 2  # of an expert's hidden units; of the second product's depth
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneTokenUnits:
-    """Of the first product 32 hidden units of an expert; of the second 64 columns and half of the depth.
+    """Of the first product 32 hidden units of an expert; of the second 64 columns and half of the depth of an expert.
+
+    Of the first a block has every n-th; of the second neighbours, expert after expert of a block of columns, which it
+    adds up: so many blocks have a part of those columns.
 
     Attributes:
         per_token: Experts that are chosen.
@@ -40,37 +43,14 @@ class OneTokenUnits:
         """The block's units of a product."""
         own, sms = lax.axis_index("block"), tiles.num_sms()
         if of_second:
-            return self._begin(True, own + 1) - self._begin(True, own)
+            return self._begin(own + 1) - self._begin(own)
         return lax.div(self.total(False) - own + sms - 1, sms)
-
-    def unit(self, of_second: bool, number: Any) -> tuple[Any, Any]:
-        """Of the block's n-th unit: the number of the choice, in each half of the depth, and the block of columns."""
-        begin, blocks = self._begin(of_second, lax.axis_index("block")), self.hidden // self.side(of_second)
-        unit = begin + number * (1 if of_second else tiles.num_sms())
-        return lax.div(unit, blocks), lax.rem(unit, blocks)
-
-    @property
-    def first_choice(self) -> Any:
-        """Of the block's units of the second product, counted through both halves of the depth."""
-        return self.unit(True, 0)[0]
-
-    @property
-    def count_of_choices(self) -> Any:
-        """That the block's units of the second product are of, one after the other."""
-        return jnp.where(self.count(True) > 0, self.unit(True, self.count(True) - 1)[0] + 1 - self.first_choice, 0)
-
-    @property
-    def most_choices(self) -> int:
-        """Of any block."""
-        most = pl.cdiv(self.total(True), tiles.num_sms())
-        return min((most - 2) // (self.hidden // WGMMA_ROWS) + 2, HALVES * self.per_token) if most > 1 else 1
 
     def for_each(self, of_second: bool, visit: Callable[..., Any], start: Any) -> Any:
         """Calls `visit(number, choice, block of columns, half, carry)` for each unit of the block's; the last carry."""
 
         def step(number, carry):
-            choice, block = self.unit(of_second, number)
-            return visit(number, lax.rem(choice, self.per_token), block, lax.div(choice, self.per_token), carry)
+            return visit(number, *self._unit(of_second, number), carry)
 
         return lax.fori_loop(0, self.count(of_second), step, start)
 
@@ -81,6 +61,67 @@ class OneTokenUnits:
         first, end = (lax.div((half + side) * self.steps, HALVES) for side in range(2))
         return first, end - first
 
-    def _begin(self, of_second: bool, block: Any) -> Any:
-        """A block's first unit of the second product, which has neighbours of it; of the first every n-th."""
-        return lax.div(block * self.total(True), tiles.num_sms()) if of_second else block
+    def row(self, number: Any) -> Any:
+        """Of the block's n-th unit of the second product: experts that its units are of are rows, one after another."""
+        return lax.div(self._begin(lax.axis_index("block")) + number, HALVES) - self._first_row
+
+    def choice_of_row(self, row: Any) -> Any:
+        """The number of the choice; of a row past the last one that of the last."""
+        last = lax.div(self._begin(lax.axis_index("block") + 1) - 1, HALVES)
+        return lax.rem(jnp.clip(self._first_row + row, 0, jnp.maximum(last, 0)), self.per_token)
+
+    @property
+    def most_rows(self) -> int:
+        """Of any block."""
+        return (pl.cdiv(self.total(True), tiles.num_sms()) + HALVES - 2) // HALVES + 1
+
+    @property
+    def num_parts(self) -> int:
+        """Blocks that have units of the same columns, at most."""
+        ends = range(self._of_column - 1, self.total(True), self._of_column)
+        return max(self._static_block(end) - self._static_block(end - self._of_column + 1) for end in ends) + 1
+
+    def part(self, block: Any) -> Any:
+        """Which part of such columns is the block's own."""
+        sms, total = tiles.num_sms(), self.total(True)
+        first = block * self._of_column
+        return lax.axis_index("block") - (first if total < sms else lax.div((first + 1) * sms - 1, total))
+
+    def ends_part(self, number: Any) -> Any:
+        """Whether the block's next unit, if any, is of other columns."""
+        is_last = number == self.count(True) - 1
+        return is_last | self.ends_columns(number)
+
+    def ends_columns(self, number: Any) -> Any:
+        """Whether no block has more of these columns."""
+        unit = self._begin(lax.axis_index("block")) + number
+        return lax.rem(unit, self._of_column) == self._of_column - 1
+
+    @property
+    def _of_column(self) -> int:
+        """Units of the second product of a block of columns."""
+        return HALVES * self.per_token
+
+    @property
+    def _first_row(self) -> Any:
+        return lax.div(self._begin(lax.axis_index("block")), HALVES)
+
+    def _unit(self, of_second: bool, number: Any) -> tuple[Any, Any, Any]:
+        """The number of the choice, the block of columns, and the half of the depth."""
+        if of_second:
+            block, own = (
+                op(self._begin(lax.axis_index("block")) + number, self._of_column) for op in (lax.div, lax.rem)
+            )
+            return lax.div(own, HALVES), block, lax.rem(own, HALVES)
+        unit, blocks = lax.axis_index("block") + number * tiles.num_sms(), self.hidden // self.side(False)
+        return lax.div(unit, blocks), lax.rem(unit, blocks), jnp.int32(0)
+
+    def _begin(self, block: Any) -> Any:
+        """A block's first unit of the second product."""
+        sms, total = tiles.num_sms(), self.total(True)
+        return jnp.minimum(block, total) if total < sms else lax.div(block * total, sms)
+
+    def _static_block(self, unit: int) -> int:
+        """That has this unit of the second product."""
+        sms, total = tiles.num_sms(), self.total(True)
+        return unit if total < sms else ((unit + 1) * sms - 1) // total
