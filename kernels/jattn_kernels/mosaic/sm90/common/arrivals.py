@@ -19,6 +19,7 @@ from jaxlib.mlir.dialects import arith, scf, vector
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.indexed import gather
 
+NEVER_ZERO = -(1 << 31)  # the bits of -0
 _MOST_AT_ONCE = 4  # numbers of a load
 _WHOLE_WARP = 0xFFFFFFFF
 
@@ -146,7 +147,7 @@ def never_zero(numbers: jax.Array) -> jax.Array:
     if tiles.interpret_params() is not None:
         return numbers
     bits = lax.bitcast_convert_type(numbers, jnp.int32)
-    return jnp.where(bits == 0, jnp.iinfo(jnp.int32).min, bits)
+    return jnp.where(bits == 0, NEVER_ZERO, bits)
 
 
 def _loaded(place: Any, count: int) -> list[Any]:

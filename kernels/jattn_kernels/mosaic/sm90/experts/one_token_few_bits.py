@@ -234,7 +234,7 @@ class FewBitsPhases:
         plgpu.barrier_arrive(scratch.rows_full.at[1])
         before = self._units.count(False) if self.first else 0
 
-        def store(block: Any, part: Any, numbers: jax.Array) -> None:
+        def store(block: Any, part: Any, numbers: jax.Array | None) -> None:
             for out in outs:
                 out(part, block * WGMMA_ROWS, numbers, WGMMA_ROWS)
 
@@ -251,7 +251,7 @@ class FewBitsPhases:
             @pl.when(self._units.ends_columns(number))
             def store_rest():
                 for rest in range(1, self.num_parts):
-                    pl.when(rest > part)(functools.partial(store, block, rest, jnp.zeros_like(total)))
+                    pl.when(rest > part)(functools.partial(store, block, rest, None))
 
             return total * jnp.where(ends, 0.0, 1.0)
 

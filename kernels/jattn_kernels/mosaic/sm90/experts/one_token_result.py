@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.arrivals import never_zero
+from jattn_kernels.mosaic.sm90.common.arrivals import NEVER_ZERO, never_zero
 from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import flat_places
@@ -69,17 +69,19 @@ def no_columns() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((128,), jnp.float32), _LAYOUT)
 
 
-def put_columns(out: Any, begin: Any, numbers: jax.Array, side: int, *, told: bool = False) -> None:
+def put_columns(out: Any, begin: Any, numbers: jax.Array | None, side: int, *, told: bool = False) -> None:
     """The first `side` of such numbers, from a flat place on.
 
     Args:
+        numbers: None for zeros.
         told: Whether they are stored for who polls (`arrivals`).
     """
     if tiles.interpret_params() is not None:
-        out[flat_places(out, begin, side)] = numbers[:side]
+        out[flat_places(out, begin, side)] = jnp.zeros(side, out.dtype) if numbers is None else numbers[:side]
         return
     column = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=_LAYOUT)
-    scatter(out, jnp.where(column < side, begin + column, -1), never_zero(numbers) if told else numbers, _LAYOUT)
+    values = (NEVER_ZERO if told else 0) if numbers is None else never_zero(numbers) if told else numbers
+    scatter(out, jnp.where(column < side, begin + column, -1), values, _LAYOUT)
 
 
 def _columns(side: int) -> jax.Array:
