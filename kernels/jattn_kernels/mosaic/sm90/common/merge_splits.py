@@ -16,7 +16,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import launch, tiles
@@ -45,12 +45,18 @@ class SplitResults(NamedTuple):
 
 
 def merge_splits(
-    results: SplitResults, schedule: DecodeSchedule, *, batch_invariant: bool
+    results: SplitResults,
+    schedule: DecodeSchedule,
+    *,
+    batch_invariant: bool,
+    sinks: Float32[Array, " N"] | None = None,
 ) -> tuple[Float[Array, "B K rows Hv"], Float[Array, "B K rows"]]:
     """Output and natural-log lse of all sequences: the kernel's, with those of the split ones put in their places.
 
     Args:
         batch_invariant: Whether a sequence's splits are to be added in the same order whatever else is in the batch.
+        sinks: Logits of heads that count in the denominator alone, and not in the lse; rows are those of the heads of a
+            key head, of one token after another.
     """
     num_seqs, heads, num_rows, width = results.out.shape
     num_splits, _, padded_rows, _ = results.split_outs.shape
@@ -66,7 +72,10 @@ def merge_splits(
     num_blocks = pl.cdiv(most_split, sequences)
     at_a_time = (min(num_splits, _MOST_AT_A_TIME),) if alone else _AT_A_TIME[width >= _WIDE]
 
-    def kernel(outs_ref, lses_ref, split_ref, out_ref, lse_ref):
+    group = 0 if sinks is None else sinks.shape[0] // heads
+
+    def kernel(outs_ref, lses_ref, split_ref, *refs):
+        *sinks_ref, out_ref, lse_ref = refs
         block, head, vector = (lax.axis_index(name) for name in ("split", "head", "vector"))
         only = [split_ref[block, field] for field in range(3)] if sequences == 1 else []
         # Heads that share padded rows have their own ones one after another.
@@ -97,7 +106,13 @@ def merge_splits(
                 rest += steps * splits_at_once
             acc, m_i, l_i = carry
             safe_l_i = [jnp.where(a == 0, 1.0, a) for a in l_i]
-            out_ref[sequence, head, vector] = (acc / spread(safe_l_i)).astype(results.out.dtype)
+            out = acc / spread(safe_l_i)
+            if sinks_ref:  # they take a part of the denominator
+                lses = [m + jnp.log(a) for m, a in zip(m_i, safe_l_i, strict=True)]
+                of_heads = [head * group + lax.rem(row_of(vector, row), group) for row in range(rows)]
+                shares = [1.0 / (1.0 + jnp.exp(sinks_ref[0][a] - b)) for a, b in zip(of_heads, lses, strict=True)]
+                out = out * spread(shares)
+            out_ref[sequence, head, vector] = out.astype(results.out.dtype)
 
             def store_lse():
                 for row in range(rows):
@@ -135,7 +150,7 @@ def merge_splits(
     )
     outs = results.split_outs.reshape(num_splits, heads, padded_rows // rows * parts, lanes)
     out, lse = jax.new_ref(results.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(results.lse)
-    run(outs, results.split_lses, schedule.split, out, lse)
+    run(outs, results.split_lses, schedule.split, *([] if sinks is None else [sinks]), out, lse)
     merged, merged_lse = launch.frozen(out, lse)
     return merged.reshape(results.out.shape), merged_lse
 

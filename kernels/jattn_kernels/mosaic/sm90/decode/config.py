@@ -3,6 +3,9 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
+from jax import lax
+
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import PageCopies
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import DecodeTiles, turns_values, value_columns
@@ -52,6 +55,11 @@ class DecodeConfig:
     def rows(self) -> int:
         """Rows that a block of one head has of its own."""
         return self.sizes.block_rows // self.heads_per_block
+
+    def rows_of_block(self, head: Any, row_block: Any) -> Any:
+        """Among the rows of all heads those of one block."""
+        block = lax.div(head, self.heads_per_block) * self.row_blocks + row_block
+        return pl.ds(block * self.sizes.block_rows, self.sizes.block_rows)
 
     @property
     def width(self) -> int:
@@ -112,6 +120,7 @@ class Operands(NamedTuple):
         first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
             one token, of each row of a head if several. Of one token, `end` is in the schedule.
         slopes: ALiBi's, of each row of all heads.
+        sinks: Logits that count in the denominator alone, likewise.
         logit_factor: Of the products of a sequence (or of all) and a head.
         out_factor: Of a head's output.
         mask: For each key of a sequence a bit for each token that sees it.
@@ -135,6 +144,7 @@ class Operands(NamedTuple):
     end: Any = None  # [B, rows of a head]
     position: Any = None  # [B], or [B, rows of a head]
     slopes: Any = None  # [rows of all heads]
+    sinks: Any = None  # [rows of all heads]
     logit_factor: Any = None  # [B or 1, K]
     out_factor: Any = None  # [K]
     mask: Any = None  # [B, keys]

@@ -248,8 +248,7 @@ class Consumer:
     def _load_slopes(self):
         if self._operands.slopes is None:
             return None
-        block = lax.div(self._head, self._config.heads_per_block) * self._config.row_blocks + self._row_block
-        rows = pl.ds(block * self._shape[1], self._shape[1])
+        rows = self._config.rows_of_block(self._head, self._row_block)
         slopes = plgpu.load(self._operands.slopes.at[rows], layout=_OF_ROWS, optimized=False)
         return self._spread(slopes)
 

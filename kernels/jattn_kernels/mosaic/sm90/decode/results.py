@@ -71,6 +71,12 @@ class Results:
         out = state.acc / lax.broadcast_in_dim(safe_l_i, state.acc.shape, [1])
         return out, jnp.where(empty, -jnp.inf, state.m_i + jnp.log2(safe_l_i))
 
+    def _share_of_keys(self, lse):
+        """The part of each row's denominator that is keys and not its sink."""
+        rows = self._config.rows_of_block(self._head, self._row_block)
+        sinks = plgpu.load(self._operands.sinks.at[rows], layout=_OF_ROWS, optimized=False)
+        return 1.0 / (1.0 + jnp.exp(sinks - lse))
+
     def store(self, state: State, out_refs, work_tile: WorkTile, number) -> None:
         """The result of a work tile: where the sequence's lies, or among the splits."""
         config, head, row_block = self._config, self._head, self._row_block
@@ -79,6 +85,9 @@ class Results:
         out, log_sum = self._normalised(state)
         if self._operands.out_factor is not None:
             out = out * self._operands.out_factor[head]
+        if self._operands.sinks is not None:  # splits' are taken in by their merge
+            share = (self._share_of_keys(log_sum / LOG2E) - 1.0) * jnp.where(work_tile.splits > 1, 0.0, 1.0) + 1.0
+            out = out * lax.broadcast_in_dim(share, out.shape, [1])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last work tile's
         if config.turns:
             turned_values.store_product(plgpu.layout_cast(out, plgpu.Layout.WGMMA), out_smem)

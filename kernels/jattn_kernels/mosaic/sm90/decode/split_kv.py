@@ -14,7 +14,6 @@ from jattn_kernels.lowering.rope import rotate, shrink_of
 from jattn_kernels.lowering.scales import head_scales, logit_factors
 from jattn_kernels.lowering.split_schedule import DecodeSchedule, split
 from jattn_kernels.lowering.token_bounds import sequence_bounds
-from jattn_kernels.merge import sink_share
 from jattn_kernels.mosaic.sm90.common.convert import rotation_of
 from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.common.merge_splits import merge_splits
@@ -90,6 +89,9 @@ def paged_decode(
             return of_tokens[:, 0]
         return padded(jnp.repeat(of_tokens, spec.group_size, axis=1), sizes)
 
+    def of_all_rows(of_heads):
+        return None if of_heads is None else _of_all_rows(of_heads, spec, sizes, num_tokens, shared)
+
     tile_rotations = key_rotations = None
     if spec.rope_theta is not None:
         tile = jnp.arange(-(-max_keys // sizes.block_kv), dtype=jnp.int32)
@@ -109,7 +111,8 @@ def paged_decode(
         first=of_rows(bounds.first) if is_narrow(spec) else None,
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         position=None if options.alibi_slopes is None else of_rows(bounds.position),
-        slopes=None if options.alibi_slopes is None else _slopes(options.alibi_slopes, spec, sizes, num_tokens, shared),
+        slopes=of_all_rows(options.alibi_slopes),
+        sinks=of_all_rows(options.sinks),
         logit_factor=logit_factor,
         out_factor=None
         if options.v_scale is None
@@ -126,11 +129,10 @@ def paged_decode(
         key_rotations=key_rotations,
     )
     results = decode(config, kernel_operands, schedule)
-    out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
+    sinks = None if options.sinks is None else options.sinks.astype(jnp.float32)
+    out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant, sinks=sinks)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
-    if options.sinks is not None:
-        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
     return out, lse
 
 
@@ -191,15 +193,15 @@ def heads_share_rows(spec: AttentionSpec, num_tokens: int) -> bool:
     return num_tokens == 1 and spec.group_size in groups and spec.num_q_heads % TILED_ROWS == 0
 
 
-def _slopes(
-    slopes: Float[Array, " N"], spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, shared: bool
+def _of_all_rows(
+    of_heads: Float[Array, " N"], spec: AttentionSpec, sizes: DecodeTiles, num_tokens: int, shared: bool
 ) -> Float[Array, " rows"]:
-    """ALiBi's slope of each row, as `by_head` has them."""
-    slopes = slopes.astype(jnp.float32)
+    """A number of a head for each of its rows, as `by_head` has them."""
+    of_heads = of_heads.astype(jnp.float32)
     if shared:
-        return slopes
-    of_heads = jnp.tile(slopes.reshape(spec.num_kv_heads, spec.group_size), (1, num_tokens))
-    return padded(of_heads, sizes).reshape(-1)
+        return of_heads
+    of_rows = jnp.tile(of_heads.reshape(spec.num_kv_heads, spec.group_size), (1, num_tokens))
+    return padded(of_rows, sizes).reshape(-1)
 
 
 def _by_token(rows: Float[Array, "B K R W"], num_tokens: int) -> Float[Array, "B Q N W"]:

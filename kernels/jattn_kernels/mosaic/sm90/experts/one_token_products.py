@@ -325,12 +325,13 @@ class ExpertPhases:
 
             shape = WGMMA_ROWS, TILED_ROWS
             result = summed_over_stages(multiply, scratch, done, steps, stages=ring.stages, shape=shape)
-            result = result.astype(dtype).astype(jnp.float32) * scratch.weights[choice, 0]
+            result = result.astype(dtype).astype(jnp.float32)
+            if total and isinstance(hidden, CountedHidden):  # each choice has a row of its own
+                result = of_row(result, row)
+            result *= scratch.weights[choice, 0]
             if not total:
                 store(choice, block, result, row)
                 return (done + steps,)
-            if isinstance(hidden, CountedHidden):  # each choice has a row of its own
-                result = of_row(result, row)
             return done + steps, total[0] + result
 
         count = self._count(True)
