@@ -35,6 +35,7 @@ _KV_OPERATIONS: tuple[Operation, ...] = ("paged_decode", "paged_extend", "ragged
 _VERIFY = {"q_lens": (4, 4, 4, 4), "kv_lens": (13, 4, 16, 25)}
 # Two branches, of which one splits again; the last node is a second root.
 _TREE = {"q_lens": (6,) * 3, "kv_lens": (13, 6, 24), "tree": (-1, 0, 0, 1, 1, -1)}
+_SINKS = {"spec": _spec(num_q_heads=16, num_kv_heads=2, head_dim=64), "kv_lens": (700, 70, 0, 9)}
 _FP8_LAYERS = {"kv_scale": "rows", "num_layers": 3, "layer_index": 2}
 _FP8_QUERIES = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2", "kv_scale": "scalar"}
 _GIANT = (1, 300, 2, 0, 9)
@@ -131,6 +132,7 @@ CASES: tuple[Case, ...] = (
     _decode("fp8_queries", **_FP8_QUERIES, q_scale="heads", padding_rows=1),
     _extend("fp8_queries", **_FP8_QUERIES, q_scale="rows", padding_rows=1, padding_tokens=3),
     _ragged_extend("fp8_queries", **_FP8_QUERIES, q_scale="scalar", spec=_spec(rope_theta=1e4, logits_soft_cap=2.0)),
+    _decode("sinks_dim_64", **_SINKS, dtype="bfloat16", page_size=16, sinks=True),
     _decode("fp8_sinks_alibi", dtype="bfloat16", kv_dtype="float8_e4m3fn", kv_scale="scalar", sinks=True, alibi=True),
     _mla_decode("plain", padding_rows=1),
     _mla_decode("bfloat16_layers", dtype="bfloat16", num_layers=3, layer_index=1, page_size=1),
