@@ -24,8 +24,8 @@ class AttentionLayer:
         use_irope: Keys of the own chunk only, where the backend has an `attention_chunk_size`.
         is_cross_attention: Queries see the encoder's keys, all of them.
         k_scale, v_scale: What keys and values in fp8 are stored divided by, for all heads or for each; None is 1.
-        sinks: A logit of each head that counts in the softmax's denominator alone; None is off. Where no call is made,
-            their shape is enough.
+        sinks: A logit of each head that counts in the softmax's denominator alone, of all layers of the group if they
+            have two axes; None is off. Where no call is made, their shape is enough.
         chunk_size: Tokens a chunk; a token sees the keys of its own one alone. None is off.
         kv: What the group's rows are: keys and values of heads, or latent rows of absorbed MLA, of which all heads are
             keys and the first `v_head_dim` numbers their values.
@@ -50,7 +50,7 @@ class AttentionLayer:
     is_cross_attention: bool = static(default=False)
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
-    sinks: Float[Array, " N"] | None = None
+    sinks: Float[Array, "*L N"] | None = None
     chunk_size: int | None = static(default=None)
     kv: Literal["heads", "latent"] = static(default="heads")
     head_widths: HeadWidths | None = static(default=None)
@@ -80,3 +80,8 @@ class AttentionLayer:
             )
         if self.head_widths is not None and self.kv != "latent":
             raise ValueError(f"`head_widths` must be None where `kv` is not latent. Got {self.head_widths}.")
+
+    @property
+    def own_sinks(self) -> Float[Array, " N"] | None:
+        """The sinks of this layer."""
+        return self.sinks if self.sinks is None or self.sinks.ndim == 1 else self.sinks[self.layer_id]

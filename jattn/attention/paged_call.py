@@ -75,7 +75,7 @@ def attend_pages(
     latent: bool = False,
     k_scale: Float[Array, "..."] | None = None,
     v_scale: Float[Array, "..."] | None = None,
-    sinks: Float[Array, " N"] | None = None,
+    sinks: Float[Array, "*L N"] | None = None,
     schedule: Any = None,
     return_lse: bool = False,
     **options: Any,

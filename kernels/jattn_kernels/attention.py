@@ -54,8 +54,8 @@ def paged_decode(
             pages that have layers, [L, K]. Logits are multiplied by q_scale * k_scale, the output by v_scale.
         alibi_slopes: Of each head: its logits get slope * (key's position - query's), minus the distance's size times
             slope if the layer is not causal.
-        sinks: A logit of each head that counts in the denominator only, and not in the lse. A part whose result will
-            be merged must get none.
+        sinks: A logit of each head that counts in the denominator only, and not in the lse; or a row of those for each
+            layer of pages that have layers, [L, N]. A part whose result will be merged must get none.
         return_lse: Also return the float32 natural log-sum-exp of the logits.
         implementation: Which one to use; None lets dispatch choose.
 

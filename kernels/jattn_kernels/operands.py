@@ -27,7 +27,7 @@ class LayerOptions(TypedDict, total=False):
     custom_mask: Bool[Array, " M"] | None
     q_scale: Float[Array, "..."] | None
     alibi_slopes: Float[Array, " N"] | None
-    sinks: Float[Array, " N"] | None
+    sinks: Float[Array, "*L N"] | None
 
 
 class HeadOptions(LayerOptions, total=False):
@@ -99,12 +99,19 @@ class AttentionOptions:
     k_scale: Float[Array, "..."] | None = None
     v_scale: Float[Array, "..."] | None = None
     alibi_slopes: Float[Array, " N"] | None = None
-    sinks: Float[Array, " N"] | None = None
+    sinks: Float[Array, "*L N"] | None = None
     schedule: Any = None
 
     def given(self) -> frozenset[str]:
         """Names of the arguments that were given."""
         return frozenset(name for name, value in vars(self).items() if value is not None)
+
+    @property
+    def sinks_of_layer(self) -> Float[Array, " N"] | None:
+        """The sinks, of pages that have layers those of the layer that is read."""
+        if self.sinks is None or self.sinks.ndim == 1:
+            return self.sinks
+        return self.sinks[self.layer_index]
 
     def starts(
         self, seq_lens: Int[Array, " B"], q_lens: Int[Array, " B"] | int

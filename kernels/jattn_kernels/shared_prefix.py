@@ -66,7 +66,7 @@ def shared_prefix_decode(
     check_int32("suffix_lens", suffix_lens, (batch_size,))
     both: dict[str, Any] = dict(options)
     sinks, q_positions, custom_mask = (both.pop(name, None) for name in ("sinks", "q_positions", "custom_mask"))
-    check_one_a_head("sinks", sinks, spec)
+    check_one_a_head("sinks", sinks, spec)  # of this layer: they come last, and no kernel takes them
     if q_positions is not None:
         check_int32("q_positions", q_positions, (batch_size, num_tokens))
     q_scale: Any = both.get("q_scale")

@@ -19,7 +19,7 @@ from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.rotary import Angles
 from jattn_models.decoder_config import DecoderConfig
 from jattn_models.layer_pattern import LayerKind, RopeName
-from jattn_models.layers import Linear
+from jattn_models.layers import Linear, ReadInPlace
 from jattn_models.next_product import next_product
 from jattn_models.norms import ProjectionNorm, RMSNorm
 
@@ -66,7 +66,8 @@ class Attention(nnx.Module):
         self.qkv_proj = Linear(width, outputs, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         inputs = self.num_q_heads * config.head_dim
         self.o_proj = Linear(inputs, width, bias=config.o_bias, summed_over=parallel, dtype=dtype, rngs=rngs)
-        self.sinks = nnx.Param(jnp.zeros(self.num_q_heads, jnp.float32)) if config.sinks else None
+        self.sinks = ReadInPlace(jnp.zeros(self.num_q_heads, jnp.float32)) if config.sinks else None
+        self.alone_in_group = sum(each.span == kind.span for _, each in config.stacks) == 1
         self.qkv_clip = config.qkv_clip
         self.norms_heads = config.qk_norm in ("head", "unit")
         self.q_norm, self.k_norm = (
@@ -119,7 +120,9 @@ class Attention(nnx.Module):
         """
         norms, layer, backend = self._head_norms(), self.layer(layer_index), this_pass.backend
         if self.sinks is not None:
-            layer = dataclasses.replace(layer, sinks=self.sinks[...])
+            # Stacks of all layers are read in place: a layer's by themselves would be copied out of them.
+            sinks = self.sinks.stack_and_layer[0] if self.alone_in_group else self.sinks.of_layer
+            layer = dataclasses.replace(layer, sinks=sinks)
         rest = (layer, this_pass.forward_batch, this_pass.metadata, pool)
         if self.rope is not None and self._turns_alone:
             product = x if isinstance(x, Splits) else self.qkv_proj.splits(x)

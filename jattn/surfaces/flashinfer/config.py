@@ -225,5 +225,5 @@ def refuse_unserved(layer: AttentionLayer) -> None:
     if layer.sinks is not None:
         raise NotImplementedError(
             "`sinks` must be None in layers of a FlashInfer backend: use `paged` or `flash_attention`. "
-            f"Got {layer.sinks.shape[0]} sinks."
+            f"Got {layer.sinks.shape[-1]} sinks."
         )

@@ -184,6 +184,8 @@ def _requests(
     slopes, sinks = (
         None if x is None else np.asarray(x).astype(np.float64) for x in (options.alibi_slopes, options.sinks)
     )
+    if sinks is not None and sinks.ndim == 2:
+        sinks = sinks[options.layer_index]
     for r, (k, v) in enumerate(keys_and_values):
         rows = slice(bounds[r], bounds[r + 1])
         if options.q_positions is None:

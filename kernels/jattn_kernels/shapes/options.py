@@ -27,8 +27,8 @@ def check_options(
     if mask is not None:
         check_are_arrays(custom_mask=mask)
         check_mask(mask)
-    for name in ("alibi_slopes", "sinks"):
-        check_one_a_head(name, getattr(options, name), spec)
+    check_one_a_head("alibi_slopes", options.alibi_slopes, spec)
+    check_one_a_head("sinks", options.sinks, spec, num_layers=num_layers)
     heads = spec.num_kv_heads
     check_scale("q_scale", options.q_scale, heads, rows=num_seqs, row="sequence")
     for name in ("k_scale", "v_scale"):
@@ -69,8 +69,11 @@ def check_mask_covers(mask, *, num_tokens: int = 1, cu_q_lens=None, seq_lens=Non
         )
 
 
-def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
+def check_one_a_head(name: str, array, spec: AttentionSpec, *, num_layers: int | None = None) -> None:
     """Checks numbers, or None, for each query head.
+
+    Args:
+        num_layers: Of pages whose layers may each have their own; None if they may not.
 
     Raises:
         ValueError: A shape or dtype is wrong.
@@ -78,9 +81,11 @@ def check_one_a_head(name: str, array, spec: AttentionSpec) -> None:
     if array is None:
         return
     check_are_arrays(**{name: array})
-    if array.shape != (spec.num_q_heads,) or array.dtype.name not in FLOATS:
+    own, stacked = (spec.num_q_heads,), (num_layers, spec.num_q_heads)
+    if array.shape not in (own, stacked) or array.dtype.name not in FLOATS:
+        layers = "" if num_layers is None else f", or [layers={num_layers}, num_q_heads]"
         raise ValueError(
-            f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]. "
+            f"`{name}` must be floats [num_q_heads={spec.num_q_heads}]{layers}. "
             f"Got {name}.dtype={array.dtype}, {name}.shape={array.shape}."
         )
 

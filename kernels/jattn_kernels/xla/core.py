@@ -83,6 +83,6 @@ def attend(
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe_total))
     out = out.transpose(0, 3, 1, 2, 4).reshape(num_tiles, rows, num_heads, spec.value_dim)
     lse = lse.transpose(0, 3, 1, 2).reshape(num_tiles, rows, num_heads)
-    if options.sinks is not None:
-        out = out * sink_share(lse, options.sinks)[..., None]
+    if (sinks := options.sinks_of_layer) is not None:
+        out = out * sink_share(lse, sinks)[..., None]
     return out.astype(dtype), lse

@@ -171,7 +171,8 @@ class BruteForce:
         top = max(logit for logit, _ in terms)
         total = denominator = sum(math.exp(logit - top) for logit, _ in terms)
         if (sinks := self.given("sinks")) is not None:
-            denominator += math.exp(sinks[q_head] - top)
+            own = sinks[self.given("layer_index")] if isinstance(sinks[0], list) else sinks
+            denominator += math.exp(own[q_head] - top)
         weighted = [sum(math.exp(logit - top) * v[d] for logit, v in terms) for d in range(self.spec.value_dim)]
         return [x / denominator for x in weighted], top + math.log(total)
 

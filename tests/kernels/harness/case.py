@@ -35,7 +35,7 @@ class Case:
         tree: Parent of each new token of a request among them, -1 for none: every request has this tree, as a mask and
             as positions.
         q_scale, kv_scale: What a scale is given for: all heads, each, or each of each sequence or layer.
-        alibi, sinks: Give slopes, or sinks.
+        alibi, sinks: Give slopes, or sinks; "layers" gives each layer its own.
         padding_rows: Inert requests after the real ones; in decode they have queries (NaN) too.
         padding_tokens: Query rows (NaN) after the last request; not in decode.
     """
@@ -58,7 +58,7 @@ class Case:
     q_scale: Literal["scalar", "heads", "rows"] | None = None
     kv_scale: Literal["scalar", "heads", "rows"] | None = None
     alibi: bool = False
-    sinks: bool = False
+    sinks: bool | Literal["layers"] = False
     padding_rows: int = 0
     padding_tokens: int = 0
 
@@ -181,7 +181,8 @@ def _factors(case: Case, num_rows: int, rng: Any) -> dict[str, np.ndarray]:
     if case.alibi:
         given["alibi_slopes"] = rng.uniform(0.01, 1.0, spec.num_q_heads).astype(np.float32)
     if case.sinks:
-        given["sinks"] = (2 * rng.standard_normal(spec.num_q_heads)).astype(np.float32)
+        layers = (case.num_layers,) if case.sinks == "layers" else ()
+        given["sinks"] = (2 * rng.standard_normal((*layers, spec.num_q_heads))).astype(np.float32)
     return given
 
 

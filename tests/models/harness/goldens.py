@@ -121,9 +121,9 @@ class DenseBackend:
         if layer.logit_cap:
             logits = layer.logit_cap * jnp.tanh(logits / layer.logit_cap)
         logits = jnp.where(seen[None], logits, -jnp.inf)
-        if layer.sinks is not None:
+        if (sinks := layer.own_sinks) is not None:
             logits = jnp.pad(logits, ((0, 0), (0, 0), (0, 1)))
-            logits = logits.at[..., -1].set(layer.sinks[:, None].astype(jnp.float32))
+            logits = logits.at[..., -1].set(sinks[:, None].astype(jnp.float32))
         weights = jax.nn.softmax(logits, axis=-1)[..., : len(q)]
         out = jnp.einsum("nts,snh->tnh", weights, v, precision="highest")
         return out.astype(dtype), pool

@@ -16,7 +16,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from jattn_kernels.lowering.split_schedule import DecodeSchedule
 from jattn_kernels.mosaic.sm90.common import launch, tiles
@@ -49,14 +49,16 @@ def merge_splits(
     schedule: DecodeSchedule,
     *,
     batch_invariant: bool,
-    sinks: Float32[Array, " N"] | None = None,
+    sinks: Float32[Array, "L N"] | None = None,
+    layer: Int[Array, "1"] | None = None,
 ) -> tuple[Float[Array, "B K rows Hv"], Float[Array, "B K rows"]]:
     """Output and natural-log lse of all sequences: the kernel's, with those of the split ones put in their places.
 
     Args:
         batch_invariant: Whether a sequence's splits are to be added in the same order whatever else is in the batch.
-        sinks: Logits of heads that count in the denominator alone, and not in the lse; rows are those of the heads of a
-            key head, of one token after another.
+        sinks: Logits of heads that count in the denominator alone, and not in the lse, of all layers if of more than
+            one; rows are those of the heads of a key head, of one token after another.
+        layer: Which of them; given with them.
     """
     num_seqs, heads, num_rows, width = results.out.shape
     num_splits, _, padded_rows, _ = results.split_outs.shape
@@ -72,7 +74,7 @@ def merge_splits(
     num_blocks = pl.cdiv(most_split, sequences)
     at_a_time = (min(num_splits, _MOST_AT_A_TIME),) if alone else _AT_A_TIME[width >= _WIDE]
 
-    group = 0 if sinks is None else sinks.shape[0] // heads
+    group = 0 if sinks is None else sinks.shape[1] // heads
 
     def kernel(outs_ref, lses_ref, split_ref, *refs):
         *sinks_ref, out_ref, lse_ref = refs
@@ -108,9 +110,13 @@ def merge_splits(
             safe_l_i = [jnp.where(a == 0, 1.0, a) for a in l_i]
             out = acc / spread(safe_l_i)
             if sinks_ref:  # they take a part of the denominator
+                of_layer, number = sinks_ref
+                own_layer = 0 if of_layer.shape[0] == 1 else number[0]
                 lses = [m + jnp.log(a) for m, a in zip(m_i, safe_l_i, strict=True)]
                 of_heads = [head * group + lax.rem(row_of(vector, row), group) for row in range(rows)]
-                shares = [1.0 / (1.0 + jnp.exp(sinks_ref[0][a] - b)) for a, b in zip(of_heads, lses, strict=True)]
+                shares = [
+                    1.0 / (1.0 + jnp.exp(of_layer[own_layer, a] - b)) for a, b in zip(of_heads, lses, strict=True)
+                ]
                 out = out * spread(shares)
             out_ref[sequence, head, vector] = out.astype(results.out.dtype)
 
@@ -150,7 +156,7 @@ def merge_splits(
     )
     outs = results.split_outs.reshape(num_splits, heads, padded_rows // rows * parts, lanes)
     out, lse = jax.new_ref(results.out.reshape(num_seqs, heads, num_vectors, lanes)), jax.new_ref(results.lse)
-    run(outs, results.split_lses, schedule.split, *([] if sinks is None else [sinks]), out, lse)
+    run(outs, results.split_lses, schedule.split, *([] if sinks is None else [sinks, layer]), out, lse)
     merged, merged_lse = launch.frozen(out, lse)
     return merged.reshape(results.out.shape), merged_lse
 

@@ -120,7 +120,7 @@ class Operands(NamedTuple):
         first, end, position: Bounds of the keys that queries see, and their own numbers: of each sequence if it has
             one token, of each row of a head if several. Of one token, `end` is in the schedule.
         slopes: ALiBi's, of each row of all heads.
-        sinks: Logits that count in the denominator alone, likewise.
+        sinks: Logits that count in the denominator alone, likewise, of all layers if of more than one.
         logit_factor: Of the products of a sequence (or of all) and a head.
         out_factor: Of a head's output.
         mask: For each key of a sequence a bit for each token that sees it.
@@ -144,7 +144,7 @@ class Operands(NamedTuple):
     end: Any = None  # [B, rows of a head]
     position: Any = None  # [B], or [B, rows of a head]
     slopes: Any = None  # [rows of all heads]
-    sinks: Any = None  # [rows of all heads]
+    sinks: Any = None  # [L or 1, rows of all heads]
     logit_factor: Any = None  # [B or 1, K]
     out_factor: Any = None  # [K]
     mask: Any = None  # [B, keys]

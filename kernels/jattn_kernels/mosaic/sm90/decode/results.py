@@ -73,8 +73,9 @@ class Results:
 
     def _share_of_keys(self, lse):
         """The part of each row's denominator that is keys and not its sink."""
-        rows = self._config.rows_of_block(self._head, self._row_block)
-        sinks = plgpu.load(self._operands.sinks.at[rows], layout=_OF_ROWS, optimized=False)
+        rows, sinks = self._config.rows_of_block(self._head, self._row_block), self._operands.sinks
+        layer = 0 if sinks.shape[0] == 1 else self._operands.layer[0]
+        sinks = plgpu.load(sinks.at[layer, rows], layout=_OF_ROWS, optimized=False)
         return 1.0 / (1.0 + jnp.exp(sinks - lse))
 
     def store(self, state: State, out_refs, work_tile: WorkTile, number) -> None:

@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -98,6 +99,7 @@ def paged_decode(
         tile_rotations = rotation_of(tile * sizes.block_kv, spec, jnp.float32)
         key_rotations = rotation_of(jnp.arange(sizes.block_kv, dtype=jnp.int32), spec, jnp.float16, shrink_of(kv_dtype))
 
+    sinks = None if options.sinks is None else jnp.atleast_2d(options.sinks.astype(jnp.float32))
     layer, k_pages, v_pages = stacked(operands.k, operands.v, options.layer_index)
     kernel_operands = Operands(
         q=q_rows,
@@ -112,7 +114,7 @@ def paged_decode(
         end=of_rows(bounds.end) if num_tokens > 1 else None,
         position=None if options.alibi_slopes is None else of_rows(bounds.position),
         slopes=of_all_rows(options.alibi_slopes),
-        sinks=of_all_rows(options.sinks),
+        sinks=None if sinks is None else jax.vmap(of_all_rows)(sinks),
         logit_factor=logit_factor,
         out_factor=None
         if options.v_scale is None
@@ -129,8 +131,8 @@ def paged_decode(
         key_rotations=key_rotations,
     )
     results = decode(config, kernel_operands, schedule)
-    sinks = None if options.sinks is None else options.sinks.astype(jnp.float32)
-    out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant, sinks=sinks)
+    facts: dict[str, Any] = {"batch_invariant": spec.batch_invariant, "sinks": sinks}
+    out, lse = merge_splits(results, schedule, layer=layer, **facts)
     out = _by_token(out[:, :, :rows, : spec.value_dim], num_tokens)
     lse = _by_token(lse[:, :, :rows, None], num_tokens)[..., 0]
     return out, lse

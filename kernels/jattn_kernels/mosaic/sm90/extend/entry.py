@@ -195,8 +195,8 @@ def _extend(
     lse = lse[..., : heads * tile_tokens].reshape(*lse.shape[:3], heads, tile_tokens)
     lse = lse.transpose(0, 2, 4, 1, 3).reshape(-1, spec.num_q_heads)
     out, lse = out[:num_tokens], lse[schedule.place]
-    if options.sinks is not None:
-        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
+    if (sinks := options.sinks_of_layer) is not None:
+        out = (out.astype(jnp.float32) * sink_share(lse, sinks)[..., None]).astype(out.dtype)
     return out, lse
 
 

@@ -75,6 +75,6 @@ def attend_rows(
         out, lse = merge_splits(results, schedule, batch_invariant=spec.batch_invariant)
     rows = num_tokens * heads
     out, lse = out[:, 0, :rows].reshape(q.shape), lse[:, 0, :rows].reshape(q.shape[:-1])
-    if options.sinks is not None:
-        out = (out.astype(jnp.float32) * sink_share(lse, options.sinks)[..., None]).astype(out.dtype)
+    if (sinks := options.sinks_of_layer) is not None:
+        out = (out.astype(jnp.float32) * sink_share(lse, sinks)[..., None]).astype(out.dtype)
     return out, lse
