@@ -30,7 +30,7 @@ class ClampedSwiGLU:
     limit: float
     alpha: float
 
-    def __call__(self, gate: Float[Array, "rows F"], up: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
+    def __call__(self, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]) -> Float[Array, "*rows F"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 

@@ -22,9 +22,10 @@ from jattn_kernels.mosaic import entry
 from jattn_kernels.traced_once import traced_once
 from jattn_kernels.triton import implementation, launch
 from jattn_models.deepseek import DeepseekV2ForCausalLM
-from jattn_models.few_bits import hold_projections
+from jattn_models.few_bits import hold_mixtures, hold_projections
 from jattn_models.gpt_oss import GptOssForCausalLM
 from jattn_models.llama import LlamaForCausalLM
+from jattn_models.quantization import Mxfp4
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
 
 PAGE, PAGES = 16, 80
@@ -117,13 +118,27 @@ def test_a_first_product_of_too_many_columns_is_left_to_its_layer(hopper):
     assert num_kernels(text) == 2 * 5 + 1
 
 
+def test_a_token_of_gpt_oss_takes_four_kernels_a_layer(hopper):
+    """Turning, attention and its merge, and one for all else; the first layer's product stands before them."""
+    fewer, more = (
+        num_kernels(step_of_model(hold_in_mxfp4(two_layers(GptOssForCausalLM, GPT_OSS_20B, layers=layers)), "greedy"))
+        for layers in (4, 6)
+    )
+    assert more - fewer == 2 * 4
+
+
+def hold_in_mxfp4(model):
+    hold_mixtures(model, Mxfp4())
+    return model
+
+
 @pytest.mark.parametrize(
     ("model_class", "shapes", "attended", "columns", "experts"),
     [
         # Attention is left too, and the next layer's first product.
         (Qwen3MoeForCausalLM, QWEN3_30B_A3B | {"attention_bias": True}, Unattended, 5120, None),
-        # Neither is where attention has sinks, nor where layers are of two kinds.
-        (GptOssForCausalLM, GPT_OSS_20B, jax.Array, None, 32),
+        # Attention is not where it has sinks.
+        (GptOssForCausalLM, GPT_OSS_20B, jax.Array, 5120, 32),
     ],
     ids=["qwen3_moe", "gpt_oss"],
 )
