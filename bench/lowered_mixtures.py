@@ -60,36 +60,48 @@ def _beside_shared() -> Iterator[tuple[str, Hashed]]:
         routed = functools.partial(jattn_kernels.routed_experts, routing=routing)
         yield f"routed_experts/shared_{tokens}", functools.partial(lowered_hash, routed, x=x, logits=logits, **stacks)
     latents = _unattended_latents(stacks["layer_index"], "bfloat16")
-    of_latents = functools.partial(_mixture_of_sum, routing, stacks, latents, left_rows=47, columns=3648)
+    of_latents = functools.partial(_mixture_of_sum, routing, stacks, latents, left=(8, 47), columns=3648)
     yield "routed_experts/of_latents_1", of_latents
 
 
 def _mixture_of_sum(
-    routing: Routing, stacks: dict[str, Any], attended: Any, *, left_rows: int = 13, columns: int = 5120
+    routing: Routing,
+    stacks: dict[str, Any],
+    attended: Any,
+    *,
+    left: tuple[int, int] = (8, 13),
+    columns: int = 5120,
+    hidden: int = 2048,
+    output_bias: Any = None,
+    qkv_bias: Any = None,
+    **biases: Any,
 ) -> str:
     """Of a layer of those sizes all that stands behind its attention, and what the next one begins with.
 
     Args:
         attended: By attention, or what it is made of, which is part of it then.
-        left_rows: Of what is added first.
+        left: Parts of what is added first, and rows of each.
         columns: Of the next layer's product.
+        hidden: Numbers of a token.
+        biases: Of the router and experts.
     """
     dtype = "bfloat16"
 
-    def run(row, scale, parts, attended, output, router, qkv, gate_up, down, layer):
+    def run(row, scale, parts, attended, output, router, qkv, gate_up, down, layer, output_bias, qkv_bias, biases):
         left = Splits(parts=parts, num_rows=1, dtype=row.dtype)
-        product = Unmultiplied(rows=attended, kernel=output, layer_index=layer)
+        product = Unmultiplied(rows=attended, kernel=output, bias=output_bias, layer_index=layer)
         x = Unnormed(rows=row, additions=(left, product), scale=scale, layer_index=layer, eps=1e-6)
         facts: dict[str, Any] = {"scale_layer": layer, "layer_index": layer, "eps": 1e-6}
-        following = NextProduct(scale=scale, kernel=qkv, **facts)
+        following = NextProduct(scale=scale, kernel=qkv, bias=qkv_bias, **facts)
         mixture = functools.partial(jattn_kernels.routed_experts_of_sum, layer_index=layer, following=following)
-        return mixture(x, router, routing, gate_up, down)
+        return mixture(x, router, routing, gate_up, down, **biases)
 
-    row, scale = (array((rows, 2048), dtype) for rows in (1, 2))
-    shapes = (attended.shape[1], 2048), (2048, routing.num_experts), (2048, columns)
+    row, scale = (array((rows, hidden), dtype) for rows in (1, 2))
+    shapes = (attended.shape[1], hidden), (hidden, routing.num_experts), (hidden, columns)
     output, router, qkv = (array((2, *shape), dtype) for shape in shapes)
-    given = row, scale, array((8, left_rows, 2048), "float32"), attended, output, router, qkv
-    return lowered_hash(run, *given, stacks["gate_up"], stacks["down"], stacks["layer_index"])
+    given = row, scale, array((*left, hidden), "float32"), attended, output, router, qkv
+    given = *given, stacks["gate_up"], stacks["down"], stacks["layer_index"]
+    return lowered_hash(run, *given, output_bias, qkv_bias, biases)
 
 
 def projected() -> Iterator[tuple[str, Hashed]]:
@@ -147,6 +159,24 @@ def mixtures_in_few_bits() -> Iterator[tuple[str, Hashed]]:
             rows, layer = array((tokens, hidden), "bfloat16"), array((), "int32")
             case = functools.partial(lowered_hash, given, rows, *choice, *kernels, layer_index=layer)
             yield f"mixture_of_experts/{kind}_{tokens}", case
+    yield "routed_experts/mxfp4_of_sum_1", functools.partial(_mxfp4_of_sum, *gpt_oss)
+
+
+def _mxfp4_of_sum(experts: int, hidden: int, units: int) -> str:
+    """One token of a layer of gpt-oss-20b, behind its attention."""
+    routing = Routing(num_experts=experts, per_token=4, scoring="softmax_of_chosen")
+    kernels = [_in_few_bits("mxfp4", (2, experts), *shape) for shape in ((2 * units, hidden), (hidden, units))]
+    biases = {
+        "gate_up_bias": array((2, experts, 2 * units), "bfloat16"),
+        "router_bias": array((2, experts), "bfloat16"),
+    }
+    biases["down_bias"] = array((2, experts, hidden), "bfloat16")
+    stacks = {"gate_up": kernels[0], "down": kernels[1], "layer_index": array((), "int32")}
+    token, qkv_bias = array((1, 4096), "bfloat16"), array((2, 5120), "bfloat16")
+    output_bias = array((2, hidden), "bfloat16")
+    return _mixture_of_sum(
+        routing, stacks, token, left=(4, 4), output_bias=output_bias, qkv_bias=qkv_bias, hidden=hidden, **biases
+    )
 
 
 def _in_few_bits(kind: str, stack: tuple[int, ...], outputs: int, inputs: int) -> QuantizedKernel:

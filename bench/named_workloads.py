@@ -112,6 +112,20 @@ MIXTURE_STEPS: tuple[StepWorkload, ...] = tuple(
     StepWorkload(batch=batch, ctx=1024, model="Qwen3-30B-A3B shapes, random bf16") for batch in (1, 8, 64, 256)
 )
 
+# Models with experts in fewer bits, what these are held in, and their steps.
+QUANTIZED_MIXTURE_STEPS: tuple[tuple[str, str, tuple[StepWorkload, ...]], ...] = (
+    (
+        "gpt-oss-20b",
+        "mxfp4",
+        tuple(StepWorkload(batch=batch, ctx=2048, model="gpt-oss-20b shapes, random mxfp4") for batch in (1, 8, 64)),
+    ),
+    (
+        "Qwen3-30B-A3B",
+        "fp8",
+        (StepWorkload(batch=64, ctx=1024, model="Qwen3-30B-A3B shapes, random fp8"),),
+    ),
+)
+
 # Of each model that keeps latents.
 LATENT_STEPS: tuple[tuple[StepWorkload, ...], ...] = tuple(
     tuple(StepWorkload(batch=batch, ctx=4096, page=64, model=f"{model}, random bf16") for batch in (1, 8, 64))

@@ -31,7 +31,7 @@ _KINDS = {
     "latents": r"(mosaic/mla_(decode|extend)_|mla_write/)",
     "norms": r"(add_)?rms_norm/",
 }
-# What runs in a part beside that; experts in few bits run in none. Of bfloat16 weights steps of mixtures alone have
+# What runs in a part beside that. Of bfloat16 weights steps of mixtures alone have
 # products by kernels of ours: their projections are small enough for them.
 _IN_PARTS = {
     "decode": {"decode over fp8"},
@@ -47,6 +47,7 @@ _IN_PARTS = {
         "decode over fp8",
         "decode of projections",
     },
+    "decode_step_moe_quantized": {"experts in few bits", "experts", "products in few bits", "products", "norms"},
     "latent": {"latents"},
 }
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package

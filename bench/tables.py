@@ -10,6 +10,7 @@ from bench.accuracy import SAMPLED_TOKENS
 from bench.comparison import dense_equivalents, latent_pairs, mixture_pairs, pairs, triton_pairs
 from bench.gpu_record import PARTS
 from bench.record_files import RECORD, ROOT, Row, read_rows
+from bench.step_cells import Cells, cells_beside, model_of, quantized_cells, step_cells
 from jattn_kernels.features import feature_markdown
 
 SPEED, FEATURES = "bench", "features"
@@ -23,8 +24,6 @@ NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
 _ABSORBED = {None: "absorbed", "fp8_e4m3": "absorbed, fp8", "fp8_ds_mla": "absorbed, fp8 with scales of tiles"}
 _LATENT_RATES = ("GB/s", "TFLOP/s")
-
-Cells = tuple[str, ...]
 
 
 def section(record: Path = RECORD) -> str:
@@ -82,28 +81,31 @@ def section(record: Path = RECORD) -> str:
             "graph. The roofline is weights, keys and values over 4,386 GB/s; the step's compilation is "
             "timed without Pallas's import.",
             ("batch", "context", "jattn", "PyTorch", "ratio", "of the roofline", "compile"),
-            starmap(_step_cells, pairs("decode_step", record=record)),
+            starmap(cells_beside, pairs("decode_step", record=record)),
         ),
         _table(
             "The same of Qwen3-30B-A3B shapes, 128 experts of which a token goes to 8. The roofline reads the experts "
             "that a uniform draw meets.",
             ("batch", "context", "jattn", "of the roofline", "compile"),
-            map(_mixture_step_cells, read_rows(record / "decode_step_moe.jsonl")),
+            map(step_cells, read_rows(record / "decode_step_moe.jsonl")),
         ),
         _table(
             "The same of models that keep latents: DeepSeek-V2-Lite, and one dense and three sparse layers of "
             "DeepSeek-V3, 256 experts of which a token goes to 8.",
             ("model", "batch", "context", "jattn", "of the roofline", "compile"),
-            (
-                (row["model"].partition(" shapes")[0], *_mixture_step_cells(row))
-                for row in read_rows(record / "decode_step_latent.jsonl")
-            ),
+            ((model_of(row), *step_cells(row)) for row in read_rows(record / "decode_step_latent.jsonl")),
         ),
         _table(
             "The step of Llama-3-8B shapes with its projections in fewer bits: fp8 with a scale for each output, rows "
             "rounded by token, and int4 in groups of 128; keys and values in bf16, or e4m3 without scales.",
             ("weights", "keys", "batch", "context", "jattn", "of the roofline", "compile"),
-            map(_quantized_step_cells, read_rows(record / "decode_step_quantized.jsonl")),
+            map(quantized_cells, read_rows(record / "decode_step_quantized.jsonl")),
+        ),
+        _table(
+            "The step of models whose experts are held in fewer bits: gpt-oss-20b shapes, 32 experts in mxfp4 of which "
+            "a token goes to 4, all else in bf16; Qwen3-30B-A3B shapes, experts and projections in fp8.",
+            ("model", "weights", "keys", "batch", "context", "jattn", "of the roofline", "compile"),
+            ((model_of(row), *quantized_cells(row)) for row in read_rows(record / "decode_step_moe_quantized.jsonl")),
         ),
         _table(
             "A layer's mixture of experts in bf16, routing and sum included. PyTorch: `torch._grouped_mm`, the fastest "
@@ -241,33 +243,6 @@ def _what(row: Row) -> str:
 def _dense_cells(row: Row, record: Path) -> Cells:
     others = dense_equivalents(row, record=record) if row["case"] == "prefill" else {}
     return tuple(f"{others[name]['TFLOPs']:,.0f}" if name in others else "" for name in _DENSE)
-
-
-def _step_cells(row: Row, peer: Row) -> Cells:
-    return (
-        str(row["batch"]),
-        f"{row['ctx']:,}",
-        f"{row['time_ms']:.2f} ms",
-        f"{peer['time_ms']:.2f} ms",
-        f"{row['time_ms'] / peer['time_ms']:.2f}",
-        f"{row['roofline_share']:.0%}",
-        f"{row['compile_s']:.1f} s",
-    )
-
-
-def _mixture_step_cells(row: Row) -> Cells:
-    return (
-        str(row["batch"]),
-        f"{row['ctx']:,}",
-        f"{row['time_ms']:.2f} ms",
-        f"{row['roofline_share']:.0%}",
-        f"{row['compile_s']:.1f} s",
-    )
-
-
-def _quantized_step_cells(row: Row) -> Cells:
-    keys = "bf16" if row.get("kv", "bfloat16") == "bfloat16" else "fp8"
-    return row["weights"], keys, *_mixture_step_cells(row)
 
 
 def _triton_cells(row: Row, peers: dict[str, Row]) -> Cells:
