@@ -21,6 +21,7 @@ FILE = "lowered.json"
 PACKAGE = Path("kernels", "jattn_kernels")
 # Cases by what they are of, the first that fits; what none fits is in every part of the record.
 _KINDS = {
+    "decode with sinks": r"mosaic/(paged|mla)_decode_(.*sinks|.*everything|all$)",
     "experts in few bits": r"(mixture_of_experts|routed_experts)/.*(fp8|float8|int4|blocks|mxfp4)",
     "products in few bits": r"matmul/.*(fp8|float8|int4|blocks)",
     "experts": r"(mixture_of_experts|routed_experts)/",
@@ -47,7 +48,14 @@ _IN_PARTS = {
         "decode over fp8",
         "decode of projections",
     },
-    "decode_step_moe_quantized": {"experts in few bits", "experts", "products in few bits", "products", "norms"},
+    "decode_step_moe_quantized": {
+        "experts in few bits",
+        "experts",
+        "products in few bits",
+        "products",
+        "norms",
+        "decode with sinks",
+    },
     "latent": {"latents"},
 }
 _NEVER_LOWERED = ("reference", "__pycache__")  # folders of the package
