@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from jattn_kernels.call import ExpertsCall, modes_of
 from jattn_kernels.dispatch import choose
 from jattn_kernels.lowering.expert_groups import silu_gate
-from jattn_kernels.operands import ExpertsOperands, names_options
+from jattn_kernels.mixture_operands import ExpertsOperands
+from jattn_kernels.operands import names_options
 from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shapes.experts import check_choice, check_experts, check_logits

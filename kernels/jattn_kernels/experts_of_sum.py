@@ -11,8 +11,9 @@ from jattn_kernels.call import AttentionCall, ExpertsCall, NextCall, RouterCall
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.experts import ExpertsKwargs, packed_experts, routed_experts
 from jattn_kernels.matmul import matmul_splits_of_sum, multiplied
+from jattn_kernels.mixture_operands import ExpertsOperands, NextOperands, RouterOperands
 from jattn_kernels.norm import check_additions, packed_norm
-from jattn_kernels.operands import ExpertsOperands, MatmulOperands, NextOperands, RouterOperands, names_options
+from jattn_kernels.operands import MatmulOperands, names_options
 from jattn_kernels.packed_product import product_bias, product_operands
 from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.routing_spec import Routing

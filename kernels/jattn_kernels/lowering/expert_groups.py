@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jattn_kernels.operands import ExpertsOperands
+from jattn_kernels.mixture_operands import ExpertsOperands
 
 GROUP = 8  # rows that a tile of wgmma's operands has
 _BLOCK = 128  # tokens that are counted by one product

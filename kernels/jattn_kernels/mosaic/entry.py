@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
+from jattn_kernels.mixture_operands import Operands
 from jattn_kernels.mosaic import kept_layouts, layout_search, repeated_operations, warp_loads
 from jattn_kernels.mosaic.sm90 import (
     gated_matmul,
@@ -23,7 +24,7 @@ from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
-from jattn_kernels.operands import LatentRowOperands, MatmulOperands, Operands
+from jattn_kernels.operands import LatentRowOperands, MatmulOperands
 
 kept_layouts.install()
 layout_search.install()

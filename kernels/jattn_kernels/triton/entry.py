@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call
-from jattn_kernels.operands import Operands
+from jattn_kernels.mixture_operands import Operands
 from jattn_kernels.triton import mla_write, rms_norm, rotate_and_write
 from jattn_kernels.triton.attention import entry as attention
 from jattn_kernels.triton.experts import entry as experts

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Shaped
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.lowering.expert_groups import group_by_expert, weighed_rows, weighted_sum
 from jattn_kernels.lowering.routing import routed
+from jattn_kernels.mixture_operands import ExpertsOperands
 from jattn_kernels.mxfp4 import dequantize_mxfp4
-from jattn_kernels.operands import ExpertsOperands
 from jattn_kernels.quantized import MXFP4
 from jattn_kernels.splits import added
 

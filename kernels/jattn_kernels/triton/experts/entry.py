@@ -13,7 +13,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighed_rows,
 )
 from jattn_kernels.lowering.routing import routed
-from jattn_kernels.operands import ExpertsOperands
+from jattn_kernels.mixture_operands import ExpertsOperands
 from jattn_kernels.splits import added
 from jattn_kernels.triton.experts.activation import steps_of
 from jattn_kernels.triton.experts.grouped_product import grouped_product

@@ -18,6 +18,7 @@ from jattn_kernels.lowering.expert_groups import (
     weighted_sum,
 )
 from jattn_kernels.lowering.routing import routed
+from jattn_kernels.mixture_operands import ExpertsOperands
 from jattn_kernels.mosaic.sm90.common.token_heads import TokenHeads
 from jattn_kernels.mosaic.sm90.experts import one_token, one_token_fits, one_token_mxfp4, route, route_few
 from jattn_kernels.mosaic.sm90.experts.choice import TOKENS, choose_experts, chooses
@@ -29,7 +30,7 @@ from jattn_kernels.mosaic.sm90.experts.one_token_few_bits import HALF
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import FewBitsWeights, Made, OneTokenOperands
 from jattn_kernels.mosaic.sm90.experts.tile_sizes import ProductTiles, few_bits_tiles, product_tiles
 from jattn_kernels.mosaic.sm90.experts.two_terms import padded, two_terms
-from jattn_kernels.operands import ExpertsOperands, TokenOperands
+from jattn_kernels.operands import TokenOperands
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.splits import Splits, added
 

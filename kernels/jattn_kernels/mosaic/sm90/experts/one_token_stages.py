@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, UInt8
 
+from jattn_kernels.mixture_operands import NextOperands, RouterOperands
 from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.warp_choice import ranked_width
-from jattn_kernels.operands import NextOperands, RouterOperands
 from jattn_kernels.routing_spec import Routing
 
 DEPTH = 128  # of a stage: a copy of 16 KB
