@@ -146,24 +146,25 @@ def test_a_bias_stays_with_a_product_of_rows_that_are_not_attended():
     assert_close((out, total), expected(x, kernels, product, options)[:2], x.dtype)
 
 
-@pytest.mark.parametrize("has", [("output",), ("router",)])
-def test_mosaic_has_no_kernel_for_all_with_such_a_bias(monkeypatch, has):
+@pytest.mark.parametrize("has", [BIASES, *((name,) for name in BIASES)], ids="-".join)
+def test_mosaics_kernel_takes_each_bias(monkeypatch, has):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
+    x, kernels, product, options = jax.eval_shape(functools.partial(biased, SMALL, has=has))
 
-    def run(x, kernels, options):
-        return mixture(x, kernels, routing=SMALL.routing(), **options)
+    def run(x, kernels, product, options):
+        return mixture(x, kernels, product, routing=SMALL.routing(), **options)
 
-    for names in ((), has):
-        x, kernels, _, options = jax.eval_shape(functools.partial(biased, SMALL, has=names))
-        assert is_one_kernel(run, x, kernels, options) == (names == ())
+    assert is_one_kernel(run, x, kernels, product, options)
+    assert jax.eval_shape(run, x, kernels, product, options)[2] is not None
 
 
-def test_a_next_product_with_a_bias_is_left_to_its_layer_by_mosaic(monkeypatch):
-    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
-    x, kernels, product, _ = jax.eval_shape(functools.partial(biased, SMALL, has=("next",)))
-    run = functools.partial(mixture, routing=SMALL.routing())
-    assert is_one_kernel(run, x, kernels, product)
-    assert jax.eval_shape(run, x, kernels, product)[2] is None
+@pytest.mark.gpu
+def test_biases_are_added_to_each_product_on_a_gpu():
+    routing, dtype = SMALL.routing(scoring="softmax_of_chosen"), "bfloat16"
+    x, kernels, product, options = biased(SMALL, dtype)
+    expected = jax.jit(functools.partial(in_turn, routing=routing))(x, kernels, product, options)
+    run = functools.partial(mixture, routing=routing, implementation="mosaic")
+    assert_close(jax.jit(run)(x, kernels, following=product, **options), expected, dtype)
 
 
 @pytest.mark.parametrize("name", BIASES)
