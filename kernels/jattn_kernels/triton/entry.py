@@ -1,5 +1,6 @@
 """What dispatch runs: each operation's entry, and its work lists."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -7,15 +8,21 @@ from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call
 from jattn_kernels.mixture_operands import Operands
+from jattn_kernels.operands import AttentionOperands
 from jattn_kernels.triton import mla_write, rms_norm, rotate_and_write
 from jattn_kernels.triton.attention import entry as attention
 from jattn_kernels.triton.experts import entry as experts
 from jattn_kernels.triton.filters import entry as filters
 
+
+def _attend(call: AttentionCall, operands: AttentionOperands) -> Any:
+    """Attention, whose kernels take the sinks of one layer."""
+    options = dataclasses.replace(operands.options, sinks=operands.options.sinks_of_layer)
+    return attention.run_attention(call, dataclasses.replace(operands, options=options))
+
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(
-        ("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"), attention.run_attention
-    ),
+    **dict.fromkeys(("paged_decode", "paged_extend", "ragged_extend", "mla_decode", "mla_extend"), _attend),
     "mla_write": mla_write.mla_write,
     "rotate_and_write": rotate_and_write.rotate_and_write,
     "rms_norm": rms_norm.rms_norm,
