@@ -84,7 +84,7 @@ def attend_pages(
 
     Args:
         q: Over latent rows perhaps in two parts, the second turned.
-        sinks: Of the layer's heads; None for none.
+        sinks: Of the layer's heads, or of all layers; None for none.
         k_pages: Latent rows too, or keys and values in one array; `v_pages` is then None.
         options: What else the kernels take and `read` has not.
     """

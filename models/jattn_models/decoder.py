@@ -188,7 +188,7 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
     """A segment's layers: a loop over its periods, the layers of one period in turn.
 
     The loop's own counter tells the layer: one from an array of them would be copied out of it for each layer. So would
-    what is `ReadInPlace`, the scales of norms and the weights of experts.
+    what is `ReadInPlace`: weights, biases, scales of norms, sinks.
 
     Args:
         places: Of each stack of the period, its layers' numbers in their group of the pool.

@@ -183,6 +183,8 @@ def _factors(case: Case, num_rows: int, rng: Any) -> dict[str, np.ndarray]:
     if case.sinks:
         layers = (case.num_layers,) if case.sinks == "layers" else ()
         given["sinks"] = (2 * rng.standard_normal((*layers, spec.num_q_heads))).astype(np.float32)
+        if layers:
+            given["sinks"][:, 0] = -np.inf  # a head without one
     return given
 
 

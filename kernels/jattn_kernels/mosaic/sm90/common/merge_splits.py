@@ -115,7 +115,8 @@ def merge_splits(
                 lses = [m + jnp.log(a) for m, a in zip(m_i, safe_l_i, strict=True)]
                 of_heads = [head * group + lax.rem(row_of(vector, row), group) for row in range(rows)]
                 shares = [
-                    1.0 / (1.0 + jnp.exp(of_layer[own_layer, a] - b)) for a, b in zip(of_heads, lses, strict=True)
+                    jnp.where(lse == -jnp.inf, 0.0, 1.0 / (1.0 + jnp.exp(of_layer[own_layer, head] - lse)))
+                    for head, lse in zip(of_heads, lses, strict=True)
                 ]
                 out = out * spread(shares)
             out_ref[sequence, head, vector] = out.astype(results.out.dtype)

@@ -76,7 +76,7 @@ class Results:
         rows, sinks = self._config.rows_of_block(self._head, self._row_block), self._operands.sinks
         layer = 0 if sinks.shape[0] == 1 else self._operands.layer[0]
         sinks = plgpu.load(sinks.at[layer, rows], layout=_OF_ROWS, optimized=False)
-        return 1.0 / (1.0 + jnp.exp(sinks - lse))
+        return jnp.where(lse == -jnp.inf, 0.0, 1.0 / (1.0 + jnp.exp(sinks - lse)))
 
     def store(self, state: State, out_refs, work_tile: WorkTile, number) -> None:
         """The result of a work tile: where the sequence's lies, or among the splits."""

@@ -65,7 +65,7 @@ def stage_added(total: jax.Array, weights: Any, scales: Any, x: Any, *, shares: 
         total: (64 * shares, rows), of 8 or 16 rows.
         weights: (shares, parts, 64 / parts, bytes), in shared memory.
         scales: (shares * groups and those left free, parts, 64 / parts), likewise.
-        x: (shares * groups, rows or more, 32), likewise, as `put_in_float16` puts them; or one row, that all are.
+        x: (shares * groups, rows or more, 32), likewise, as `put_rows_in_float16` puts them; or one row, that all are.
     """
     if tiles.interpret_params() is not None:
         return _interpreted(total, weights, scales, x, shares)

@@ -177,19 +177,14 @@ def _const(value: int) -> Any:
     return arith.constant(_i32(), value)
 
 
-def put_in_float16(row: Any, target: Any, number: Any) -> Any:
+def put_numbers_in_float16(row: list[jax.Array], target: Any, number: Any) -> Any:
     """Writes a row by a warpgroup, and returns what its products are to be multiplied with.
 
     Args:
-        row: [K] in global memory.
+        row: Its pieces.
         target: (groups, rows, 32), in shared memory.
         number: Of the rows.
     """
-    return put_numbers_in_float16([piece.load(row) for piece in pieces(row.shape[0])], target, number)
-
-
-def put_numbers_in_float16(row: list[jax.Array], target: Any, number: Any) -> Any:
-    """The same of a row's pieces."""
     in_pieces, exponent = scaled([numbers.astype(jnp.float32) for numbers in row], _TOP)
     for piece, numbers in zip(pieces(target.shape[0] * GROUP), in_pieces, strict=True):
         _store(target, number, numbers.astype(jnp.float16), piece)

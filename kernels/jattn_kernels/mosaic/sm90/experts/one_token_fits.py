@@ -83,7 +83,7 @@ def fits_few_bits(call: ExpertsCall, *, is_biased: bool) -> bool:
         if call.router.attention is not None or call.dtype != "bfloat16":
             return False
         units = OneTokenUnits(per_token=call.per_token, hidden=call.units, steps=1)
-        if not _begins_earlier(call.router, routing, num_parts=units.num_parts):
+        if not _begins_earlier(call.router, routing, num_parts=max(units.num_parts, call.per_token)):
             return False
     sizes = few_bits_sizes(call)
     return sizes is not None and call.units // (sizes.groups * GROUP) >= HALVES

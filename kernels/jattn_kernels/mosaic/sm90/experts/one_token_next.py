@@ -1,7 +1,7 @@
 """What may follow one token's mixture in the same kernel: the next layer's norm, and its product.
 
 sum       each block adds up what all experts returned, and the sum of before that it has kept, and norms it
-product   units, whose weights are in shared memory by then
+product   units, whose first weights are in shared memory by then
 """
 
 import dataclasses

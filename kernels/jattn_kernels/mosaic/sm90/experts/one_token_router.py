@@ -1,8 +1,8 @@
 """What one token's mixture begins with where it makes its own logits: a product, a sum, its norm, the router's product.
 
-product   a unit is 64 columns and a share of the depth; a block has one at most, and its weights fit the stages
+product   a unit is 64 columns and a share of the depth; a block has one at most
 sum       each block adds up and norms the whole row for itself
-router    likewise units; their weights are in shared memory by then
+router    likewise units; their weights are in shared memory by then, or on their way
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class RouterPhases:
 
     @property
     def router(self) -> SplitProduct:
-        """Its columns are whole blocks: those past the last expert are 0."""
+        """Its columns are whole blocks: those past the last expert are nobody's."""
         columns, own = self.norm.columns, pl.cdiv(self.num_experts, WGMMA_ROWS) * WGMMA_ROWS
         return SplitProduct.of_a_unit_each(columns, own, columns // own)
 

@@ -11,6 +11,7 @@ from jax import lax
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 
+BUFFERS = 2  # for units' sums
 HALVES = 2  # of an expert's hidden units; of the second product's depth
 
 
