@@ -1,10 +1,31 @@
-"""What an implementation offers."""
+"""What an implementation offers, and the operands that it is given."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from jattn_kernels.call import Call
+from jattn_kernels.mixture_operands import ExpertsOperands
+from jattn_kernels.operands import (
+    AttentionOperands,
+    FiltersOperands,
+    LatentRowOperands,
+    MatmulOperands,
+    NormOperands,
+    RotaryOperands,
+    TokenOperands,
+)
+
+Operands = (
+    AttentionOperands
+    | RotaryOperands
+    | TokenOperands
+    | LatentRowOperands
+    | NormOperands
+    | ExpertsOperands
+    | MatmulOperands
+    | FiltersOperands
+)
 
 
 def _no_schedule(call: Any, seq_lens: Any, cu_q_lens: Any, max_seq_len: int | None) -> None:

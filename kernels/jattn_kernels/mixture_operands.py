@@ -1,4 +1,4 @@
-"""The arrays of a mixture of experts, and of what it may begin and end with; and those of any call."""
+"""The arrays of a mixture of experts, and of what it may begin and end with."""
 
 import dataclasses
 import functools
@@ -8,16 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped
 
-from jattn_kernels.operands import (
-    AttentionOperands,
-    FiltersOperands,
-    LatentRowOperands,
-    LatentTokenOperands,
-    MatmulOperands,
-    NormOperands,
-    RotaryOperands,
-    TokenOperands,
-)
+from jattn_kernels.operands import LatentTokenOperands, NormOperands, TokenOperands
 from jattn_kernels.splits import Splits
 
 _ABSENT: Any = None  # what an operation does not have; which it has is known by its name
@@ -97,15 +88,3 @@ class ExpertsOperands:
     down_bias: Float[Array, "L E D"] | None = None
     gate_up_scales: Shaped[Array, "L E _ _"] | None = None
     down_scales: Shaped[Array, "L E _ _"] | None = None
-
-
-Operands = (
-    AttentionOperands
-    | RotaryOperands
-    | TokenOperands
-    | LatentRowOperands
-    | NormOperands
-    | ExpertsOperands
-    | MatmulOperands
-    | FiltersOperands
-)

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Array, Int
 
 from jattn_kernels.call import AttentionCall, Call, MatmulCall
-from jattn_kernels.mixture_operands import Operands
+from jattn_kernels.implementation import Operands
 from jattn_kernels.mosaic import kept_layouts, layout_search, repeated_operations, warp_loads
 from jattn_kernels.mosaic.sm90 import (
     gated_matmul,

@@ -6,8 +6,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall
-from jattn_kernels.implementation import Implementation
-from jattn_kernels.mixture_operands import Operands
+from jattn_kernels.implementation import Implementation, Operands
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
 from jattn_kernels.packed_latents import is_packed

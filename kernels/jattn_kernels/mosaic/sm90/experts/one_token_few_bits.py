@@ -30,12 +30,13 @@ from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_s
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
 from jattn_kernels.mosaic.sm90.experts.float16_rows import put_numbers_in_float16
 from jattn_kernels.mosaic.sm90.experts.one_token_result import hidden_units, no_columns, put_columns, returned_columns
-from jattn_kernels.mosaic.sm90.experts.one_token_units import BUFFERS, HALVES, OneTokenUnits
+from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import MXFP4, NUMBERS_OF_BYTE
 from jattn_kernels.routing_spec import Routing
 
 HALF = WGMMA_ROWS // HALVES
+_PRODUCTS = 2
 
 
 class FewBitsScratch(NamedTuple):
@@ -43,7 +44,7 @@ class FewBitsScratch(NamedTuple):
     scales: Any  # (stages, groups and those left free, 2, 32)
     x: Any  # (rows, K / 32, 1, 32): the token, and hidden units of experts
     factors: Any  # (rows,)
-    sums: Any  # (2, consumers, 64, 8 and some left free), in all columns the same
+    sums: Any  # (buffers, consumers, 64, 8 and some left free), in all columns the same
     full: Any
     empty: Any
     rows_full: Any
@@ -56,6 +57,7 @@ class FewBitsPhases:
     """Both phases.
 
     Attributes:
+        sizes: Of stages, and who has which registers.
         units: Hidden units of an expert, and columns of the token.
         rows_left: Of each part of the result, all but the first of which are 0.
         first, second: Whether a launch has these products.
@@ -97,18 +99,18 @@ class FewBitsPhases:
         """In shared memory."""
         sizes, rows = self.sizes, 1 + self._units.most_rows
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
-        two: dict[str, Any] = {"num_barriers": BUFFERS}
+        buffers: dict[str, Any] = {"num_barriers": sizes.buffers}
         return FewBitsScratch(
             kernel=plgpu.SMEM((sizes.stages, sizes.shares, HALVES, HALF, self._depth // NUMBERS_OF_BYTE), MXFP4),
             scales=plgpu.SMEM((sizes.stages, sizes.rows_of_scales, HALVES, HALF), MXFP4),
             x=plgpu.SMEM((rows, self.units // GROUP, 1, GROUP), jnp.float16),
             factors=plgpu.SMEM((rows,), jnp.float32),
-            sums=plgpu.SMEM((BUFFERS, sizes.consumers, WGMMA_ROWS, sizes.row_sums), jnp.float32),
+            sums=plgpu.SMEM((sizes.buffers, sizes.consumers, WGMMA_ROWS, sizes.row_sums), jnp.float32),
             full=plgpu.Barrier(num_arrivals=2, **stages),
             empty=plgpu.Barrier(**stages),
-            rows_full=plgpu.Barrier(**two),
-            summed=plgpu.Barrier(num_arrivals=sizes.consumers, **two),
-            free=plgpu.Barrier(**two),
+            rows_full=plgpu.Barrier(num_barriers=_PRODUCTS),
+            summed=plgpu.Barrier(num_arrivals=sizes.consumers, **buffers),
+            free=plgpu.Barrier(**buffers),
         )
 
     def produce(self, weights: Any, scratch: FewBitsScratch, experts: Any) -> None:
@@ -170,8 +172,8 @@ class FewBitsPhases:
 
                 none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
                 total = lax.fori_loop(0, lax.div(steps - own + consumers - 1, consumers), multiply_step, none)
-                place = lax.rem(before + number, BUFFERS)
-                pl.when(before + number >= BUFFERS)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
+                place = lax.rem(before + number, self.sizes.buffers)
+                pl.when(before + number >= self.sizes.buffers)(lambda: plgpu.barrier_wait(scratch.free.at[place]))
                 store_sums(total, scratch.sums.at[place, warpgroup])
                 plgpu.barrier_arrive(scratch.summed.at[place])
                 return done + steps
@@ -274,10 +276,10 @@ class FewBitsPhases:
     def _finished(self, scratch: FewBitsScratch, number: Any, make: Callable[[Any], jax.Array]) -> jax.Array:
         """What a unit's sums make, once they are there."""
         total = (self._units.count(False) if self.first else 0) + (self._units.count(True) if self.second else 0)
-        place = lax.rem(number, BUFFERS)
+        place = lax.rem(number, self.sizes.buffers)
         plgpu.barrier_wait(scratch.summed.at[place])
         result = make(scratch.sums.at[place])
-        pl.when(number + BUFFERS < total)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
+        pl.when(number + self.sizes.buffers < total)(lambda: plgpu.barrier_arrive(scratch.free.at[place]))
         return result
 
     def _put(self, row: list[jax.Array], scratch: FewBitsScratch, number: Any) -> None:

@@ -52,7 +52,7 @@ _PRODUCERS = 2  # warps
 
 
 def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
-    """As `one_token` of weights of 16 bits; each expert has two parts, of half the depth each."""
+    """As `one_token` of weights of 16 bits; a part is what one block adds up, and parts that none has are 0."""
     assert call.routing is not None
     sizes = few_bits_sizes(call)
     assert sizes is not None

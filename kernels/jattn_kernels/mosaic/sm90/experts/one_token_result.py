@@ -1,4 +1,4 @@
-"""What the sums of one token's mixture in one kernel make: hidden units, and what experts return."""
+"""What the sums of one token's mixture in mxfp4 make: hidden units, and what experts return."""
 
 import functools
 from collections.abc import Callable

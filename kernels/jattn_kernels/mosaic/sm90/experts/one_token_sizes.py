@@ -7,7 +7,7 @@ from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes, Registers, few_rows_sizes
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import DEPTH
-from jattn_kernels.mosaic.sm90.experts.one_token_units import BUFFERS, OneTokenUnits
+from jattn_kernels.mosaic.sm90.experts.one_token_units import OneTokenUnits
 from jattn_kernels.mosaic.sm90.experts.warp_choice import ranked_width
 from jattn_kernels.mxfp4 import GROUP
 
@@ -38,17 +38,17 @@ def one_token_sizes(call: ExpertsCall, row: int) -> OneTokenSizes | None:
     Args:
         row: Numbers of the longest row of the products before and after; 0 where there are none.
     """
+    assert call.routing is not None
     of_few_rows = few_rows_sizes(call)
     if of_few_rows is None or call.num_tokens != 1:
         return None
     (sizes, _), others = of_few_rows, _OTHERS if row else 0
     units = OneTokenUnits(per_token=call.per_token, hidden=call.units, steps=1)
     rows, choices = 1 + units.most_rows, call.per_token * WARPS * _WORD_BYTES
-    experts = max(ranked_width(call.routing), 1) if call.routing is not None else 1
     beside = [
         rows * call.units * _ITEM_BYTES,
         rows * _WORD_BYTES,
-        BUFFERS * _CONSUMERS * WGMMA_ROWS * sizes.row_sums * _WORD_BYTES,
+        sizes.buffers * _CONSUMERS * WGMMA_ROWS * sizes.row_sums * _WORD_BYTES,
         *[choices] * 3,
     ]
     if row:
@@ -56,7 +56,7 @@ def one_token_sizes(call: ExpertsCall, row: int) -> OneTokenSizes | None:
             others * DEPTH * WGMMA_ROWS * _ITEM_BYTES,
             TILED_ROWS * row * _ITEM_BYTES,
             call.units * _ITEM_BYTES,
-            experts * _WORD_BYTES,
+            ranked_width(call.routing) * _WORD_BYTES,
         ]
 
     def fits(stages: int) -> bool:

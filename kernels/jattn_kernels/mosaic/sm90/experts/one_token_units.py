@@ -1,4 +1,4 @@
-"""The units of both products of one token's mixture in one kernel: which block has which."""
+"""The units of both products of one token's mixture in mxfp4: which block has which."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from jax import lax
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
 
-BUFFERS = 2  # for units' sums
 HALVES = 2  # of an expert's hidden units; of the second product's depth
 
 
