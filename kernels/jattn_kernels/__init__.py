@@ -19,6 +19,8 @@ from jattn_kernels.matmul import (
 )
 from jattn_kernels.merge import lse_from_base2, lse_to_base2, merge_state, merge_states
 from jattn_kernels.mla import mla_decode, mla_extend
+from jattn_kernels.mlp_of_sum import is_one_kernel, mlp_of_sum
+from jattn_kernels.mlp_operands import rows_of_room
 from jattn_kernels.norm import add_rms_norm, rms_norm, summed_and_normed, taken
 from jattn_kernels.pages import copy_pages, read_latent_pages, write_latent_pages, write_pages
 from jattn_kernels.quantized import NormedRows, QuantizedKernel, QuantizedRows, quantize_kernel, quantize_rows
@@ -62,6 +64,7 @@ __all__ = [
     "copy_pages",
     "dequantize_groups",
     "interleave",
+    "is_one_kernel",
     "kept_tokens",
     "lse_from_base2",
     "lse_to_base2",
@@ -77,6 +80,7 @@ __all__ = [
     "mla_decode",
     "mla_extend",
     "mla_write",
+    "mlp_of_sum",
     "multiplied",
     "normed_heads",
     "over_temperature",
@@ -93,6 +97,7 @@ __all__ = [
     "route",
     "routed_experts",
     "routed_experts_of_sum",
+    "rows_of_room",
     "shared_prefix_decode",
     "shared_prefix_schedule",
     "summed_and_normed",

@@ -287,6 +287,38 @@ class MatmulCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpCall:
+    """The static facts of an MLP of rows that are added up and normed first; hashable.
+
+    Attributes:
+        norm: Of the rows.
+        left: Parts of the splits that are added first, and rows of each, of which those past the tokens are 0.
+        output: The product that is added last.
+        gate_up, down: The MLP's; the first has the activation.
+        next, next_norm: The next layer's first product, and the norm of its rows; None if nothing follows.
+        scales_dtype: Name of that of the weights' scales; None of weights without scales, or of several.
+        device, modes: As in AttentionCall.
+    """
+
+    norm: NormCall
+    left: tuple[int, int]
+    output: MatmulCall
+    gate_up: MatmulCall
+    down: MatmulCall
+    next: MatmulCall | None = None
+    next_norm: NormCall | None = None
+    scales_dtype: str | None = None
+    device: Device = dataclasses.field(default_factory=lambda: default_device())
+    modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
+    operation: Literal["mlp_of_sum"] = "mlp_of_sum"
+
+    @property
+    def products(self) -> tuple[MatmulCall, ...]:
+        """All, in turn."""
+        return (self.output, self.gate_up, self.down, *([] if self.next is None else [self.next]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FiltersCall:
     """The static facts of what filters keep of rows of logits; hashable.
 
@@ -302,7 +334,7 @@ class FiltersCall:
     operation: Literal["kept_tokens"] = "kept_tokens"
 
 
-Call = AttentionCall | NormCall | ExpertsCall | MatmulCall | FiltersCall
+Call = AttentionCall | NormCall | ExpertsCall | MatmulCall | MlpCall | FiltersCall
 
 
 @typing.no_type_check

@@ -79,7 +79,9 @@ def _of_sum(
     facts: dict[str, Any] = {"weighs_inputs": weighs_inputs, "in_splits": True}
     last = x.additions[-1] if x.additions else None
     is_of_two = len(x.additions) == 2 and isinstance(x.additions[0], Splits)
-    if is_of_two and isinstance(last, Unmultiplied):
+    if following is not None and isinstance(following.kernel, QuantizedKernel):
+        following = None  # no mixture's kernel takes it
+    if is_of_two and isinstance(last, Unmultiplied) and not isinstance(last.kernel, QuantizedKernel):
         asked = implementation or (last.rows.implementation if isinstance(last.rows, _NOT_ATTENDED) else None)
         for wanted in [None] if following is None else [following, None]:
             given = (x, last, router, routing, gate_up, down, router_bias, choice_bias, wanted, options)

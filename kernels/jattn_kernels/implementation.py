@@ -6,6 +6,7 @@ from typing import Any
 
 from jattn_kernels.call import Call
 from jattn_kernels.mixture_operands import ExpertsOperands
+from jattn_kernels.mlp_operands import MlpOperands
 from jattn_kernels.operands import (
     AttentionOperands,
     FiltersOperands,
@@ -24,6 +25,7 @@ Operands = (
     | NormOperands
     | ExpertsOperands
     | MatmulOperands
+    | MlpOperands
     | FiltersOperands
 )
 

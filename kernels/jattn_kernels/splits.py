@@ -36,6 +36,14 @@ class Splits:
     def ndim(self) -> int:
         return self.parts.ndim - 1
 
+    def in_shape_of(self, other: "Splits") -> "Splits":
+        """The same sum in as many parts as another has."""
+        parts = self.parts[:, : self.num_rows].sum(axis=0, dtype=jnp.float32)
+        whole = (
+            jnp.zeros(other.parts.shape, other.parts.dtype).at[0, : self.num_rows].set(parts.astype(other.parts.dtype))
+        )
+        return dataclasses.replace(other, parts=whole)
+
     def reshape(self, num_rows: int, *columns: int) -> "Splits":
         """With other columns; the rows stay."""
         assert num_rows == self.num_rows

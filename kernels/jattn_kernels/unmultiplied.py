@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from jattn_kernels.quantized import QuantizedKernel
 from jattn_kernels.unattended import Unattended
 from jattn_kernels.unattended_latents import UnattendedLatents
 
@@ -25,7 +26,7 @@ class Unmultiplied:
     """
 
     rows: Float[Array, "T D"] | Unattended | UnattendedLatents
-    kernel: Float[Array, "*L D F"]
+    kernel: Float[Array, "*L D F"] | QuantizedKernel
     layer_index: Int[Array, ""] | int | None = None
     bias: Float[Array, "*L F"] | None = None
 
@@ -57,7 +58,7 @@ class NextProduct:
 
     scale: Float[Array, "L D"]
     scale_layer: Int[Array, ""] | int
-    kernel: Float[Array, "L D F"]
+    kernel: Float[Array, "L D F"] | QuantizedKernel
     layer_index: Int[Array, ""] | int
     bias: Float[Array, "L F"] | None = None
     eps: float = dataclasses.field(metadata={"static": True})

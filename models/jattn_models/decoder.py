@@ -202,7 +202,7 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
         return nnx.merge(graph, in_place, others)
 
     turns, in_turn = len(places[0]), _in_turn(period, this_pass)
-    multiplies = in_turn and all(isinstance(layer.mlp, MixtureOfExperts) for layer in period)
+    multiplies = in_turn and all(layer.hands_on(stream.rows) for layer in period)
 
     def following(offset: int, number: Any) -> DecoderLayer | None:
         if not multiplies:
@@ -227,14 +227,14 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
             stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))
-    if stream.rows.shape[0] == 1 and isinstance(period[-1].mlp, MixtureOfExperts):
+    if stream.rows.shape[0] == 1 and period[-1].hands_on(stream.rows):
         # Asked of a number such as the loop's, whose type is weak: its body is then traced once for both.
         made = jax.eval_shape(body, 0, (stream, pool))[0]
         if jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, made.addition):  # a kernel leaves more room
             nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made.addition)
             stream = stream._replace(addition=nothing)
         if made.product is not None:
-            stream = layer_of(stacks[0], jnp.int32(0)).multiplied(stream)
+            stream = layer_of(stacks[0], jnp.int32(0)).multiplied(stream, made.product)
     stream, pool = jax.lax.fori_loop(first, turns, body, (stream, pool), unroll=in_turn)
     return stream._replace(product=None), pool
 

@@ -3,6 +3,7 @@
 import functools
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -115,14 +116,24 @@ class DecoderLayer(nnx.Module):
             return None
         return self.attention.first_product(self.input_norm)
 
-    def multiplied(self, stream: Stream) -> Stream:
+    def hands_on(self, rows: Float[Array, "T D"]) -> bool:
+        """Whether its MLP may take the next layer's first product of such rows too."""
+        if isinstance(self.mlp, GatedMLP):
+            return rows.shape[0] == 1 and self.mlp.in_int4
+        return isinstance(self.mlp, MixtureOfExperts)
+
+    def multiplied(self, stream: Stream, like: Splits) -> Stream:
         """The stream with that product of its rows, as the layer before would leave it."""
         assert isinstance(self.input_norm, RMSNorm)
         product = self.attention.first_projection.splits(self.input_norm.later(stream.rows))
+        if isinstance(product, Splits) and product.parts.shape != like.parts.shape:
+            product = product.in_shape_of(like)
         return stream._replace(product=product)
 
     def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
-        """What it leaves to be added up of such rows; None if nothing."""
+        """What it leaves to be added up of such rows, or as much and room; None if nothing."""
+        if isinstance(normed, jax.Array) and self.hands_on(normed) and isinstance(self.mlp, GatedMLP):
+            return self.mlp.left_in_one(normed) if self._defers(parallel) else None
         addition = self._of_mlp(normed, parallel)
         return addition if self._leaves(addition, parallel) else None
 
@@ -183,8 +194,6 @@ class DecoderLayer(nnx.Module):
         And pages that attention has written into, if it was left to the MLP.
         """
         norm, as_it_is = self.post_attention_norm, self._adds_as_it_is
-        if not isinstance(self.mlp, MixtureOfExperts):
-            attended = multiplied(attended)
         if (
             isinstance(attended, Splits | Unmultiplied)
             and isinstance(norm, RMSNorm)
@@ -197,9 +206,13 @@ class DecoderLayer(nnx.Module):
             if isinstance(self.mlp, MixtureOfExperts):
                 addition, hidden, product, pages = self.mlp.splits_of_sum(later, following)
                 return hidden, addition, product, pages
-            if isinstance(attended, Splits) and self._defers(parallel) and self.mlp.adds_up(later):
-                addition, hidden = self.mlp.splits_of_sum(later)
-                return hidden, addition, None, None
+            if self._defers(parallel):
+                if not self.mlp.is_one_kernel(later):
+                    attended = multiplied(attended)
+                    later = norm.later(stream.rows, *left, attended)
+                if isinstance(attended, Unmultiplied) or self.mlp.adds_up(later):
+                    addition, hidden, product = self.mlp.splits_of_sum(later, following)
+                    return hidden, addition, product, None
         hidden, normed = self._between(stream.summed(parallel), multiplied(attended), parallel)
         return hidden, self._of_mlp(normed, parallel), None, None
 

@@ -120,7 +120,7 @@ class Linear(nnx.Module):
     @property
     def inputs(self) -> int:
         """Numbers of a row that it takes."""
-        return self.kernel.get_value().shape[-2 if self.scales is None else -1]
+        return self.kernel.stack_and_layer[0].shape[-2 if self.scales is None else -1]
 
     def reorder_outputs(self, order: Int[Array, " F"]) -> None:
         """Takes the outputs of the given numbers, in this order, of all layers of a stack."""
@@ -134,24 +134,24 @@ class Linear(nnx.Module):
     @property
     def rounds_rows(self) -> bool:
         """Whether rows are rounded to fp8 before they are multiplied, each by one scale."""
-        weights, _ = self._weights()
+        weights, _ = self.weights()
         return isinstance(weights, QuantizedKernel) and weights.scales_kind == "channel"
 
     def __call__(
         self, x: Float[Array, "*batch D"] | Ungated | QuantizedRows, *, out_dtype: Any = None
     ) -> Float[Array, "*batch F"]:
-        weights, layer = self._weights()
+        weights, layer = self.weights()
         y = matmul(x, weights, layer_index=layer, out_dtype=out_dtype)
         return y if self.bias is None else with_bias(y, self.summed_over.once(self.bias.of_layer))
 
     def splits(self, x: NormedRows | Unnormed | Ungated) -> Float[Array, "T F"] | Splits:
         """The same, for who adds it up; of rows that may not be normed yet."""
-        weights, layer = self._weights()
+        weights, layer = self.weights()
         return matmul_splits(x, weights, bias=self.bias_stack, layer_index=layer)
 
     def gated(self, x: NormedRows, activation: Callable[[Array, Array], Array]) -> Float[Array, "T F"] | Ungated:
         """activation(gate, up) of what it returns, by its kernel or by who reads it."""
-        weights, layer = self._weights()
+        weights, layer = self.weights()
         in_eight_bits = isinstance(weights, QuantizedKernel) and weights.dtype != INT4
         if self.bias is not None or in_eight_bits:
             return Ungated(rows=self.splits(x), activation=activation)
@@ -161,7 +161,7 @@ class Linear(nnx.Module):
         self, x: Unnormed, activation: Callable[[Array, Array], Array]
     ) -> tuple[Float[Array, "T F"] | Ungated, Float[Array, "T D"]]:
         """`gated` of rows that are added up, and their sum."""
-        weights, layer = self._weights()
+        weights, layer = self.weights()
         if self.bias is None:
             gated, total, _ = matmul_gated_of_sum(x, weights, activation, layer_index=layer)
             return gated, total
@@ -170,17 +170,19 @@ class Linear(nnx.Module):
 
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its kernel adds such rows up."""
-        weights, layer = self._weights()
+        weights, layer = self.weights()
         return adds_up(x, weights, layer_index=layer)
 
     def later(
         self, x: Float[Array, "T D"] | Unattended | UnattendedLatents
     ) -> Float[Array, "T F"] | Splits | Unmultiplied:
         """The same, for a kernel that may take the product itself; with `plain_weights` of attention too."""
-        if (plain := self.plain_weights) is None:
+        weights, layer = self.weights()
+        if isinstance(weights, QuantizedKernel):
             assert not isinstance(x, Unattended | UnattendedLatents)
-            return self.splits(x)
-        return Unmultiplied(rows=x, kernel=plain[0], layer_index=plain[1], bias=self.bias_stack)
+            if weights.dtype != INT4:
+                return self.splits(x)
+        return Unmultiplied(rows=x, kernel=weights, layer_index=layer, bias=self.bias_stack)
 
     @property
     def plain_weights(self) -> tuple[Array, Int[Array, ""] | None] | None:
@@ -192,7 +194,7 @@ class Linear(nnx.Module):
         """The bias, of all layers as the kernel is: of devices that sum what they return, in the part of one."""
         return None if self.bias is None else self.summed_over.once(self.bias.stack_and_layer[0])
 
-    def _weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
+    def weights(self) -> tuple[Array | QuantizedKernel, Int[Array, ""] | None]:
         """The kernel, with its scales if it has some, and the number of the layer if it is of all layers'.
 
         In int4 it is held interleaved, if it may be.

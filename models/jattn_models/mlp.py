@@ -1,14 +1,16 @@
 """Multi-layer perceptrons, gated and plain; each device holds its share of the hidden units."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jattn.matmul import Splits, Ungated
+from jattn.matmul import INT4, NextProduct, Splits, Ungated, is_one_kernel, mlp_of_sum, multiplied, rows_of_room
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.layers import Linear
@@ -57,10 +59,42 @@ class GatedMLP(nnx.Module):
         """The same, for who adds it up."""
         return self.down_proj.splits(self._activated(x))
 
-    def splits_of_sum(self, x: Unnormed) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"]]:
-        """The same of rows that are added up, and their sum."""
-        hidden, total = self.gate_up_proj.gated_of_sum(x, GATES[self.activation])
-        return self.down_proj.splits(hidden), total
+    def splits_of_sum(
+        self, x: Unnormed, following: NextProduct | None = None
+    ) -> tuple[Float[Array, "T D"] | Splits, Float[Array, "T D"], Splits | None]:
+        """The same of rows that are added up, and their sum; the last addition may be Unmultiplied.
+
+        And the product that the next layer begins with, where one kernel takes that too.
+        """
+        if self._is_plain:
+            gate_up, down, layer = self._kernels()
+            return mlp_of_sum(x, gate_up, down, GATES[self.activation], following=following, layer_index=layer)
+        given = dataclasses.replace(x, additions=tuple(map(multiplied, x.additions)))
+        hidden, total = self.gate_up_proj.gated_of_sum(given, GATES[self.activation])
+        return self.down_proj.splits(hidden), total, None
+
+    def is_one_kernel(self, x: Unnormed) -> bool:
+        """Whether `splits_of_sum` of such rows is one kernel, with the product that is added last."""
+        if not self._is_plain:
+            return False
+        gate_up, down, layer = self._kernels()
+        return is_one_kernel(x, gate_up, down, GATES[self.activation], layer_index=layer)
+
+    def left_in_one(self, x: Float[Array, "1 D"]) -> Splits:
+        """Nothing, in the shape of what that kernel leaves, or with more room."""
+        width = x.shape[1]
+        parts = jnp.zeros((1, rows_of_room(width, self.down_proj.inputs), width), jnp.float32)
+        return Splits(parts=parts, num_rows=1, dtype=x.dtype)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether no bias is added."""
+        return self.gate_up_proj.bias is None and self.down_proj.bias is None
+
+    def _kernels(self) -> tuple[Any, Any, Any]:
+        """Both projections' weights, and the layer's number."""
+        (gate_up, layer), (down, _) = self.gate_up_proj.weights(), self.down_proj.weights()
+        return gate_up, down, layer
 
     def adds_up(self, x: Unnormed) -> bool:
         """Whether its first projection's kernel adds such rows up."""
@@ -73,6 +107,11 @@ class GatedMLP(nnx.Module):
     def rounds_rows(self) -> bool:
         """Whether it rounds what it is given to fp8 first."""
         return self.gate_up_proj.rounds_rows
+
+    @property
+    def in_int4(self) -> bool:
+        """Whether its projections are, of which one kernel may take both, of one row."""
+        return self.in_few_bits and self.down_proj.kernel.stack_and_layer[0].dtype == INT4
 
     @property
     def in_few_bits(self) -> bool:

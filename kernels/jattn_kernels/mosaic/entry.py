@@ -24,6 +24,7 @@ from jattn_kernels.mosaic.sm90.experts import entry as experts
 from jattn_kernels.mosaic.sm90.extend import entry as extend
 from jattn_kernels.mosaic.sm90.fp8 import entry as fp8
 from jattn_kernels.mosaic.sm90.int4 import entry as int4
+from jattn_kernels.mosaic.sm90.mlp import entry as mlp
 from jattn_kernels.operands import LatentRowOperands, MatmulOperands
 
 kept_layouts.install()
@@ -56,6 +57,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm.rms_norm,
     "mixture_of_experts": experts.mixture_of_experts,
     "matmul": _matmul,
+    "mlp_of_sum": mlp.mlp_of_sum,
 }
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode.make_schedule,

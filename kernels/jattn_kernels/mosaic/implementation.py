@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, NormCall, Operation
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, MlpCall, NormCall, Operation
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.lowering.mask_words import MOST_TOKENS
 from jattn_kernels.packed_latents import is_packed
@@ -61,6 +61,10 @@ def refuses(call: Call) -> str | None:
             return _refuses_experts(call)
         case MatmulCall():
             return _refuses_matmul(call)
+        case MlpCall():
+            from jattn_kernels.mosaic.sm90.mlp import entry
+
+            return entry.refuses(call)
         case FiltersCall():
             return "`mosaic` does not do kept_tokens."
     return _refuses_attention(call)

@@ -10,7 +10,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, FiltersCall, MatmulCall, NormCall, default_device
+from jattn_kernels.call import (
+    AttentionCall,
+    Call,
+    ExpertsCall,
+    FiltersCall,
+    MatmulCall,
+    MlpCall,
+    NormCall,
+    default_device,
+)
 from jattn_kernels.implementation import Implementation, refuses_mode
 from jattn_kernels.packed_latents import is_packed
 from jattn_kernels.traced_once import run_once
@@ -40,8 +49,8 @@ def refuses(call: Call) -> str | None:
             return _refuses_norm(call)
         case ExpertsCall():
             return _refuses_experts(call)
-        case MatmulCall():
-            return "`triton` does not do matmul."
+        case MatmulCall() | MlpCall():
+            return f"`triton` does not do {call.operation}."
         case FiltersCall():
             return None if call.num_rows else "`triton` takes some rows of logits, not none."
     if call.operation == "rotate_and_write":

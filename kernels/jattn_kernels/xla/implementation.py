@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, NormCall
+from jattn_kernels.call import AttentionCall, Call, ExpertsCall, MatmulCall, MlpCall, NormCall
 from jattn_kernels.implementation import Implementation, Operands
 from jattn_kernels.norm_formula import norm_of_rows
 from jattn_kernels.operands import NormOperands
@@ -33,6 +33,8 @@ def refuses(call: Call) -> str | None:
         return "`xla` takes no activation after a product."
     if isinstance(call, MatmulCall) and call.biased:
         return "`xla` adds a bias after a product, by itself."
+    if isinstance(call, MlpCall):
+        return "`xla` takes an MLP's products one by one."
     if isinstance(call, ExpertsCall) and call.router is not None:
         return "`xla` takes a router's logits before the mixture, by itself."
     if not isinstance(call, AttentionCall):

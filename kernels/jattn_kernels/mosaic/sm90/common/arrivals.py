@@ -126,7 +126,12 @@ def arrived(source: Any, places: list[jax.Array], layouts: list[Any]) -> list[ja
 
 
 def _polled(pointer: Any, starts: list[tuple[Any, int]]) -> list[Any]:
-    """As many float32 from each place on as is said with it, read until none is missing."""
+    """As `polled_words`, in float32."""
+    return [arith.bitcast(ir.F32Type.get(), word) for word in polled_words(pointer, starts)]
+
+
+def polled_words(pointer: Any, starts: list[tuple[Any, int]]) -> list[Any]:
+    """As many words from each place on as is said with it, read until none is 0."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     pointers = [(utils.getelementptr(pointer, [start], f32), count) for start, count in starts]
     loop = scf.WhileOp([i32] * sum(count for _, count in starts), [])
@@ -139,7 +144,7 @@ def _polled(pointer: Any, starts: list[tuple[Any, int]]) -> list[Any]:
         scf.condition(_in_any_lane(missing), bits)
     with ir.InsertionPoint.at_block_begin(loop.after.blocks.append(*([i32] * len(bits)))):
         scf.yield_([])
-    return [arith.bitcast(f32, number) for number in loop.results]
+    return list(loop.results)
 
 
 def never_zero(numbers: jax.Array) -> jax.Array:

@@ -170,26 +170,35 @@ def of_all(numbers: jax.Array, add: Callable[[Any, Any], Any], place: Meeting, h
         half: Of the meeting's place, used once.
     """
     found = place.numbers.at[half]
-    if tiles.interpret_params() is not None:
-        reduced = numbers.sum() if add is operator.add else numbers.max()
-        for warp in range(tiles.WARPS):
-            found[number * tiles.WARPS + warp] = reduced if warp == 0 else jnp.float32(0)
-    else:
-        _store_of_warps(found, numbers, add)
+    store_of_warps(found, numbers, add, number)
     plgpu.barrier_arrive(place.there.at[half])
     plgpu.barrier_wait(place.there.at[half])
     return functools.reduce(add if add is operator.add else jnp.maximum, [found[i] for i in range(found.shape[0])])
 
 
-def _store_of_warps(target: Any, values: jax.Array, add: Callable[[Any, Any], Any]) -> None:
-    """Each warp's values brought together, at the warp's number; warps of consumers are a block's first."""
-    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=VECTOR)
+def store_of_warps(
+    target: Any, values: jax.Array, add: Callable[[Any, Any], Any], number: Any, vector: int = VECTOR
+) -> None:
+    """Each warp's values brought together, at the warp's number; warps of consumers are a block's first.
+
+    Args:
+        target: In shared memory, as many numbers as consumers have warps.
+        values: None below 0, of a share.
+        number: Of the consumer.
+        vector: Values of a register.
+    """
+    if tiles.interpret_params() is not None:
+        reduced = values.sum() if add is operator.add else values.max()
+        for warp in range(tiles.WARPS):
+            target[number * tiles.WARPS + warp] = reduced if warp == 0 else jnp.float32(0)
+        return
+    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=vector)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def store(ctx: Any, target: Any, values: Any) -> None:
         del ctx
         both = arith.addf if add is operator.add else arith.maximumf
-        numbers = [llvm.extractelement(each, constant(i)) for each in values.registers.flat for i in range(VECTOR)]
+        numbers = [llvm.extractelement(each, constant(i)) for each in values.registers.flat for i in range(vector)]
         total = functools.reduce(both, numbers)
         for distance in (16, 8, 4, 2, 1):
             total = both(total, utils.shfl_bfly(total, distance))

@@ -23,13 +23,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.columns import no_columns, put_columns
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import pieces
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.e2m1_products import stage_added, store_sums
 from jattn_kernels.mosaic.sm90.experts.few_rows_sizes import FewRowsSizes
 from jattn_kernels.mosaic.sm90.experts.float16_rows import put_numbers_in_float16
-from jattn_kernels.mosaic.sm90.experts.one_token_result import hidden_units, no_columns, put_columns, returned_columns
+from jattn_kernels.mosaic.sm90.experts.one_token_result import hidden_units, returned_columns
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
 from jattn_kernels.mxfp4 import GROUP
 from jattn_kernels.quantized import MXFP4, NUMBERS_OF_BYTE

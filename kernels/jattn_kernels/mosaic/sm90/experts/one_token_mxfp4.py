@@ -21,6 +21,7 @@ from jax import lax
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
+from jattn_kernels.mosaic.sm90.common.columns import put_columns
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import pieces
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
@@ -36,7 +37,6 @@ from jattn_kernels.mosaic.sm90.experts.one_token import (
 from jattn_kernels.mosaic.sm90.experts.one_token_few_bits import FewBitsHidden, FewBitsPhases, ToldFewBitsHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_fits import few_bits_sizes, next_phase, router_phases
 from jattn_kernels.mosaic.sm90.experts.one_token_products import ROW_OF_HIDDEN, ROWS_OF_EXPERTS
-from jattn_kernels.mosaic.sm90.experts.one_token_result import put_columns
 from jattn_kernels.mosaic.sm90.experts.one_token_stages import (
     DEPTH,
     Count,

@@ -9,14 +9,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jattn_kernels.mosaic.sm90.common import tiles
-from jattn_kernels.mosaic.sm90.common.arrivals import NEVER_ZERO, never_zero
-from jattn_kernels.mosaic.sm90.common.indexed import gather, scatter
+from jattn_kernels.mosaic.sm90.common.columns import LAYOUT
+from jattn_kernels.mosaic.sm90.common.indexed import gather
 from jattn_kernels.mosaic.sm90.common.tiles import WGMMA_ROWS
-from jattn_kernels.mosaic.sm90.experts.one_token_stages import flat_places
 from jattn_kernels.mosaic.sm90.experts.one_token_units import HALVES, OneTokenUnits
-
-_LAYOUT = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
 def hidden_units(
@@ -41,7 +37,7 @@ def hidden_units(
         number = _sum_of(sums, column + half * side) * factor
         if bias is not None:
             at = (expert * HALVES + half) * units.hidden + block * side + column
-            number += gather(bias, at, _LAYOUT).astype(jnp.float32)
+            number += gather(bias, at, LAYOUT).astype(jnp.float32)
         halves.append(number)
     return activation(*halves)
 
@@ -60,37 +56,17 @@ def returned_columns(
     result = _sum_of(sums, column) * factor
     if bias is not None:
         at = expert * units.hidden + block * side + column
-        result += gather(bias, at, _LAYOUT).astype(jnp.float32) * jnp.where(half == 0, 1.0, 0.0)
+        result += gather(bias, at, LAYOUT).astype(jnp.float32) * jnp.where(half == 0, 1.0, 0.0)
     return result * weight
-
-
-def no_columns() -> jax.Array:
-    """Zeros of that layout."""
-    return plgpu.layout_cast(jnp.zeros((128,), jnp.float32), _LAYOUT)
-
-
-def put_columns(out: Any, begin: Any, numbers: jax.Array | None, side: int, *, told: bool = False) -> None:
-    """The first `side` of such numbers, from a flat place on.
-
-    Args:
-        numbers: None for zeros.
-        told: Whether they are stored for who polls (`arrivals`).
-    """
-    if tiles.interpret_params() is not None:
-        out[flat_places(out, begin, side)] = jnp.zeros(side, out.dtype) if numbers is None else numbers[:side]
-        return
-    column = plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=_LAYOUT)
-    values = (NEVER_ZERO if told else 0) if numbers is None else never_zero(numbers) if told else numbers
-    scatter(out, jnp.where(column < side, begin + column, -1), values, _LAYOUT)
 
 
 def _columns(side: int) -> jax.Array:
     """Each thread's column."""
-    return lax.rem(plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=_LAYOUT), side)
+    return lax.rem(plgpu.broadcasted_iota(jnp.int32, (128,), 0, layout=LAYOUT), side)
 
 
 def _sum_of(sums: Any, column: Any) -> jax.Array:
     """What consumers add up to, of some columns of a unit's 64."""
     consumers, _, width = sums.shape
     places = (column * width + consumer * WGMMA_ROWS * width for consumer in range(consumers))
-    return functools.reduce(jnp.add, [gather(sums, each, _LAYOUT) for each in places])
+    return functools.reduce(jnp.add, [gather(sums, each, LAYOUT) for each in places])

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, UInt8
 
 from jattn_kernels.mixture_operands import NextOperands, RouterOperands
 from jattn_kernels.mosaic.sm90.common import all_blocks, tiles
+from jattn_kernels.mosaic.sm90.common.columns import flat_places
 from jattn_kernels.mosaic.sm90.common.indexed import scatter
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.warp_choice import ranked_width
@@ -213,7 +214,7 @@ def _copy(weights: Any, scratch: Scratch, stage: Any, is_used: Any) -> None:
 def store_row(out: Any, begin: Any, result: jax.Array, number: Any) -> None:
     """One of the rows of a block, from a flat place on."""
     if tiles.interpret_params() is not None:
-        out[flat_places(out, begin)] = lax.dynamic_index_in_dim(result, number, axis=1, keepdims=False)
+        out[flat_places(out, begin, WGMMA_ROWS)] = lax.dynamic_index_in_dim(result, number, axis=1, keepdims=False)
         return
     layout = plgpu.Layout.WGMMA
     column, row = (plgpu.broadcasted_iota(jnp.int32, result.shape, axis, layout=layout) for axis in range(2))
@@ -230,15 +231,7 @@ def of_row(result: jax.Array, number: Any) -> jax.Array:
 def store_zeros(out: Any, begin: Any) -> None:
     """As many zeros as a block has rows, from a flat place on."""
     if tiles.interpret_params() is not None:
-        out[flat_places(out, begin)] = jnp.zeros(WGMMA_ROWS, out.dtype)
+        out[flat_places(out, begin, WGMMA_ROWS)] = jnp.zeros(WGMMA_ROWS, out.dtype)
         return
     layout = plgpu.Layout.WGMMA.reduce(1)
     scatter(out, plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS,), 0, layout=layout) + begin, 0, layout)
-
-
-def flat_places(out: Any, begin: Any, size: int = WGMMA_ROWS) -> tuple[Any, ...]:
-    """Those of so many numbers, from a flat place on."""
-    places: list[Any] = []
-    for length in reversed(out.shape):
-        places, begin = [lax.rem(begin, length), *places], lax.div(begin, length)
-    return (*places[:-1], pl.ds(places[-1], size))
