@@ -32,7 +32,7 @@ from jattn_kernels.routing import route
 from jattn_kernels.routing_spec import Routing
 from jattn_kernels.shared_prefix import shared_prefix_decode, shared_prefix_schedule
 from jattn_kernels.spec import AttentionSpec
-from jattn_kernels.splits import Splits, added
+from jattn_kernels.splits import Splits, added, in_shape_of
 from jattn_kernels.temperature import over_temperature
 from jattn_kernels.unattended import Unattended
 from jattn_kernels.unattended_latents import UnattendedLatents
@@ -63,6 +63,7 @@ __all__ = [
     "are_multiplied_by_a_kernel",
     "copy_pages",
     "dequantize_groups",
+    "in_shape_of",
     "interleave",
     "is_one_kernel",
     "kept_tokens",

@@ -36,14 +36,6 @@ class Splits:
     def ndim(self) -> int:
         return self.parts.ndim - 1
 
-    def in_shape_of(self, other: "Splits") -> "Splits":
-        """The same sum in as many parts as another has."""
-        parts = self.parts[:, : self.num_rows].sum(axis=0, dtype=jnp.float32)
-        whole = (
-            jnp.zeros(other.parts.shape, other.parts.dtype).at[0, : self.num_rows].set(parts.astype(other.parts.dtype))
-        )
-        return dataclasses.replace(other, parts=whole)
-
     def reshape(self, num_rows: int, *columns: int) -> "Splits":
         """With other columns; the rows stay."""
         assert num_rows == self.num_rows
@@ -53,3 +45,10 @@ class Splits:
 def added(x: Float[Array, "..."] | Splits) -> Float[Array, "..."]:
     """The rows themselves."""
     return x.parts.sum(axis=0, dtype=jnp.float32)[: x.num_rows].astype(x.dtype) if isinstance(x, Splits) else x
+
+
+def in_shape_of(x: Float[Array, "..."] | Splits, other: Splits) -> Splits:
+    """The same rows in as many parts as other splits have."""
+    rows = x.parts[:, : x.num_rows].sum(axis=0, dtype=jnp.float32) if isinstance(x, Splits) else x
+    whole = jnp.zeros(other.parts.shape, other.parts.dtype)
+    return dataclasses.replace(other, parts=whole.at[0, : other.num_rows].set(rows.astype(whole.dtype)))

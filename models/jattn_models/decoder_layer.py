@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jattn.experts import Pages
-from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied, added, multiplied
+from jattn.matmul import NextProduct, QuantizedRows, Splits, Unmultiplied, added, in_shape_of, multiplied
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.attention import Attention, Pass
@@ -126,9 +126,8 @@ class DecoderLayer(nnx.Module):
         """The stream with that product of its rows, as the layer before would leave it."""
         assert isinstance(self.input_norm, RMSNorm)
         product = self.attention.first_projection.splits(self.input_norm.later(stream.rows))
-        if isinstance(product, Splits) and product.parts.shape != like.parts.shape:
-            product = product.in_shape_of(like)
-        return stream._replace(product=product)
+        is_alike = isinstance(product, Splits) and product.parts.shape == like.parts.shape
+        return stream._replace(product=product if is_alike else in_shape_of(product, like))
 
     def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
         """What it leaves to be added up of such rows, or as much and room; None if nothing."""
@@ -177,10 +176,22 @@ class DecoderLayer(nnx.Module):
         """Whether the products after both norms add up what the layer before left, each for itself."""
         if isinstance(self.mlp, MixtureOfExperts):
             return not rounded
+        if self._is_one_kernel(x):
+            return True
         attention, mlp = self.attention, self.mlp
         return (
             isinstance(attention, Attention) and isinstance(mlp, GatedMLP) and attention.adds_up(x) and mlp.adds_up(x)
         )
+
+    def _is_one_kernel(self, x: Unnormed) -> bool:
+        """Whether one kernel takes all that follows attention, of rows that are added up so before."""
+        norm, attention = self.post_attention_norm, self.attention
+        if not (isinstance(self.mlp, GatedMLP) and isinstance(norm, RMSNorm) and isinstance(attention, Attention)):
+            return False
+        if not (self.hands_on(x.rows) and self._adds_as_it_is):
+            return False
+        product = attention.o_proj.later(jnp.zeros((1, attention.o_proj.inputs), x.dtype))  # for its shape
+        return self.mlp.is_one_kernel(norm.later(x.rows, *x.additions, product))
 
     def _after_attention(
         self,

@@ -120,7 +120,18 @@ class Linear(nnx.Module):
     @property
     def inputs(self) -> int:
         """Numbers of a row that it takes."""
-        return self.kernel.stack_and_layer[0].shape[-2 if self.scales is None else -1]
+        return self._stack.shape[-2 if self.scales is None else -1]
+
+    @property
+    def in_int4(self) -> bool:
+        """Whether it is held so."""
+        return self._stack.dtype == INT4
+
+    @property
+    def _stack(self) -> Any:
+        """The kernel, or that of all layers; or its shape."""
+        value = self.kernel.get_value()
+        return value.stack if isinstance(value, OfLayer) else value
 
     def reorder_outputs(self, order: Int[Array, " F"]) -> None:
         """Takes the outputs of the given numbers, in this order, of all layers of a stack."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jattn.matmul import INT4, NextProduct, Splits, Ungated, is_one_kernel, mlp_of_sum, multiplied, rows_of_room
+from jattn.matmul import NextProduct, Splits, Ungated, is_one_kernel, mlp_of_sum, multiplied, rows_of_room
 from jattn.norm import NormedRows, Unnormed
 from jattn.parallel import Parallel
 from jattn_models.layers import Linear
@@ -111,7 +111,7 @@ class GatedMLP(nnx.Module):
     @property
     def in_int4(self) -> bool:
         """Whether its projections are, of which one kernel may take both, of one row."""
-        return self.in_few_bits and self.down_proj.kernel.stack_and_layer[0].dtype == INT4
+        return self.down_proj.in_int4
 
     @property
     def in_few_bits(self) -> bool:

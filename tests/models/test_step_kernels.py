@@ -66,11 +66,18 @@ def step_of_model(model, variant, *, rows=1):
 
 
 @functools.cache
-def step_in_few_bits(weights):
-    """The text of a step of one row, two layers of Llama-3-8B's shapes."""
+def step_in_few_bits(weights, *, in_one=True):
+    """The text of a step of one row, two layers of Llama-3-8B's shapes.
+
+    Args:
+        in_one: Whether one kernel may take a layer's products.
+    """
     model = two_layers(LlamaForCausalLM, LLAMA_3_8B)
     hold_projections(model, weights)
-    return step_of_model(model, "greedy")
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_one:
+            patch.setattr("jattn_models.mlp.is_one_kernel", lambda *args, **options: False)
+        return step_of_model(model, "greedy")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +178,13 @@ def test_layers_of_a_mixture_stay_in_a_loop_for_more_tokens(hopper):
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_products_in_few_bits_add_up_norm_and_round_one_row(hopper, weights):
     """A layer has four products, attention that turns its heads, its merge."""
-    assert num_kernels(step_in_few_bits(weights)) == 2 * 6 + 1
+    assert num_kernels(step_in_few_bits(weights, in_one=False)) == 2 * 6 + 1
+
+
+def test_products_in_int4_of_one_row_are_one_kernel(hopper):
+    """With the next layer's first; a layer has attention and its merge beside it. The first one's product and its norm
+    come before them, the last norm behind."""
+    assert num_kernels(step_in_few_bits("int4")) == 2 * 3 + 3
 
 
 def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
@@ -185,7 +198,7 @@ def test_products_in_int4_take_rows_as_they_are_and_the_activation(hopper):
 
 
 def test_the_activation_of_one_row_is_of_its_product_in_int4(hopper):
-    text = step_in_few_bits("int4")
+    text = step_in_few_bits("int4", in_one=False)
     assert not re.search(r"tensor<(?:\d+x)?[14]x28672x", text)
     assert re.search(r"tensor<1x1x14336xbf16>", text)
 
