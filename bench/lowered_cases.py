@@ -21,6 +21,7 @@ from jattn_kernels import (
 from jattn_kernels.call import Device, assume_device
 from jattn_kernels.lowering.expert_groups import silu_gate
 from jattn_kernels.spec import PageLayout
+from jattn_kernels.unmultiplied import NextProduct, Unmultiplied
 from tests.kernels.harness.case_table import CASES, Case, build
 from tests.kernels.harness.kernel_sized_batches import case_of, spec_of
 from tests.kernels.harness.kernel_sized_cases import KERNEL_SIZED
@@ -156,6 +157,25 @@ def _products() -> Iterator[tuple[str, Hashed]]:
     for name, face in in_int4.items():
         case = functools.partial(lowered_hash, face, x, held, layer_index=array((), "int32"))
         yield f"matmul/int4_64_{name}", case
+    yield "matmul/int4_1_mlp_of_sum", _mlp_of_sum
+
+
+def _mlp_of_sum() -> str:
+    """One token of a layer of Llama-3-8B in int4, behind its attention."""
+    layer, width = array((), "int32"), 4096
+
+    def held(columns: int, depth: int) -> QuantizedKernel:
+        values, scales = array((2, columns, depth), "int4"), array((2, depth // 128, columns), "bfloat16")
+        return QuantizedKernel(values=values, scales=scales, interleaved=True)
+
+    row, scale = array((1, width), "bfloat16"), array((2, width), "bfloat16")
+    left = Splits(parts=array((1, 16, width), "float32"), num_rows=1, dtype=jnp.dtype("bfloat16"))
+    product = Unmultiplied(rows=row, kernel=held(width, width), layer_index=layer)
+    x = Unnormed(rows=row, additions=(left, product), scale=scale, layer_index=layer, eps=1e-6)
+    following = NextProduct(scale=scale, scale_layer=layer, kernel=held(6144, width), layer_index=layer, eps=1e-6)
+    face = functools.partial(jattn_kernels.mlp_of_sum, activation=silu_gate)
+    kernels = held(28672, width), held(width, 14336)
+    return lowered_hash(face, x, *kernels, following=following, layer_index=layer)
 
 
 def _gated_products() -> Iterator[tuple[str, Hashed]]:

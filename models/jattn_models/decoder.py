@@ -202,7 +202,7 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
         return nnx.merge(graph, in_place, others)
 
     turns, in_turn = len(places[0]), _in_turn(period, this_pass)
-    multiplies = in_turn and all(layer.hands_on(stream.rows) for layer in period)
+    multiplies = in_turn and all(layer.hands_on(stream.rows, this_pass.parallel) for layer in period)
 
     def following(offset: int, number: Any) -> DecoderLayer | None:
         if not multiplies:
@@ -227,7 +227,7 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
             stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))
-    if stream.rows.shape[0] == 1 and period[-1].hands_on(stream.rows):
+    if stream.rows.shape[0] == 1 and period[-1].hands_on(stream.rows, parallel):
         # Asked of a number such as the loop's, whose type is weak: its body is then traced once for both.
         made = jax.eval_shape(body, 0, (stream, pool))[0]
         if jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, made.addition):  # a kernel leaves more room

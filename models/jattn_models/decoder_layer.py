@@ -116,10 +116,11 @@ class DecoderLayer(nnx.Module):
             return None
         return self.attention.first_product(self.input_norm)
 
-    def hands_on(self, rows: Float[Array, "T D"]) -> bool:
+    def hands_on(self, rows: Float[Array, "T D"], parallel: Parallel) -> bool:
         """Whether its MLP may take the next layer's first product of such rows too."""
         if isinstance(self.mlp, GatedMLP):
-            return rows.shape[0] == 1 and self.mlp.in_int4
+            is_alone = rows.shape[0] == 1 and parallel.axis is None
+            return is_alone and self.mlp.in_int4 and self._adds_as_it_is and self._defers(parallel)
         return isinstance(self.mlp, MixtureOfExperts)
 
     def multiplied(self, stream: Stream, like: Splits) -> Stream:
@@ -131,8 +132,8 @@ class DecoderLayer(nnx.Module):
 
     def left(self, normed: NormedRows, parallel: Parallel) -> Float[Array, "T D"] | Splits | None:
         """What it leaves to be added up of such rows, or as much and room; None if nothing."""
-        if isinstance(normed, jax.Array) and self.hands_on(normed) and isinstance(self.mlp, GatedMLP):
-            return self.mlp.left_in_one(normed) if self._defers(parallel) else None
+        if isinstance(self.mlp, GatedMLP) and isinstance(normed, jax.Array) and self.hands_on(normed, parallel):
+            return self.mlp.left_in_one(normed)
         addition = self._of_mlp(normed, parallel)
         return addition if self._leaves(addition, parallel) else None
 
@@ -165,30 +166,30 @@ class DecoderLayer(nnx.Module):
         if stream.addition is not None and isinstance(norm, RMSNorm):
             rounded = isinstance(self.attention, Attention) and self.attention.rounds_rows
             later = norm.later(stream.rows, stream.addition)
-            if parallel.axis is None and self._adds_twice(later, rounded):
+            if parallel.axis is None and self._adds_twice(later, rounded, parallel):
                 return stream, later  # what follows attention adds it too, and keeps the sum
             hidden, normed = norm.of_sum(stream.rows, stream.addition, parallel=parallel, rounded=rounded)
             return Stream(hidden), normed
         hidden = stream.summed(parallel)
         return Stream(hidden), norm.later(hidden) if isinstance(norm, RMSNorm) else _normed(norm, hidden)
 
-    def _adds_twice(self, x: Unnormed, rounded: bool) -> bool:
+    def _adds_twice(self, x: Unnormed, rounded: bool, parallel: Parallel) -> bool:
         """Whether the products after both norms add up what the layer before left, each for itself."""
         if isinstance(self.mlp, MixtureOfExperts):
             return not rounded
-        if self._is_one_kernel(x):
+        if self._is_one_kernel(x, parallel):
             return True
         attention, mlp = self.attention, self.mlp
         return (
             isinstance(attention, Attention) and isinstance(mlp, GatedMLP) and attention.adds_up(x) and mlp.adds_up(x)
         )
 
-    def _is_one_kernel(self, x: Unnormed) -> bool:
+    def _is_one_kernel(self, x: Unnormed, parallel: Parallel) -> bool:
         """Whether one kernel takes all that follows attention, of rows that are added up so before."""
         norm, attention = self.post_attention_norm, self.attention
         if not (isinstance(self.mlp, GatedMLP) and isinstance(norm, RMSNorm) and isinstance(attention, Attention)):
             return False
-        if not (self.hands_on(x.rows) and self._adds_as_it_is):
+        if not self.hands_on(x.rows, parallel):
             return False
         product = attention.o_proj.later(jnp.zeros((1, attention.o_proj.inputs), x.dtype))  # for its shape
         return self.mlp.is_one_kernel(norm.later(x.rows, *x.additions, product))
