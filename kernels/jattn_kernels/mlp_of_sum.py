@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jattn_kernels.call import MatmulCall, MlpCall
+from jattn_kernels.call import MatmulCall, MlpCall, modes_of
 from jattn_kernels.dispatch import choose, serves
 from jattn_kernels.matmul import matmul_gated_of_sum, matmul_splits, multiplied
 from jattn_kernels.mlp_operands import MlpOperands
@@ -46,8 +46,11 @@ def mlp_of_sum(
         x: Its `additions` may be Unmultiplied. The kernel takes them if they are two, splits with room
             (`rows_of_room`) and a product.
         gate_up, down: As of `matmul`.
-        activation: Of the gate's columns, the first half, and the others; elementwise and hashable.
+        activation: Of the gate's columns, the first half, and the others; elementwise, hashable, and such that Pallas
+            lowers it for a GPU, as silu and the approximate gelu.
         following: The next layer's product.
+        layer_index: Of the MLP's weights, as of `matmul`.
+        implementation: Which one to use; None takes the kernel where it serves the call.
 
     Raises:
         ValueError, NotImplementedError: As `matmul_splits_of_sum`.
@@ -93,6 +96,8 @@ def _packed(
     hidden = jnp.zeros((*x.shape[:-1], first_call.columns // 2), x.dtype)  # for its shape
     down_call, second = _product(hidden, down, layer_index, None)
     left, dtypes = x.additions[0].parts, {_scales_dtype(kernel) for kernel in kernels}
+    if left.dtype != jnp.float32:  # nobody could leave anything there
+        return None
     call = MlpCall(
         norm=norm_call,
         left=(left.shape[0], left.shape[1]),
@@ -103,12 +108,12 @@ def _packed(
     )
     operands = MlpOperands(norm=norm, output=output, gate_up=first, down=second)
     if following is None:
-        return call, operands
+        return dataclasses.replace(call, modes=modes_of(operands)), operands
     next_norm, _ = packed_norm(x.rows, following.scale, following.eps, following.offset, following.scale_layer)
     next_call, product = _product(x.rows, following.kernel, following.layer_index, following.bias)
     scale = {"next_scale": following.scale, "next_scale_layer": jnp.asarray(following.scale_layer, jnp.int32)}
     operands = dataclasses.replace(operands, next=product, **scale)
-    return dataclasses.replace(call, next=next_call, next_norm=next_norm), operands
+    return dataclasses.replace(call, next=next_call, next_norm=next_norm, modes=modes_of(operands)), operands
 
 
 def _product(rows: Any, kernel: Any, layer_index: Any, bias: Any) -> tuple[MatmulCall, MatmulOperands]:

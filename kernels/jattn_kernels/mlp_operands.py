@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jattn_kernels.operands import MatmulOperands, NormOperands
 
 _ABSENT: Any = None
-_MOST_SPLITS = 4
+MOST_SPLITS = 4  # of the depth of a product, so many at most
 
 
 def rows_of_room(width: int, units: int) -> int:
@@ -23,7 +23,7 @@ def rows_of_room(width: int, units: int) -> int:
         width: Of the token.
         units: Hidden ones of the MLP.
     """
-    return 1 + 2 * _MOST_SPLITS + -(-units // (2 * width))
+    return 1 + 2 * MOST_SPLITS + -(-units // (2 * width))
 
 
 @typing.no_type_check

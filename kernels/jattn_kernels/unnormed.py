@@ -21,7 +21,7 @@ class Unnormed:
     Attributes:
         rows: As they are.
         additions: What is added to them first, one after the other, each sum rounded to their dtype. Only
-            `routed_experts_of_sum` takes some that are Unmultiplied.
+            `routed_experts_of_sum` and `mlp_of_sum` take some that are Unmultiplied.
         scale, layer_index, eps, offset: As of `rms_norm`; the last two are static.
     """
 

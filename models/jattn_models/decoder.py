@@ -219,24 +219,29 @@ def _scanned(period: Sequence[DecoderLayer], places: Sequence[range], stream: St
             stream, pool = layer_of(stack, number)(stream, layer, this_pass, pool, following(offset, number))
         return stream, pool
 
-    parallel, first = this_pass.parallel, 0
+    parallel, first, is_nothing = this_pass.parallel, 0, False
     left = jax.eval_shape(lambda number: layer_of(stacks[-1], number).left(stream.rows, parallel), 0)
     if multiplies or jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, left):
         stream = Stream(stream.summed(parallel))
         if in_turn and parallel.exchanges:  # nothing is left to the first layer, which therefore exchanges nothing
             first, (stream, pool) = 1, body(jnp.int32(0), (stream, pool))
         else:  # what goes round a loop has one shape: nothing, in the shape of what a layer leaves
-            stream = stream._replace(addition=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), left))
+            stream, is_nothing = stream._replace(addition=_nothing_like(left)), True
     if stream.rows.shape[0] == 1 and period[-1].hands_on(stream.rows, parallel):
         # Asked of a number such as the loop's, whose type is weak: its body is then traced once for both.
         made = jax.eval_shape(body, 0, (stream, pool))[0]
         if jax.tree.map(_shaped, stream.addition) != jax.tree.map(_shaped, made.addition):  # a kernel leaves more room
-            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), made.addition)
-            stream = stream._replace(addition=nothing)
+            rows = stream.rows if is_nothing else stream.summed(parallel)  # what the segment before has left
+            stream = Stream(rows, _nothing_like(made.addition))
         if made.product is not None:
             stream = layer_of(stacks[0], jnp.int32(0)).multiplied(stream, made.product)
     stream, pool = jax.lax.fori_loop(first, turns, body, (stream, pool), unroll=in_turn)
     return stream._replace(product=None), pool
+
+
+def _nothing_like(addition: Any) -> Any:
+    """Zeros in the shape of what a layer leaves."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), addition)
 
 
 def _shaped(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[tuple[int, ...], jnp.dtype]:

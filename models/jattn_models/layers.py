@@ -187,7 +187,10 @@ class Linear(nnx.Module):
     def later(
         self, x: Float[Array, "T D"] | Unattended | UnattendedLatents
     ) -> Float[Array, "T F"] | Splits | Unmultiplied:
-        """The same, for a kernel that may take the product itself; with `plain_weights` of attention too."""
+        """The same, for a kernel that may take the product itself, unless weights are in fp8.
+
+        With `plain_weights` of attention too.
+        """
         weights, layer = self.weights()
         if isinstance(weights, QuantizedKernel):
             assert not isinstance(x, Unattended | UnattendedLatents)

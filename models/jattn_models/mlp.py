@@ -110,7 +110,7 @@ class GatedMLP(nnx.Module):
 
     @property
     def in_int4(self) -> bool:
-        """Whether its projections are, of which one kernel may take both, of one row."""
+        """Whether its last projection is; of one row one kernel may take both."""
         return self.down_proj.in_int4
 
     @property

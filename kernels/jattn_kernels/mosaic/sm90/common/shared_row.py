@@ -176,29 +176,26 @@ def of_all(numbers: jax.Array, add: Callable[[Any, Any], Any], place: Meeting, h
     return functools.reduce(add if add is operator.add else jnp.maximum, [found[i] for i in range(found.shape[0])])
 
 
-def store_of_warps(
-    target: Any, values: jax.Array, add: Callable[[Any, Any], Any], number: Any, vector: int = VECTOR
-) -> None:
+def store_of_warps(target: Any, values: jax.Array, add: Callable[[Any, Any], Any], number: Any) -> None:
     """Each warp's values brought together, at the warp's number; warps of consumers are a block's first.
 
     Args:
         target: In shared memory, as many numbers as consumers have warps.
         values: None below 0, of a share.
         number: Of the consumer.
-        vector: Values of a register.
     """
     if tiles.interpret_params() is not None:
         reduced = values.sum() if add is operator.add else values.max()
         for warp in range(tiles.WARPS):
             target[number * tiles.WARPS + warp] = reduced if warp == 0 else jnp.float32(0)
         return
-    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=vector)
+    layout = plgpu.Layout.WG_STRIDED(values.shape, vec_size=VECTOR)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
     def store(ctx: Any, target: Any, values: Any) -> None:
         del ctx
         both = arith.addf if add is operator.add else arith.maximumf
-        numbers = [llvm.extractelement(each, constant(i)) for each in values.registers.flat for i in range(vector)]
+        numbers = [llvm.extractelement(each, constant(i)) for each in values.registers.flat for i in range(VECTOR)]
         total = functools.reduce(both, numbers)
         for distance in (16, 8, 4, 2, 1):
             total = both(total, utils.shfl_bfly(total, distance))

@@ -79,7 +79,7 @@ class Scratch(NamedTuple):
     scales: Any  # (stages, 2, groups, 16)
     rows: Any  # two CompactRows, used in turn
     total: Any  # (D,)
-    sums: Any  # (buffers, consumers, 64)
+    sums: Any  # (buffers, consumers, 128): of each warp, its columns
     full: Any
     empty: Any
     row_full: Any

@@ -28,6 +28,7 @@ class MlpResult:
 
     Attributes:
         columns: Of the token.
+        activation: Of both halves of the gated product.
         dtype: Of the token.
         total: Units that a block has of all products.
     """

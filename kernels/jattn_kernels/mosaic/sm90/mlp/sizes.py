@@ -9,6 +9,7 @@ BUFFERS = 2  # of a unit's sums
 # 1.5 us more on an H200: what blocks leave each other waits behind weights that nobody needs yet.
 STAGES = 8
 _ITEM_BYTES = 2
+assert STAGES % CONSUMERS == 0  # each stage is always one and the same consumer's
 _OTHERS = 8 * 1024  # sums, what warpgroups tell each other, factors of rows, and alignment
 
 

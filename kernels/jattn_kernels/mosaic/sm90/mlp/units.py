@@ -7,13 +7,13 @@ from typing import Any
 import jax.experimental.pallas as pl
 from jax import lax
 
+from jattn_kernels.mlp_operands import MOST_SPLITS
 from jattn_kernels.mosaic.sm90.common import tiles
 
 SIDE = 32  # columns of a unit's weights: few enough that all SMs have nearly as many units
 DEPTH = 512  # inputs of a step, which is a stage of shared memory
 SHARES = 2  # of a step's depth, each of which is a copy of 128 bytes a column
 PARTS = 2  # in which a unit's columns come: those of a gate, and those of what it gates
-_MOST_SPLITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RowProduct:
         def longest(splits: int) -> int:
             return pl.cdiv(blocks * splits, tiles.num_sms()) * pl.cdiv(steps, splits)
 
-        return cls(depth, columns, splits=min(range(1, min(steps, _MOST_SPLITS) + 1), key=longest))
+        return cls(depth, columns, splits=min(range(1, min(steps, MOST_SPLITS) + 1), key=longest))
 
     @property
     def side(self) -> int:
