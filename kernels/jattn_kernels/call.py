@@ -291,12 +291,10 @@ class MlpCall:
     """The static facts of an MLP of rows that are added up and normed first; hashable.
 
     Attributes:
-        norm: Of the rows.
-        left: Parts of the splits that are added first, and rows of each, of which those past the tokens are 0.
-        output: The product that is added last.
-        gate_up, down: The MLP's; the first has the activation.
+        norm, left: As in RouterCall.
+        output, gate_up, down: The product that is added last, and the MLP's, of which the first has the activation.
         next, next_norm: The next layer's first product, and the norm of its rows; None if nothing follows.
-        scales_dtype: Name of that of the weights' scales; None of weights without scales, or of several.
+        scales_dtype: Name of that of all weights' scales; None where there is no such one.
         device, modes: As in AttentionCall.
     """
 
@@ -311,11 +309,6 @@ class MlpCall:
     device: Device = dataclasses.field(default_factory=lambda: default_device())
     modes: frozenset[str] = dataclasses.field(default_factory=modes_of)
     operation: Literal["mlp_of_sum"] = "mlp_of_sum"
-
-    @property
-    def products(self) -> tuple[MatmulCall, ...]:
-        """All, in turn."""
-        return (self.output, self.gate_up, self.down, *([] if self.next is None else [self.next]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

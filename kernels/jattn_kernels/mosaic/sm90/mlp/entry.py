@@ -25,7 +25,7 @@ _GROUP_SIZES = (32, 64, 128)
 
 def refuses(call: MlpCall) -> str | None:
     """Why it cannot be served in one kernel, or None."""
-    products, norm = call.products, call.norm
+    products, norm = [call.output, call.gate_up, call.down, *([call.next] if call.next else [])], call.norm
     sizes = {product.group_size for product in products}
     if any(product.kernel_dtype != "int4" or not product.interleaved or product.zero_points for product in products):
         return "`mosaic` takes an MLP of a sum in one kernel with interleaved int4 weights without zero points alone."
