@@ -32,6 +32,7 @@ from jax import lax
 from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
+from jattn_kernels.mosaic.sm90.common.phases import in_one
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS
 from jattn_kernels.mosaic.sm90.experts.one_token_attention import SplitRoom
@@ -68,7 +69,7 @@ from jattn_kernels.routing_spec import Routing
 
 ATTEND, VALUES, PRODUCT, ROUTER = "attend", "values", "product", "router"
 FIRST, SECOND, NEXT = "first", "second", "next"
-_LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
+LAST = "next", "k_pages", "v_pages"  # of what is made: that no later phase needs
 
 
 def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
@@ -89,20 +90,7 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
         if call.router.next is not None:
             following = next_phase(call.router.next, has_shared=bool(phases.shared))
             kernel = dataclasses.replace(kernel, next=following, phases=(*kernel.phases, NEXT))
-    return in_one(kernel, operands)
-
-
-def in_one(kernel: "OneToken", operands: OneTokenOperands) -> Made:
-    """What all of its phases make."""
-    if tiles.interpret_params() is None:
-        return kernel.run(operands)
-    made = Made()  # by the interpreter, which has no memory that blocks wait in
-    for phase in kernel.phases:
-        new = dataclasses.replace(kernel, phases=(phase,)).run(operands)
-        made = Made(*(old if now is None else now for old, now in zip(made, new, strict=True)))
-        given = {name: value for name, value in made._asdict().items() if value is not None and name not in _LAST}
-        operands = operands._replace(**given)
-    return made
+    return in_one(kernel, operands, Made(), LAST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,17 +22,18 @@ from jattn_kernels.call import ExpertsCall
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.arrivals import Sums
 from jattn_kernels.mosaic.sm90.common.columns import put_columns
+from jattn_kernels.mosaic.sm90.common.phases import in_one
 from jattn_kernels.mosaic.sm90.common.product_tiles import wait_for_last
 from jattn_kernels.mosaic.sm90.common.row_pieces import pieces
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WARPS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.experts.one_token import (
     FIRST,
+    LAST,
     NEXT,
     PRODUCT,
     ROUTER,
     SECOND,
     OneToken,
-    in_one,
 )
 from jattn_kernels.mosaic.sm90.experts.one_token_few_bits import FewBitsHidden, FewBitsPhases, ToldFewBitsHidden
 from jattn_kernels.mosaic.sm90.experts.one_token_fits import few_bits_sizes, next_phase, router_phases
@@ -66,7 +67,7 @@ def one_token(call: ExpertsCall, operands: OneTokenOperands) -> Made:
         if call.router.next is not None:
             following = dataclasses.replace(next_phase(call.router.next, has_shared=False), kept=0)
             kernel = dataclasses.replace(kernel, next=following, phases=(*kernel.phases, NEXT))
-    return in_one(kernel, operands)
+    return in_one(kernel, operands, Made(), LAST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

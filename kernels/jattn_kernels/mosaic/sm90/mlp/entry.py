@@ -1,6 +1,5 @@
 """One token's MLP with the products around it on Hopper: what is served, and the kernel's operands."""
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jaxtyping import Array, Float
 from jattn_kernels.call import MatmulCall, MlpCall
 from jattn_kernels.mlp_operands import MlpOperands as HostOperands
 from jattn_kernels.mlp_operands import rows_of_room
-from jattn_kernels.mosaic.sm90.common import tiles
+from jattn_kernels.mosaic.sm90.common.phases import in_one
 from jattn_kernels.mosaic.sm90.common.row_pieces import LEAST
 from jattn_kernels.mosaic.sm90.common.tiles import WARPS
 from jattn_kernels.mosaic.sm90.mlp.kernel import PHASES, Mlp
@@ -93,23 +92,10 @@ def mlp_of_sum(call: MlpCall, operands: HostOperands) -> tuple[Splits, Float[Arr
     if operands.next is not None and operands.next_scale is not None:
         scale = Scale(operands.next_scale, operands.next_scale_layer.reshape(1))
         given = given._replace(next=_weights(operands.next), next_norm=scale)
-    made = _in_one(kernel, given)
+    made = in_one(kernel, given, Made(), ("next",))
     dtype = jnp.dtype(call.norm.dtype)
     following_parts = None if made.next is None else Splits(parts=made.next, num_rows=1, dtype=dtype)
     return Splits(parts=made.parts, num_rows=1, dtype=dtype), made.total, following_parts
-
-
-def _in_one(kernel: Mlp, operands: MlpOperands) -> Made:
-    """What all of its phases make."""
-    if tiles.interpret_params() is None:
-        return kernel.run(operands)
-    made = Made()  # by the interpreter, which has no memory that blocks wait in
-    for phase in kernel.phases:
-        new = dataclasses.replace(kernel, phases=(phase,)).run(operands)
-        made = Made(*(old if now is None else now for old, now in zip(made, new, strict=True)))
-        given = {name: value for name, value in made._asdict().items() if value is not None and name != "next"}
-        operands = operands._replace(**given)
-    return made
 
 
 def _weights(operands: MatmulOperands) -> Weights:
