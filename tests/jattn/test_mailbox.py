@@ -1,4 +1,4 @@
-"""The mailbox of GPUs that share a model: what they exchange, on two GPUs; elsewhere there is none."""
+"""The mailbox of GPUs that share a model: what they exchange, on as many as there are; elsewhere there is none."""
 
 import functools
 import re
@@ -39,34 +39,40 @@ def test_gpus_that_cannot_exchange_say_why(monkeypatch, parallel, reached, lacki
     assert found == sentence if sentence is None else re.fullmatch(sentence, found)
 
 
-@pytest.fixture(scope="module")
-def mailbox():
-    found = mailbox_of(TWO) if len(jax.devices()) > 1 else None
-    if found is None:
-        pytest.skip("needs two GPUs that store into each other's memory")
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def parallel(request):
+    """GPUs that share a model."""
+    found = Parallel("tensor", request.param)
+    if len(jax.devices()) < found.size or mailbox_of(found) is None:
+        pytest.skip(f"needs {found.size} GPUs that store into each other's memory")
     return found
 
 
+@pytest.fixture
+def mailbox(parallel):
+    return mailbox_of(parallel)
+
+
 @functools.cache
-def program(kind, shape, dtype):
+def program(parallel, kind, shape, dtype):
     """One exchange, as all devices run it."""
 
     def run(parts, x, scale, table):
-        parallel = TWO.connected(table)
+        connected = parallel.connected(table)
         if kind == "sum":
-            return parallel.all_reduce(parts[0])
+            return connected.all_reduce(parts[0])
         if kind == "logits":
-            return parallel.gather_logits(parts[0].astype(jnp.float32))
-        return parallel.add_and_norm(x, parts[0], scale, eps=1e-5, offset=0.0, layer_index=None)
+            return connected.gather_logits(parts[0].astype(jnp.float32))
+        return connected.add_and_norm(x, parts[0], scale, eps=1e-5, offset=0.0, layer_index=None)
 
-    return jax.jit(OnAll(run, TWO, takes_shares=(True, False, False, True), gives_shares=True))
+    return jax.jit(OnAll(run, parallel, takes_shares=(True, False, False, True), gives_shares=True))
 
 
-def drawn(rng, kind, shape, dtype):
-    """The arguments of a program, and what each device must give."""
-    parts = rng.standard_normal((2, *shape)).astype(jnp.dtype(dtype))
+def drawn(rng, devices, kind, shape, dtype):
+    """The arguments of a program, and what each device must give: sums in the devices' order, rounded once."""
+    parts = rng.standard_normal((devices, *shape)).astype(jnp.dtype(dtype))
     x, scale = (rng.standard_normal(size).astype(jnp.dtype(dtype)) for size in (shape, shape[-1:]))
-    summed = (parts[0].astype(np.float32) + parts[1].astype(np.float32)).astype(parts.dtype)
+    summed = functools.reduce(np.add, parts.astype(np.float32)).astype(parts.dtype)
     if kind == "logits":
         return (parts, x, scale), np.concatenate(parts.astype(np.float32), axis=-1)
     total = summed if kind == "sum" else (x.astype(np.float32) + summed.astype(np.float32)).astype(x.dtype)
@@ -74,7 +80,7 @@ def drawn(rng, kind, shape, dtype):
 
 
 @pytest.mark.gpu
-def test_two_gpus_exchange_for_thousands_of_programs_without_a_wrong_bit(mailbox):
+def test_gpus_exchange_for_thousands_of_programs_without_a_wrong_bit(parallel, mailbox):
     """Of mixed kinds, shapes and dtypes, not waited for; every result of every device is compared."""
     rng = np.random.default_rng(0)
     kinds = [("sum", shape, "bfloat16") for shape in ((1, 4096), (64, 4096), (2048, 4096), (9000, 4096), (3, 40))]
@@ -82,43 +88,44 @@ def test_two_gpus_exchange_for_thousands_of_programs_without_a_wrong_bit(mailbox
     kinds += [("norm", (1, 256), "float32")]
     kinds += [(kind, (5, 1000), dtype) for kind in ("sum", "norm") for dtype in ("float16", "float32")]
     kinds += [("logits", shape, "float32") for shape in ((1, 1000), (64, 8000))]
-    cases = {kind: drawn(rng, *kind) for kind in kinds}
+    cases = {kind: drawn(rng, parallel.size, *kind) for kind in kinds}
     for kind, (arguments, _) in cases.items():
-        jax.block_until_ready(program(*kind)(*arguments, mailbox.loopback))
+        jax.block_until_ready(program(parallel, *kind)(*arguments, mailbox.loopback))
     pending = []
     for number in range(3000):
         kind = kinds[rng.integers(len(kinds))]
         arguments, total = cases[kind]
-        pending.append((kind, total, program(*kind)(*arguments, mailbox.table)))
+        pending.append((kind, total, program(parallel, *kind)(*arguments, mailbox.table)))
         if len(pending) == 25 or number == 2999:
             for kind, total, found in pending:
                 given = found[0] if kind[0] == "norm" else found
                 for shard in given.addressable_shards:
                     np.testing.assert_array_equal(np.asarray(shard.data), total, err_msg=str(kind))
                 if kind[0] == "norm":
-                    one, other = (np.asarray(shard.data) for shard in found[1].addressable_shards)
-                    np.testing.assert_array_equal(one, other)
+                    first, *others = (np.asarray(shard.data) for shard in found[1].addressable_shards)
+                    for other in others:
+                        np.testing.assert_array_equal(other, first)
             pending.clear()
     mailbox.check()
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_waits_in_vain_says_so_and_goes_on_once_the_mailbox_is_emptied(mailbox):
+def test_a_gpu_that_waits_in_vain_says_so_and_goes_on_once_the_mailbox_is_emptied(parallel, mailbox):
     kind = ("sum", (8, 4096), "bfloat16")
-    arguments, total = drawn(np.random.default_rng(1), *kind)
-    jax.block_until_ready(program(*kind)(*arguments, mailbox.table))
+    arguments, total = drawn(np.random.default_rng(1), parallel.size, *kind)
+    jax.block_until_ready(program(parallel, *kind)(*arguments, mailbox.table))
 
     def alone(part, table):
-        return TWO.connected(table).all_reduce(part)
+        return parallel.connected(table).all_reduce(part)
 
     first = jax.devices()[0]
     row = np.asarray(mailbox.table.addressable_shards[0].data)
     part, table = jax.device_put((arguments[0][0], row), first)
-    waited = jax.jit(alone)(part, table)  # the other device runs nothing
+    waited = jax.jit(alone)(part, table)  # the other devices run nothing
     assert np.isnan(np.asarray(waited).astype(np.float32)).all()
-    with pytest.raises(RuntimeError, match="Device 0 of 2 that share the model waited some seconds for another one"):
+    with pytest.raises(RuntimeError, match=f"Device 0 of {parallel.size} that share the model waited"):
         mailbox.check()
     mailbox.empty()
     mailbox.check()
-    for shard in program(*kind)(*arguments, mailbox.table).addressable_shards:
+    for shard in program(parallel, *kind)(*arguments, mailbox.table).addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), total)

@@ -1,4 +1,4 @@
-"""A model that two GPUs of one host share: the text of one, and bits that no neighbour changes."""
+"""A model that GPUs of one host share, as many as there are: the text of one, and bits that no neighbour changes."""
 
 import functools
 
@@ -15,10 +15,11 @@ KNOBS = {"dtype": "float32", "max_num_seqs": 8, "max_context_len": 256, "prefill
 KNOBS |= {"smallest_prefill_bucket": 64, "greedy_steps": False, "compile_in_background": False}
 
 
-@pytest.fixture(autouse=True)
-def two_gpus():
-    if jax.default_backend() != "gpu" or len(jax.local_devices()) < 2:
-        pytest.skip("needs two GPUs")
+@pytest.fixture(params=[2, 4])  # the bundled checkpoint has four heads
+def devices(request):
+    if jax.default_backend() != "gpu" or len(jax.local_devices()) < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    return request.param
 
 
 @functools.cache
@@ -26,17 +27,17 @@ def llm(devices, **changes):
     return jattn.LLM(checkpoint(), tensor_parallel=devices, **KNOBS, **changes)
 
 
-def test_two_gpus_give_the_text_of_one():
+def test_several_gpus_give_the_text_of_one(devices):
     params = jattn.SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    one, two = ([output.text for output in llm(devices).generate(TEXTS, params)] for devices in (1, 2))
-    assert two == one
+    one, several = ([output.text for output in llm(number).generate(TEXTS, params)] for number in (1, devices))
+    assert several == one
 
 
-def test_neighbours_change_no_bit_of_a_request_of_two_gpus():
+def test_neighbours_change_no_bit_of_a_request_of_several_gpus(devices):
     params = jattn.SamplingParams(max_tokens=24, temperature=0.0, logprobs=4, ignore_eos=True)
 
     def served(*numbers):
-        answers = llm(2, batch_invariant=True).generate([TEXTS[i] for i in numbers], params)
+        answers = llm(devices, batch_invariant=True).generate([TEXTS[i] for i in numbers], params)
         return [(answer.outputs[0].token_ids, answer.outputs[0].logprobs) for answer in answers]
 
     alone = [served(number)[0] for number in range(4)]
