@@ -10,13 +10,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.serialize_executable import serialize
+from jax.sharding import SingleDeviceSharding
 
-from jattn.compiled_steps import CompiledSteps, StepPlan, StepRecord
+from jattn.compiled_steps import CompiledSteps, Step, StepPlan, StepRecord, described
 from jattn.jax_setting import JaxSetting
 from jattn.kernel_compilation import kernels_beside
 from jattn.lowering import PLACES, LoweringProcesses, processes_for, without_collection
+from jattn.on_each import StepOnEach
 from jattn.progress import logger, shown
 from jattn.step_cache import StepCache, jax_cache_keeps, step_cache, without_jax_cache
+from jattn.step_copies import copies_of
 from jattn.step_keys import StepNames
 from jattn_kernels.traced_once import traced_once
 
@@ -24,7 +28,7 @@ COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python'
 _CORES_A_STEP = 4  # for which its kernels are compiled beside it
 _without_places = JaxSetting(PLACES, 0)
 
-Compilation = Future[tuple[jax.stages.Compiled, StepRecord]]
+Compilation = Future[tuple[Step, StepRecord]]
 
 
 def compile_steps(
@@ -99,13 +103,17 @@ class _Kept(NamedTuple):
         if self.cache is None or not self.names:
             return CompiledSteps({})
         with ThreadPoolExecutor(COMPILING_AT_ONCE, threading.current_thread().name) as pool:
-            devices = [plans[key].devices for key in self.names]
-            timed = zip(self.names, pool.map(_timed(self.cache.load), self.names.values(), devices), strict=True)
+            load = _timed(self.cache.load)
+            loading = [
+                pool.submit(load, name, plans[key].devices, on_each=bool(plans[key].on_each))
+                for key, name in self.names.items()
+            ]
+            timed = [(key, each.result()) for key, each in zip(self.names, loading, strict=True)]
             there = {key: (step, seconds) for key, (step, seconds) in timed if step is not None}
         records = {key: StepRecord(seconds, loaded=True) for key, (_, seconds) in there.items()}
         return CompiledSteps({key: step for key, (step, _) in there.items()}, records)
 
-    def store(self, key: Hashable, step: jax.stages.Compiled) -> None:
+    def store(self, key: Hashable, step: Step) -> None:
         """Keeps a step, if it has a name."""
         if self.cache is not None and key in self.names:
             self.cache.store(self.names[key], step)
@@ -114,8 +122,8 @@ class _Kept(NamedTuple):
 def _in_turn(
     plans: Mapping[Hashable, StepPlan], kept: _Kept, processes: LoweringProcesses, at_once: int
 ) -> Generator[tuple[Hashable, Compilation]]:
-    def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[jax.stages.Compiled, StepRecord]:
-        step, seconds = _timed(lowered.compile)()
+    def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[Step, StepRecord]:
+        step, seconds = _timed(_compiled)(lowered, plans[key])
         kept.store(key, step)
         return step, StepRecord(before + seconds, loaded=False)
 
@@ -176,7 +184,8 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
     try:
         names = StepNames()
         for key, plan in plans.items():
-            found[key] = names.name(plan.function, plan.arguments, plan.donate, _options(plan))
+            devices = [device.id for device in plan.on_each]
+            found[key] = names.name(plan.function, plan.arguments, plan.donate, _options(plan), devices)
     except Exception as reason:  # not only NoName: a file may not be read, a value not be written
         logger.info("Steps are compiled at each start: %s", reason)
     return found
@@ -185,7 +194,21 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
 def _lowered(plan: StepPlan) -> jax.stages.Lowered:
     step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
     with traced_once(), _without_places.held(), without_collection():
-        return step.lower(*plan.arguments)
+        return step.lower(*(placed_on(plan.on_each[0], plan.arguments) if plan.on_each else plan.arguments))
+
+
+def placed_on(device: Any, arguments: Any) -> Any:
+    """Shapes of arguments that a device has."""
+    place = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: described(leaf).update(sharding=place), arguments)
+
+
+def _compiled(lowered: jax.stages.Lowered, plan: StepPlan) -> Step:
+    """The step; of a program that each device has for itself a copy for each."""
+    step = lowered.compile()
+    if not plan.on_each:
+        return step
+    return StepOnEach([step, *copies_of(serialize(step), plan.on_each[1:])], plan.on_each)
 
 
 def _options(plan: StepPlan) -> dict[str, Any] | None:
