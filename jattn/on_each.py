@@ -74,11 +74,11 @@ class StepOnEach:
     """A step as programs of one device each. They must be sent to all devices in the order of other steps.
 
     Args:
-        programs: Copies of one program, so that devices come to the same bits; made of an `OfOne`.
+        programs: Compiled, of an `OfOne`; copies of one, so that devices come to the same bits.
         devices: Where they run.
     """
 
-    def __init__(self, programs: Sequence[jax.stages.Compiled], devices: Sequence[Any]):
+    def __init__(self, programs: Sequence[Any], devices: Sequence[Any]):
         self.programs = tuple(programs)
         self._senders = tuple(map(_sender, devices[1:]))
         self._numbers = tuple(jax.device_put(np.int32(number), device) for number, device in enumerate(devices))

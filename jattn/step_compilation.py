@@ -191,10 +191,12 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
     return found
 
 
-def _lowered(plan: StepPlan) -> jax.stages.Lowered:
+def _lowered(plan: StepPlan, number: int = 0) -> jax.stages.Lowered:
+    """The step, or of programs that devices have for themselves that of one of them."""
     step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
+    arguments = placed_on(plan.on_each[number], plan.arguments) if plan.on_each else plan.arguments
     with traced_once(), _without_places.held(), without_collection():
-        return step.lower(*(placed_on(plan.on_each[0], plan.arguments) if plan.on_each else plan.arguments))
+        return step.lower(*arguments)
 
 
 def placed_on(device: Any, arguments: Any) -> Any:
@@ -204,11 +206,16 @@ def placed_on(device: Any, arguments: Any) -> Any:
 
 
 def _compiled(lowered: jax.stages.Lowered, plan: StepPlan) -> Step:
-    """The step; of a program that each device has for itself a copy for each."""
+    """The step; of a program that each device has for itself, a copy for each."""
     step = lowered.compile()
     if not plan.on_each:
         return step
-    return StepOnEach([step, *copies_of(serialize(step), plan.on_each[1:])], plan.on_each)
+    try:
+        others = copies_of(serialize(step), plan.on_each[1:])
+    except Exception as error:  # it calls the host, for example, to print
+        logger.warning("A step is compiled for each device, as it cannot be copied: %s", error)
+        others = [_lowered(plan, number).compile() for number in range(1, len(plan.on_each))]
+    return StepOnEach([step, *others], plan.on_each)
 
 
 def _options(plan: StepPlan) -> dict[str, Any] | None:
