@@ -42,7 +42,7 @@ from jattn_kernels.dispatch import choose
 from jattn_kernels.packed_latents import is_packed
 from jattn_models.decoder import Decoder
 from jattn_models.decoder_config import DecoderConfig
-from jattn_models.few_bits import hold_mixtures, hold_projections
+from jattn_models.few_bits import hold_mixtures, hold_projections, hold_zero_points
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.quantization import Mxfp4
 
@@ -110,15 +110,17 @@ def random_model(
     """A bf16 model of these shapes, perhaps held in fewer bits; each stacked leaf is made where it will lie.
 
     Args:
-        quantization: Of projections, and of experts where there is a kernel for those: fp8 or int4; or mxfp4, of
-            experts alone.
+        quantization: Of projections, and of experts where there is a kernel for those: fp8 or int4; awq, which is int4
+            with zero points; or mxfp4, of experts alone.
     """
     config = family.config_class.from_dict(shapes)
     abstract = nnx.eval_shape(lambda: family(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), parallel=parallel))
     if quantization == "mxfp4":
         hold_mixtures(abstract, Mxfp4())
     elif quantization is not None:
-        hold_projections(abstract, quantization)
+        hold_projections(abstract, "int4" if quantization == "awq" else quantization)
+    if quantization == "awq":
+        hold_zero_points(abstract)
     graph, state = nnx.split(abstract)
     leaves, tree = jax.tree_util.tree_flatten_with_path(state)
 
@@ -126,12 +128,12 @@ def random_model(
         if "scales" in jax.tree_util.keystr(path) and leaf.dtype == MXFP4:
             return jnp.full(leaf.shape, _MXFP4_EXPONENT, leaf.dtype)
         if "scales" in jax.tree_util.keystr(path):
-            return jnp.full(
-                leaf.shape, _WEIGHT_SIZE / (_INT4_SIZE if quantization == "int4" else _FP8_SIZE), leaf.dtype
-            )
+            return jnp.full(leaf.shape, _WEIGHT_SIZE / (_FP8_SIZE if quantization == "fp8" else _INT4_SIZE), leaf.dtype)
         if "scale" in jax.tree_util.keystr(path):
             return jnp.ones(leaf.shape, leaf.dtype)
         key = jax.random.key(number + len(leaves) * parallel.first_of(1))
+        if leaf.dtype == jnp.int8:  # zero points
+            return jax.random.randint(key, leaf.shape, -1, 2, jnp.int8)
         if leaf.dtype == MXFP4:
             return jax.random.bits(key, leaf.shape, jnp.uint8)
         if leaf.dtype == INT4:

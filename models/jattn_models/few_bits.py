@@ -70,6 +70,13 @@ def hold_projections(model: Any, quantization: str) -> None:
             _hold_in_int4(linear, math.gcd(group_size_of(linear.inputs * of_devices), linear.inputs))
 
 
+def hold_zero_points(model: nnx.Module) -> None:
+    """Makes place for zero points of all weights in int4, in a model of shapes alone."""
+    for _, linear in _linears(model):
+        if linear.in_int4:
+            linear.hold_zero_points()
+
+
 def hold_mixtures(model: Any, quantization: Quantization) -> None:
     """Makes place for experts in few bits, in a model of shapes alone, where a kernel multiplies such."""
     for _, mixture in _mixtures(model):

@@ -106,9 +106,13 @@ class Linear(nnx.Module):
         """
         self._hold(INT4, scales_dtype, group_size)
         if zero_points:
-            assert self.scales is not None
-            shape = self.scales.get_value().shape
-            self.zero_points = nnx.data(ReadInPlace(jax.ShapeDtypeStruct(shape, jnp.int8)))
+            self.hold_zero_points()
+
+    def hold_zero_points(self) -> None:
+        """Makes place for those of numbers in int4."""
+        assert self.scales is not None
+        shape = self.scales.get_value().shape
+        self.zero_points = nnx.data(ReadInPlace(jax.ShapeDtypeStruct(shape, jnp.int8)))
 
     def _hold(self, dtype: Any, scales_dtype: Any, group_size: int) -> None:
         *layers, inputs, outputs = self.kernel.get_value().shape
