@@ -69,6 +69,8 @@ def hopper(monkeypatch):
         (40, 640, 448, 128, {"is_interleaved": False}),
         (2, 1024, 320, 128, {}),  # blocks have even shares, five blocks of columns
         (3, 256, 64, 32, {"dtype": "float16", "zero_points": True}),
+        (1, 1024, 128, 128, {"zero_points": True}),
+        (20, 512, 320, 128, {"zero_points": True}),
         (20, 256, 192, 64, {"scales": "float32"}),
         (140, 128, 128, 128, {}),  # two blocks of rows
         (8, 384, 64, 384, {"scales": "float16"}),  # a scale for each output
@@ -98,7 +100,7 @@ def assert_gated(rows, depth, columns, options):
     assert out.dtype == x.dtype
     last = jax.tree.map(lambda leaf: leaf[-1], kernel)
     values = in_turn(last.values) if last.interleaved else last.values
-    gate, up = np.split(reference.matmul(x, values, last.scales, None), 2, axis=1)
+    gate, up = np.split(reference.matmul(x, values, last.scales, last.zero_points), 2, axis=1)
     exact = gate / (1 + np.exp(-gate)) * up
     tolerance = float(jnp.finfo(x.dtype).eps) * (1.2 * np.abs(gate * up) + 2 * np.abs(exact) + 1e-3)
     assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= tolerance)
@@ -108,7 +110,7 @@ def assert_gated(rows, depth, columns, options):
     ("rows", "depth", "columns", "options"),
     [
         (60, 512, 448, {}),  # of both halves' 112 columns two strips share 16; 256 inputs a stage
-        (64, 384, 128, {"dtype": "float16"}),  # a strip of each
+        (64, 384, 128, {"dtype": "float16", "zero_points": True}),  # a strip of each
         slow(64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
         (1, 1024, 896, {}),  # a row that is in shared memory all the time, a work tile a block
         (1, 1024, 1024, {"dtype": "float16"}),
@@ -173,6 +175,7 @@ def test_what_is_not_served_gets_a_sentence(hopper, rows, depth, columns, group_
         (2048, 4096, 64, {"dtype": "float16", "zero_points": True}),
         (384, 320, 32, {"scales": "float32"}),
         (2048, 6144, 128, {"is_interleaved": False}),
+        (4096, 28672, 128, {"zero_points": True}),
         (14336, 1024, 14336, {}),
     ],
 )
@@ -186,6 +189,7 @@ def test_kernel_on_a_gpu(rows, depth, columns, group_size, options):
 @pytest.mark.parametrize(("depth", "columns"), [(1024, 28672), (1024, 2560), (512, 3328)])
 def test_gated_product_on_a_gpu(rows, depth, columns):
     assert_gated(rows, depth, columns, {})
+    assert_gated(rows, depth, columns, {"zero_points": True})
 
 
 @pytest.mark.gpu

@@ -28,13 +28,14 @@ def hopper(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 3))
 
 
-def weights(rng, columns, depth, group_size, scales="bfloat16"):
+def weights(rng, columns, depth, group_size, scales="bfloat16", zero_points=False):
     """Of some layers: NaN scales in all but the last. Products are about as large as rows."""
     shape = (LAYERS, depth // group_size, columns)
     factors = np.exp(0.3 * rng.standard_normal(shape)) * rng.choice([-1, 1], shape) / (5 * depth**0.5)
     factors[:-1] = np.nan
     values = jnp.asarray(rng.integers(-8, 8, (LAYERS, columns, depth)), jnp.int4)
-    return interleave(QuantizedKernel(values=values, scales=jnp.asarray(factors, scales)))
+    taken = jnp.asarray(rng.integers(-3, 4, shape), jnp.int8) if zero_points else None
+    return interleave(QuantizedKernel(values=values, scales=jnp.asarray(factors, scales), zero_points=taken))
 
 
 def given(*, width, attended, units, columns, group_size=128, dtype="bfloat16", biased=False, rows_left=16, **options):
@@ -76,7 +77,7 @@ def run(x, gate_up, down, following, **options):
 def product(rows, kernel):
     """With the last layer's weights."""
     last = jax.tree.map(lambda leaf: leaf[-1], kernel)
-    return reference.matmul(rows, in_turn(last.values), last.scales, None)
+    return reference.matmul(rows, in_turn(last.values), last.scales, last.zero_points)
 
 
 def rounded(numbers, dtype):
@@ -129,6 +130,7 @@ def assert_of_sum(case: dict[str, Any]):
         {"width": 1024, "attended": 1536, "units": 5120, "columns": 96},
         {"width": 1536, "attended": 1024, "units": 1024, "columns": 64, "biased": True, "group_size": 64},
         {"width": 1024, "attended": 1024, "units": 1024, "columns": 0, "group_size": 32, "dtype": "float16"},
+        {"width": 1024, "attended": 1536, "units": 1024, "columns": 64, "zero_points": True},
     ],
 )
 def test_mlp_of_a_sum_without_races(hopper, case):
@@ -141,12 +143,13 @@ def is_one_kernel(operands):
     return text.count("@mosaic_gpu_v2") == 1
 
 
-# Of Llama-3-8B; Qwen2.5-7B; Qwen3-4B; Llama-3.2-1B.
-SHAPES = [
+# Of Llama-3-8B; Qwen2.5-7B, with zero points as AWQ has them; Qwen3-4B; Llama-3.2-1B, likewise.
+SHAPES: list[dict[str, Any]] = [
     {"width": 4096, "attended": 4096, "units": 14336, "columns": 6144},
-    {"width": 3584, "attended": 3584, "units": 18944, "columns": 4608, "biased": True},
+    {"width": 3584, "attended": 3584, "units": 18944, "columns": 4608, "biased": True, "zero_points": True},
     {"width": 2560, "attended": 4096, "units": 9728, "columns": 6144, "group_size": 64, "dtype": "float16"},
     {"width": 2048, "attended": 2048, "units": 8192, "columns": 3072, "group_size": 32, "scales": "float16"},
+    {"width": 2048, "attended": 2048, "units": 8192, "columns": 3072, "group_size": 64, "zero_points": True},
 ]
 
 

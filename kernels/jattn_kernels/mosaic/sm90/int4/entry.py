@@ -1,11 +1,9 @@
 """Products with weights in int4 on Hopper, of rows few enough that reading the weights is most of the work."""
 
-import dataclasses
 from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
 
 from jattn_kernels.call import MatmulCall
 from jattn_kernels.interleaved import in_turn
@@ -41,8 +39,8 @@ def refuses(call: MatmulCall) -> str | None:
         )
     if call.gate is not None and not _gates(call):
         return (
-            "`mosaic` takes the activation of products of 57 to 64 rows with int4 weights without zero points, and of "
-            "one row of columns that all SMs have as many of, which its kernel has in shared memory."
+            "`mosaic` takes the activation of products of 57 to 64 rows with int4 weights, and of one row of columns "
+            "that all SMs have as many of, which its kernel has in shared memory."
         )
     if call.norm is not None and not (call.interleaved and call.norm.of_sum and adds_up(call.norm, _MOST_WHOLE)):
         return (
@@ -53,7 +51,7 @@ def refuses(call: MatmulCall) -> str | None:
 
 
 def _gates(call: MatmulCall) -> bool:
-    plain = not call.zero_points and call.out_dtype == call.dtype and (call.num_rows > 1 or _is_whole(call))
+    plain = call.out_dtype == call.dtype and (call.num_rows > 1 or _is_whole(call))
     return plain and bool(gated_widths(call.num_rows, call.columns))
 
 
@@ -69,6 +67,7 @@ def _tiles(call: MatmulCall) -> Int4Tiles:
         depth=call.depth,
         columns=call.columns,
         groups=call.depth // call.group_size,
+        zero_points=call.zero_points,
         sum_bytes=2 if rounds_splits(call) or call.gate is not None else 4,
         halves=1 if call.gate is None else 2,
         whole_row=_is_whole(call),
@@ -91,11 +90,11 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
     parts, of_row = int4_matmul(
         x,
         operands.kernel,
-        operands.scales,
+        (operands.scales,) if operands.zero_points is None else (operands.scales, operands.zero_points),
         operands.layer_index,
         sizes,
         num_rows=whole if call.in_splits else call.num_rows,
-        rounded=call.gate is not None or (rounds_splits(call) and operands.zero_points is None),
+        rounded=call.gate is not None or rounds_splits(call),
         activation=call.gate,
         norm=call.norm,
         row=None if operands.norm is None else RowOperands.of(operands.norm),
@@ -104,20 +103,6 @@ def matmul(call: MatmulCall, operands: MatmulOperands) -> Any:
         gated = parts[0, : call.num_rows]
         return (gated, *of_row) if of_row else gated
     result: Any = Splits(parts=parts, num_rows=call.num_rows, dtype=jnp.dtype(call.out_dtype))
-    if operands.zero_points is not None:
-        normed = dataclasses.replace(operands, x=of_row[1]) if of_row else operands
-        result = (parts.sum(axis=0)[: call.num_rows] - _of_zero_points(call, normed)).astype(call.out_dtype)
-    elif not call.in_splits:
+    if not call.in_splits:
         result = added(result)
     return (result, *of_row) if of_row else result
-
-
-def _of_zero_points(call: MatmulCall, operands: MatmulOperands) -> Float32[Array, "T F"]:
-    """What the zero points take from the product: a group's times the sum of the row's numbers of it."""
-    assert operands.scales is not None
-    assert operands.zero_points is not None
-    scales, zero_points = (
-        leaf[operands.layer_index].astype(jnp.float32) for leaf in (operands.scales, operands.zero_points)
-    )
-    groups = operands.x.astype(jnp.float32).reshape(call.num_rows, -1, call.group_size).sum(axis=-1)
-    return jnp.matmul(groups, scales * zero_points, precision="highest")

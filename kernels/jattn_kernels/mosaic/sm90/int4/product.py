@@ -24,7 +24,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jattn_kernels.call import NormCall
 from jattn_kernels.mosaic.sm90.common import launch, tiles
@@ -47,7 +47,7 @@ _WIDTHS = 32  # that a strip begins at a multiple of
 
 class _Scratch(NamedTuple):
     kernel: Any  # (stages, columns, block_depth)
-    scales: Any  # (stages, groups or more, columns)
+    of_groups: tuple[Any, ...]  # (stages, groups or more, columns): scales, and zero points if there are some
     x: Any  # (stages, block_rows, block_depth); (8, depth) of a row that is whole
     full: Any
     empty: Any
@@ -62,7 +62,7 @@ class _Scratch(NamedTuple):
 class _Operands(NamedTuple):
     x: Any
     kernel: Any
-    scales: Any
+    of_groups: tuple[Any, ...]
     layer: Any
     row: RowOperands | None
 
@@ -70,7 +70,7 @@ class _Operands(NamedTuple):
 def int4_matmul(
     x: Float[Array, "T D"],
     kernel: Any,
-    scales: Float[Array, "L G F"],
+    of_groups: tuple[Shaped[Array, "L G F"], ...],
     layer_index: Int32[Array, ""],
     sizes: Int4Tiles,
     *,
@@ -85,7 +85,7 @@ def int4_matmul(
     Args:
         x: As it is if the kernel is interleaved.
         kernel: int4 [L, F, D].
-        scales: Of a group of inputs of each output.
+        of_groups: Scales of a group of inputs of each output; and zero points, if there are some.
         sizes: Of the work tiles.
         num_rows: Of the result; those past x's are 0.
         rounded: Whether each split's sums are rounded to x's dtype; of several rows the result has whole tiles then.
@@ -102,11 +102,11 @@ def int4_matmul(
         rows=num_rows,
         depth=depth,
         columns=columns,
-        groups=scales.shape[1],
+        groups=of_groups[0].shape[1],
         norm=norm,
         activation=activation,
     )
-    leaves, tree = jax.tree.flatten(_Operands(x, kernel, scales, layer_index.reshape(1), row))
+    leaves, tree = jax.tree.flatten(_Operands(x, kernel, of_groups, layer_index.reshape(1), row))
     sums = jax.ShapeDtypeStruct((sizes.splits, num_rows, columns // sizes.halves), dtype)
     run = launch.kernel(
         functools.partial(product.body, tree),
@@ -167,13 +167,12 @@ class _Product:
         operands, (sums, *of_row) = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
         stages: dict[str, Any] = {"num_barriers": sizes.stages}
         rows = (sizes.stages, sizes.block_rows, sizes.block_depth) if not self.whole else (TILED_ROWS, self.depth)
-        scale_dtype = operands.scales.dtype
-        groups = tiles.aligned_rows(self.products.groups, sizes.half_columns * jnp.dtype(scale_dtype).itemsize)
+        copies = 1 + len(operands.of_groups)
         scratch = _Scratch(
             kernel=packed_tile((sizes.stages, sizes.block_columns, sizes.block_depth), operands.kernel.dtype),
-            scales=plgpu.SMEM((sizes.stages * sizes.halves, groups, sizes.half_columns), scale_dtype),
+            of_groups=tuple(map(self._of_groups, operands.of_groups)),
             x=tiles.tile(rows, operands.x.dtype, self.products.part_depth),
-            full=plgpu.Barrier(num_arrivals=2 * sizes.halves + (0 if self.whole else 1), **stages),
+            full=plgpu.Barrier(num_arrivals=copies * sizes.halves + (0 if self.whole else 1), **stages),
             empty=plgpu.Barrier(num_arrivals=sizes.strips, **stages),
             others=None,
             others_full=None,
@@ -206,6 +205,11 @@ class _Product:
                 self._consume(sums, scratch, number)
 
         pl.run_scoped(warpgroup, scratch, collective_axes="warpgroup")
+
+    def _of_groups(self, factors: Any) -> Any:
+        """Shared memory for what columns have of each group."""
+        rows = tiles.aligned_rows(self.products.groups, self.sizes.half_columns * jnp.dtype(factors.dtype).itemsize)
+        return plgpu.SMEM((self.sizes.stages * self.sizes.halves, rows, self.sizes.half_columns), factors.dtype)
 
     @property
     def _overlap(self) -> int:
@@ -254,9 +258,10 @@ class _Product:
                     kernel = scratch.kernel.at[stage]
                     if sizes.halves > 1:
                         kernel = scratch.kernel.at[stage, pl.ds(half * width, width)]
-                    scales = scratch.scales.at[stage * sizes.halves + half, pl.ds(0, self.products.groups)]
                     plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], kernel, full)
-                    plgpu.copy_gmem_to_smem(operands.scales.at[layer, groups, columns], scales, full)
+                    for factors, target in zip(operands.of_groups, scratch.of_groups, strict=True):
+                        own = target.at[stage * sizes.halves + half, pl.ds(0, self.products.groups)]
+                        plgpu.copy_gmem_to_smem(factors.at[layer, groups, columns], own, full)
                 if not self.whole:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 

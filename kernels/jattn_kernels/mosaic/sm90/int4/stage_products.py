@@ -4,6 +4,7 @@ Warps multiply by themselves with a tile of 8 rows, and all four of a consumer t
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -15,7 +16,7 @@ from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.tiles import TILED_ROWS, WGMMA_ROWS
 from jattn_kernels.mosaic.sm90.common.warp_products import product
 from jattn_kernels.mosaic.sm90.int4.tile_sizes import PART_DEPTH, ROWS_OF_LINES, Int4Tiles
-from jattn_kernels.mosaic.sm90.int4.unpacked import unpacked
+from jattn_kernels.mosaic.sm90.int4.unpacked import load_zero_points, unpacked
 
 _ROWS_UNDER_WAY = 128  # of products whose sums fit the registers beside the weights
 _MOST_UNDER_WAY = 4  # of these products
@@ -81,25 +82,32 @@ class StageProducts:
         self, total: Any, begins: range, packed: Any, scratch: Any, stage: Any, first: Any, own: Any, number: Any
     ) -> Any:
         layout = plgpu.Layout.WGMMA.reduce(1)
-        scales = [scratch.scales.at[stage, begin // self.group_size, own] for begin in begins]
+        scales, *zero_points = scratch.of_groups
+        scales = [scales.at[stage, begin // self.group_size, own] for begin in begins]
         factors = [plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in scales]
+
+        def weights(begin: int) -> Any:
+            taken = [load_zero_points(each.at[stage, begin // self.group_size, own]) for each in zero_points]
+            return unpacked(packed, begin, self.part_depth, scratch.x.dtype, *taken)
+
         if self.by_warps:
-            results = [self._of_warps(begin, packed, scratch, first) for begin in begins]
+            results = [self._of_warps(begin, weights, scratch, first) for begin in begins]
         else:
-            results = self._of_warpgroup(begins, packed, scratch, first, number)
+            results = self._of_warpgroup(begins, weights, scratch, first, number)
         for result, factor in zip(results, factors, strict=True):
             total += result * lax.broadcast_in_dim(factor, result.shape, [0])
         return total
 
-    def _of_warps(self, begin: int, packed: Any, scratch: Any, first: Any) -> Any:
-        weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
-        return product(weights, self._rows(begin, scratch, first), self.tiled_columns)
+    def _of_warps(self, begin: int, weights: Callable[[int], Any], scratch: Any, first: Any) -> Any:
+        return product(weights(begin), self._rows(begin, scratch, first), self.tiled_columns)
 
-    def _of_warpgroup(self, begins: range, packed: Any, scratch: Any, first: Any, number: Any) -> list[Any]:
+    def _of_warpgroup(
+        self, begins: range, weights: Callable[[int], Any], scratch: Any, first: Any, number: Any
+    ) -> list[Any]:
         def products(*accumulators):
             for begin, acc in zip(begins, accumulators, strict=True):
                 x = self._rows(begin, scratch, first)
-                plgpu.wgmma(acc, self._unpacked(begin, packed, scratch, number), x.transpose((1, 0)))
+                plgpu.wgmma(acc, self._where_read(begin, weights(begin), scratch, number), x.transpose((1, 0)))
             plgpu.wgmma_wait(0)
             return [acc[...] for acc in accumulators]
 
@@ -112,8 +120,8 @@ class StageProducts:
             return scratch.x.at[:, pl.ds(pl.multiple_of(first + begin, depth), depth)]
         return scratch.x.at[first, :, pl.ds(begin, depth)]
 
-    def _unpacked(self, begin: int, packed: Any, scratch: Any, number: Any) -> Any:
-        weights = unpacked(packed, begin, self.part_depth, scratch.x.dtype)
+    def _where_read(self, begin: int, weights: Any, scratch: Any, number: Any) -> Any:
+        """Weights where the tensor cores read them, which in the interpreter is no register."""
         if scratch.wide is None:
             return weights
         wide = scratch.wide.at[number, :, pl.ds(begin, self.part_depth)]

@@ -82,11 +82,20 @@ def gated_widths(rows: int, columns: int) -> list[int]:
 
 
 def choose_tiles(
-    *, rows: int, depth: int, columns: int, groups: int, sum_bytes: int = 4, whole_row: bool = False, halves: int = 1
+    *,
+    rows: int,
+    depth: int,
+    columns: int,
+    groups: int,
+    zero_points: bool = False,
+    sum_bytes: int = 4,
+    whole_row: bool = False,
+    halves: int = 1,
 ) -> Int4Tiles:
     """As many rows in a work tile as there are, and splits enough for all SMs.
 
     Args:
+        zero_points: Whether groups have some; they lie beside the scales.
         sum_bytes: Of a sum that is stored; those of two are staged in shared memory.
         halves: Of the columns; of two there is one split.
     """
@@ -95,7 +104,7 @@ def choose_tiles(
     takers = most if rows == 1 and halves == 1 else 1  # timed with no more rows
     takes_lines = block_rows <= ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
-    of_column = block_depth // 2 + pl.cdiv(groups * block_depth, depth) * _SCALE_BYTES
+    of_column = block_depth // 2 + pl.cdiv(groups * block_depth, depth) * _SCALE_BYTES * (1 + zero_points)
     steps, sms = pl.cdiv(depth, block_depth), tiles.num_sms()
 
     def stage(width: int) -> int:

@@ -7,6 +7,7 @@ each of a quad's four threads multiplies 8, in the order in which `interleaved.p
 four bits, then those of the upper ones.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +21,13 @@ from jaxlib.mlir.dialects import arith, gpu, llvm
 from jattn_kernels.mosaic.sm90.common import tiles
 from jattn_kernels.mosaic.sm90.common.warp_instructions import const, i32
 
-TOGETHER = 128  # inputs that have a factor
+TOGETHER, SUMMED = 128, 32  # inputs that have a factor, and a sum
 LARGEST = 32512  # of the whole numbers: a digit of 127 and one of 0
 LANES, FOUR = 32, 4
 _VECTOR, _PAIR = 8, 2  # inputs that a thread puts into the row; inputs of a quad's thread that lie together
 _OF_DIGITS = 64  # words of 128 inputs
 _ROUNDING = 12582912.0  # 2^23 + 2^22: whole numbers are the lowest bits of what is that much larger
+_ROUNDING_BITS = 0x4B400000
 _TINY = 1e-30  # a group of smaller numbers is one of zeros
 _HALF_DIGIT = 0x80
 
@@ -36,17 +38,20 @@ class CompactRow(NamedTuple):
     Attributes:
         digits: Words; in the interpreter the numbers themselves, as they are rounded.
         factors: Of each 128 inputs, float32.
+        sums: Of each 32 whole numbers; None where nobody needs them.
     """
 
     digits: Any
     factors: Any
+    sums: Any = None
 
     @classmethod
-    def scratch(cls, inputs: int) -> "CompactRow":
+    def scratch(cls, inputs: int, *, with_sums: bool) -> "CompactRow":
         """For rows of so many."""
         is_there = tiles.interpret_params() is not None
         digits = plgpu.SMEM((inputs,), jnp.float32) if is_there else plgpu.SMEM((inputs // 2,), jnp.int32)
-        return cls(digits, plgpu.SMEM((inputs // TOGETHER,), jnp.float32))
+        sums = plgpu.SMEM((inputs // SUMMED,), jnp.int32) if with_sums else None
+        return cls(digits, plgpu.SMEM((inputs // TOGETHER,), jnp.float32), sums)
 
     def store(self, piece: Any, numbers: jax.Array) -> None:
         """Puts a piece of numbers into the row (`rows.Piece`), (1024,) in float32."""
@@ -56,17 +61,26 @@ class CompactRow(NamedTuple):
             rounded = jnp.round(groups * (LARGEST / jnp.maximum(largest, _TINY))) * (largest / LARGEST)
             piece.put(self.digits, rounded.reshape(-1))
             return
-        layout, ref = plgpu.Layout.WG_STRIDED(numbers.shape, vec_size=_VECTOR), plgpu.RefType()
+        layout, own_refs = plgpu.Layout.WG_STRIDED(numbers.shape, vec_size=_VECTOR), self.refs
 
-        @plgpu.inline_mgpu(arg_types=(ref, ref, plgpu.Layout.WG_SPLAT, layout))
-        def put(ctx: Any, digits: Any, factors: Any, begin: Any, numbers: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(own_refs), plgpu.Layout.WG_SPLAT, layout))
+        def put(ctx: Any, *given: Any) -> None:
             del ctx
+            *refs, begin, numbers = given
             own = [llvm.extractelement(numbers.registers.item(), const(i)) for i in range(_VECTOR)]
             thread_of_row = arith.addi(arith.divui(begin.registers.item(), const(_VECTOR)), _rem(thread(), 4 * LANES))
-            _put(utils.memref_ptr(digits), utils.memref_ptr(factors), thread_of_row, own)
+            digits, factors, *sums = map(utils.memref_ptr, refs)
+            whole = _put(digits, factors, thread_of_row, own)
+            for each in sums:
+                _put_sum(each, thread_of_row, whole)
 
         run: Any = put
-        run(self.digits, self.factors, piece.begin, numbers)
+        run(*own_refs, piece.begin, numbers)
+
+    @property
+    def refs(self) -> list[Any]:
+        """What there is of them."""
+        return [each for each in self if each is not None]
 
 
 def words_of(digits: Any, group: Any, half: int) -> list[Any]:
@@ -88,8 +102,11 @@ def thread() -> Any:
     return arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))
 
 
-def _put(digits: Any, factors: Any, eight: Any, numbers: list[Any]) -> None:
+def _put(digits: Any, factors: Any, eight: Any, numbers: list[Any]) -> list[Any]:
     """The row's n-th eight numbers; the warp's lanes have those that follow each other.
+
+    Returns:
+        The bits of _ROUNDING and each whole number.
 
     Of each eight a quad's thread has two, which are bytes of one word with those of the eight two further: so these
     eights' threads give each other half of theirs.
@@ -128,6 +145,16 @@ def _put(digits: Any, factors: Any, eight: Any, numbers: list[Any]) -> None:
             word = _ptx(f"prmt.b32 $0, $1, $2, {taken:#x};", first, second)
             at = arith.addi(place, const(digit * FOUR * FOUR + i * FOUR))
             llvm.store(word, utils.getelementptr(digits, [at], i32()))
+    return whole
+
+
+def _put_sum(sums: Any, eight: Any, whole: list[Any]) -> None:
+    """The sum of 32 whole numbers, of which four of the warp's lanes have eight each."""
+    total = functools.reduce(arith.addi, whole, const(-_VECTOR * _ROUNDING_BITS))
+    for distance in (2, 1):
+        total = arith.addi(total, utils.shfl_bfly(total, distance))
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, _rem(eight, FOUR), const(0))):
+        llvm.store(total, utils.getelementptr(sums, [arith.divui(eight, const(FOUR))], i32()))
 
 
 def _bytes(words: list[Any]) -> Any:

@@ -26,8 +26,10 @@ def refuses(call: MlpCall) -> str | None:
     """Why it cannot be served in one kernel, or None."""
     products, norm = [call.output, call.gate_up, call.down, *([call.next] if call.next else [])], call.norm
     sizes = {product.group_size for product in products}
-    if any(product.kernel_dtype != "int4" or not product.interleaved or product.zero_points for product in products):
-        return "`mosaic` takes an MLP of a sum in one kernel with interleaved int4 weights without zero points alone."
+    if any(product.kernel_dtype != "int4" or not product.interleaved for product in products):
+        return "`mosaic` takes an MLP of a sum in one kernel with interleaved int4 weights alone."
+    if len({product.zero_points for product in products}) > 1:
+        return "`mosaic` takes an MLP of a sum in one kernel if all of its weights have zero points, or none."
     if sizes - {*_GROUP_SIZES} or len(sizes) > 1 or call.scales_dtype not in _DTYPES:
         return (
             f"`mosaic` takes an MLP of a sum with scales in 16 bits, all of groups of {_GROUP_SIZES[0]}, 64 or 128 "
@@ -56,7 +58,8 @@ def _products(call: MlpCall) -> tuple[RowProduct, RowProduct, RowProduct, RowPro
 
 def _fits(call: MlpCall) -> bool:
     assert call.down.group_size is not None
-    return fits(max(call.output.depth, call.down.depth), call.norm.columns, call.down.group_size)
+    longest = max(call.output.depth, call.down.depth)
+    return fits(longest, call.norm.columns, call.down.group_size, zero_points=call.down.zero_points)
 
 
 def mlp_of_sum(call: MlpCall, operands: HostOperands) -> tuple[Splits, Float[Array, "1 D"], Splits | None]:
@@ -73,7 +76,7 @@ def mlp_of_sum(call: MlpCall, operands: HostOperands) -> tuple[Splits, Float[Arr
         activation=call.gate_up.gate,
         dtype=jnp.dtype(call.norm.dtype),
         group_size=call.down.group_size,
-        scale_dtype=jnp.dtype(call.scales_dtype),
+        of_groups=(jnp.dtype(call.scales_dtype), *([jnp.dtype(jnp.int8)] if call.down.zero_points else [])),
         eps=(norms[0].eps, norms[1].eps),
         offset=(norms[0].offset, norms[1].offset),
         rows_left=rows_of_room(call.norm.columns, call.down.depth),
@@ -101,7 +104,7 @@ def mlp_of_sum(call: MlpCall, operands: HostOperands) -> tuple[Splits, Float[Arr
 def _weights(operands: MatmulOperands) -> Weights:
     assert operands.scales is not None
     bias = None if operands.bias is None else operands.bias.reshape(math.prod(operands.bias.shape))
-    return Weights(operands.kernel, operands.scales, bias, operands.layer_index.reshape(1))
+    return Weights(operands.kernel, operands.scales, operands.zero_points, bias, operands.layer_index.reshape(1))
 
 
 assert WARPS == 4  # rows of a product's splits, as who reads them next takes them

@@ -59,7 +59,7 @@ class Mlp:
         output, gated, down, next: Its products; there may be no next one.
         dtype: The token's.
         group_size: Inputs that share a scale.
-        scale_dtype: Of these.
+        of_groups: Dtypes of what groups have: of scales, and of zero points if there are some.
         eps, offset: Of the first norm, and of the next one.
         rows_left: Of each split of the result, all but the first of which are 0.
         phases: Which are this launch's.
@@ -72,7 +72,7 @@ class Mlp:
     activation: Callable[[Any, Any], Any]
     dtype: Any
     group_size: int
-    scale_dtype: Any
+    of_groups: tuple[Any, ...]
     eps: tuple[float, float]
     offset: tuple[float, float]
     rows_left: int
@@ -156,14 +156,15 @@ class Mlp:
         return MlpResult(columns=self.columns, activation=self.activation, dtype=self.dtype, total=total)
 
     def _scratch(self) -> Scratch:
-        longest = max(self.output.depth, self.down.depth)
+        longest, has_zero_points = max(self.output.depth, self.down.depth), len(self.of_groups) > 1
+        rows = [CompactRow.scratch(inputs, with_sums=has_zero_points) for inputs in (longest, self.columns)]
         return Scratch(
             kernel=packed_tile((STAGES, WGMMA_ROWS, _SHARE), jnp.int4),
-            scales=plgpu.SMEM((STAGES, PARTS, DEPTH // self.group_size, SIDE // PARTS), self.scale_dtype),
-            rows=(CompactRow.scratch(longest), CompactRow.scratch(self.columns)),
+            of_groups=tuple(map(self._of_stages, self.of_groups)),
+            rows=tuple(rows),
             total=plgpu.SMEM((self.columns,), self.dtype),
             sums=plgpu.SMEM((BUFFERS, CONSUMERS, SUMS), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
+            full=plgpu.Barrier(num_arrivals=COPIES + SHARES * len(self.of_groups), num_barriers=STAGES),
             empty=plgpu.Barrier(num_barriers=STAGES),
             row_full=plgpu.Barrier(num_arrivals=CONSUMERS),
             summed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=BUFFERS),
@@ -171,6 +172,11 @@ class Mlp:
             met=plgpu.SMEM((2, CONSUMERS * WARPS), jnp.float32),
             there=plgpu.Barrier(num_arrivals=CONSUMERS),
         )
+
+    def _of_stages(self, dtype: Any) -> Any:
+        """Shared memory for what groups have."""
+        rows = tiles.aligned_rows(DEPTH // self.group_size, SIDE // PARTS * jnp.dtype(dtype).itemsize)
+        return plgpu.SMEM((STAGES, PARTS, rows, SIDE // PARTS), dtype)
 
     def _weights(self, operands: MlpOperands) -> list[tuple[str, RowProduct, Weights, Any]]:
         """The launch's products, their weights, and how many units a block has before."""
@@ -313,7 +319,8 @@ class Mlp:
                 stage = lax.rem(done + k, STAGES)
                 plgpu.barrier_wait(scratch.full.at[stage])
                 begin = (first + k) * DEPTH
-                total = stage_added(total, scratch.kernel.at[stage], scratch.scales.at[stage], row, begin)
+                of_groups = [each.at[stage] for each in scratch.of_groups]
+                total = stage_added(total, scratch.kernel.at[stage], of_groups, self.group_size, row, begin)
                 plgpu.barrier_arrive(scratch.empty.at[stage])
                 return total
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Float32, Int, Int4
+from jaxtyping import Array, Float, Float32, Int, Int4, Int8
 
 
 class Weights(NamedTuple):
@@ -11,13 +11,20 @@ class Weights(NamedTuple):
     Attributes:
         kernel: Interleaved.
         scales: Of groups of inputs.
+        zero_points: Likewise; None where there are none.
         bias: Of all layers, one after the other.
     """
 
     kernel: Int4[Array, "L F D"]
     scales: Float[Array, "L G F"]
+    zero_points: Int8[Array, "L G F"] | None
     bias: Float[Array, " LF"] | None
     layer: Int[Array, "1"]
+
+    @property
+    def of_groups(self) -> list[Any]:
+        """What columns have of each group: scales, and zero points if there are some."""
+        return [self.scales] if self.zero_points is None else [self.scales, self.zero_points]
 
 
 class Scale(NamedTuple):
@@ -76,7 +83,7 @@ class Scratch(NamedTuple):
     """In shared memory."""
 
     kernel: Any  # (stages, 64, 256): two shares of a step's depth of 32 columns
-    scales: Any  # (stages, 2, groups, 16)
+    of_groups: tuple[Any, ...]  # (stages, 2, groups or more, 16): scales, and zero points if there are some
     rows: Any  # two CompactRows, used in turn
     total: Any  # (D,)
     sums: Any  # (buffers, consumers, 128): of each warp, its columns

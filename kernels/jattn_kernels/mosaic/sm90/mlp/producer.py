@@ -12,12 +12,12 @@ from jattn_kernels.mosaic.sm90.mlp.operands import Scratch, Weights
 from jattn_kernels.mosaic.sm90.mlp.sizes import STAGES
 from jattn_kernels.mosaic.sm90.mlp.units import DEPTH, PARTS, SHARES, SIDE, RowProduct
 
-COPIES = SHARES * (PARTS + 1)  # that arrive of a stage
+COPIES = SHARES * PARTS  # of weights that arrive of a stage
 _SIDE, _SHARE = SIDE // PARTS, DEPTH // SHARES
 
 
 def copy_all(products: list[tuple[RowProduct, Weights]], scratch: Scratch, shares: list[Any], group_size: int) -> None:
-    """Asks for weights and scales, from one product into the next, stages ahead.
+    """Asks for weights and what groups of them have, from one product into the next, stages ahead.
 
     Args:
         shares: Numbers of those of the depth.
@@ -45,9 +45,8 @@ def copy_all(products: list[tuple[RowProduct, Weights]], scratch: Scratch, share
 def _copy(
     product: RowProduct, weights: Weights, scratch: Scratch, block: Any, begin: Any, stage: Any, share: Any, size: int
 ) -> None:
-    """A share's weights, and the scales of as many columns as there are shares of them."""
+    """A share's weights, and what groups have of as many columns as there are shares of them."""
     kernel: Any = weights.kernel
-    scales: Any = weights.scales
     full, layer, columns = scratch.full.at[stage], weights.layer[0], product.first_columns(block)
     inputs, first = pl.ds(begin + share * _SHARE, _SHARE), share * SIDE
     if product.is_gated:
@@ -59,8 +58,9 @@ def _copy(
         plgpu.copy_gmem_to_smem(kernel.at[layer, pl.ds(columns[0], SIDE), inputs], target, full)
         plgpu.barrier_arrive(full)
     groups, column = pl.ds(lax.div(begin, size), DEPTH // size), columns[0] + share * (columns[1] - columns[0])
-    source = scales.at[layer, groups, pl.ds(column, _SIDE)]
-    plgpu.copy_gmem_to_smem(source, scratch.scales.at[stage, share], full)
+    for factors, target in zip(weights.of_groups, scratch.of_groups, strict=True):
+        source = factors.at[layer, groups, pl.ds(column, _SIDE)]
+        plgpu.copy_gmem_to_smem(source, target.at[stage, share, pl.ds(0, DEPTH // size)], full)
 
 
 assert PARTS == SHARES  # of which each copies the scales of one

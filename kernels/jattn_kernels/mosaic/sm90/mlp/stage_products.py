@@ -4,6 +4,7 @@ A weight in the upper four bits of a byte is 16 times itself in 8 bits, sign and
 them, of a word and of that word four bits higher.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jattn_kernels.mosaic.sm90.common.warp_instructions import (
     register_place,
     two,
 )
-from jattn_kernels.mosaic.sm90.mlp.compact_row import FOUR, LANES, TOGETHER, thread, words_of
+from jattn_kernels.mosaic.sm90.mlp.compact_row import FOUR, LANES, SUMMED, TOGETHER, CompactRow, thread, words_of
 from jattn_kernels.mosaic.sm90.mlp.units import DEPTH, PARTS, SHARES, SIDE
 
 SUMS = WARPS * SIDE  # of a warpgroup: a column has one of each warp
@@ -43,35 +44,41 @@ def place_of(column: Any, warp: int) -> Any:
     return column // _TILE * WGMMA_ROWS + warp * _TILE + column % _TILE
 
 
-def stage_added(total: jax.Array, weights: Any, scales: Any, row: Any, first: Any) -> jax.Array:
+def stage_added(
+    total: jax.Array, weights: Any, of_groups: list[Any], group_size: int, row: CompactRow, first: Any
+) -> jax.Array:
     """The sums with a stage's products, each times its group's scales; all columns are the same.
 
     Args:
         total: (128, 8), in wgmma's layout, by `place_of`.
         weights: (64, 256), in shared memory: 32 columns by the first half of the depth, then by the second.
-        scales: (2, groups, 16), likewise: of the first 16 columns, then of the others.
-        row: A CompactRow.
+        of_groups: (2, groups or more, 16), likewise, of the first 16 columns, then of the others: scales; and zero
+            points, if there are some.
+        group_size: Inputs that have one of these.
+        row: With sums if there are zero points.
         first: The stage's first input.
     """
     if tiles.interpret_params() is not None:
-        return _interpreted(total, weights, scales, row, first)
+        return _interpreted(total, weights, of_groups, group_size, row, first)
     tiling: Any = plgpu.TilingTransform  # typed as abstract
     swizzling: Any = plgpu.SwizzleTransform
     packed = plgpu.RefType((tiling((TILED_ROWS, weights.shape[1])), swizzling(_LINE)))
     layout: Any = plgpu.Layout.WGMMA
 
-    ref = plgpu.RefType()
+    refs = *of_groups, *row.refs
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, packed, ref, ref, ref, plgpu.Layout.WG_SPLAT),
+        arg_types=(layout, packed, *[plgpu.RefType()] * len(refs), plgpu.Layout.WG_SPLAT),
         return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout),
     )
-    def add(ctx: Any, total: Any, weights: Any, scales: Any, digits: Any, factors: Any, first: Any) -> Any:
+    def add(ctx: Any, total: Any, weights: Any, *given: Any) -> Any:
         del ctx
-        return _added(total, weights, scales, digits, factors, first.registers.item())
+        *refs, first = given
+        own = refs[: len(of_groups)], CompactRow(*refs[len(of_groups) :])
+        return _added(total, weights, own[0], group_size, own[1], first.registers.item())
 
     run: Any = add
-    return run(total, weights, scales, *row, first)
+    return run(total, weights, *refs, first)
 
 
 def store_sums(total: jax.Array, target: Any) -> None:
@@ -101,29 +108,33 @@ def store_sums(total: jax.Array, target: Any) -> None:
     run(target, total)
 
 
-def _interpreted(total: jax.Array, weights: Any, scales: Any, row: Any, first: Any) -> jax.Array:
+def _interpreted(
+    total: jax.Array, weights: Any, of_groups: list[Any], group_size: int, row: CompactRow, first: Any
+) -> jax.Array:
     numbers = in_turn(weights[...]).astype(jnp.float32).reshape(DEPTH // weights.shape[1], SIDE, -1)
     numbers = numbers.transpose(1, 0, 2).reshape(SIDE, WARPS, -1)
     of_row = row.digits[pl.ds(first, DEPTH)].reshape(1, WARPS, -1)
-    factors = scales[...].astype(jnp.float32).transpose(0, 2, 1).reshape(SIDE, WARPS, -1)
+    factors, *zero_points = (
+        each[:, : DEPTH // group_size].astype(jnp.float32).transpose(0, 2, 1).reshape(SIDE, WARPS, -1)
+        for each in of_groups
+    )
     plgpu.commit_smem()  # before a copy overwrites what has been read
-    groups = factors.shape[-1]
-    sums = (numbers * of_row).reshape(SIDE, WARPS, groups, -1).sum(axis=-1)
+    numbers = numbers.reshape(SIDE, WARPS, -1, group_size)
+    for each in zero_points:
+        numbers -= each[..., None]
+    sums = (numbers * of_row.reshape(1, WARPS, -1, group_size)).sum(axis=-1)
     sums = (sums * factors).sum(axis=-1).reshape(PARTS, _TILE, WARPS).transpose(0, 2, 1).reshape(-1, 1)
     return total + jnp.broadcast_to(sums, total.shape)
 
 
-def _added(total: Any, weights: Any, scales: Any, digits: Any, factors: Any, first: Any) -> Any:
-    _, groups, _ = scales.type.shape
-    group_size, kind = DEPTH // groups, scales.type.element_type
+def _added(total: Any, weights: Any, of_groups: list[Any], group_size: int, row: CompactRow, first: Any) -> Any:
     lane, warp = _lane_and_warp()
-    word, of_warp = _weights_of(weights, lane, warp), _times(warp, groups // WARPS * _TILE)
-    of_columns = arith.addi(of_warp, arith.divui(lane, const(FOUR)))
-    scale = utils.getelementptr(utils.memref_ptr(scales), [of_columns], kind)
+    word = _weights_of(weights, lane, warp)
+    scale, *zero_points = (_of_columns(each, group_size, lane, warp) for each in of_groups)
     group = arith.addi(arith.divui(first, const(TOGETHER)), warp)
-    pointer = utils.getelementptr(utils.memref_ptr(factors), [group], ir.F32Type.get())
+    pointer = utils.getelementptr(utils.memref_ptr(row.factors), [group], ir.F32Type.get())
     of_row = llvm.intr_fma(llvm.load(ir.F32Type.get(), pointer), _f32(1.0 / _TIMES), _f32(0.0))
-    rows = [words_of(digits, group, half) for half in range(2)]
+    rows = [words_of(row.digits, group, half) for half in range(2)]
     sums = [[two(total.registers[register_place(tile, 0, half)])[0] for half in range(2)] for tile in range(PARTS)]
     for begin in range(0, _OF_WARP, group_size):
         found = [[const(0)] * _RESULTS for _ in range(PARTS)]
@@ -133,13 +144,17 @@ def _added(total: Any, weights: Any, scales: Any, digits: Any, factors: Any, fir
                 halves = word(tile, block)
                 wide = [_upper(each) for each in [arith.muli(half, const(_TIMES)) for half in halves] + halves]
                 found[tile] = _multiplied(wide, own, found[tile])
+        row_sums = [_row_sum(row, group, begin, group_size) for _ in zero_points]
         for tile in range(PARTS):
             for half in range(2):
-                place = tile * groups * _TILE + begin // group_size * _TILE + half * _EIGHT
-                factor = arith.mulf(_factor(scale, place, kind), of_row)
+                place = tile, begin // group_size, half
+                factor = arith.mulf(arith.extf(ir.F32Type.get(), scale(*place)), of_row)
                 upper, lower = found[tile][2 * half : 2 * half + 2]
                 whole = arith.addi(_times(upper, _DIGIT), lower)
                 number = arith.sitofp(ir.F32Type.get(), whole)
+                for zero_point, row_sum in zip(zero_points, row_sums, strict=True):
+                    taken = arith.sitofp(ir.F32Type.get(), _times(arith.extsi(i32(), zero_point(*place)), -_TIMES))
+                    number = llvm.intr_fma(taken, row_sum, number)
                 sums[tile][half] = llvm.intr_fma(number, factor, sums[tile][half])
     registers = total.registers.copy()
     for tile in range(PARTS):
@@ -186,9 +201,26 @@ def _f32(value: float) -> Any:
     return arith.constant(ir.F32Type.get(), value)
 
 
-def _factor(scale: Any, offset: int, kind: Any) -> Any:
-    number = llvm.load(kind, utils.getelementptr(scale, [const(offset)], kind))
-    return arith.extf(ir.F32Type.get(), number)
+def _of_columns(of_groups: Any, group_size: int, lane: Any, warp: Any) -> Any:
+    """What a thread's columns have: of a tile, of one of the warp's groups, of the tile's first half or second."""
+    (_, rows, _), kind = of_groups.type.shape, of_groups.type.element_type
+    of_warp = _times(warp, _OF_WARP // group_size * _TILE)
+    own = arith.addi(of_warp, arith.divui(lane, const(FOUR)))
+    pointer = utils.getelementptr(utils.memref_ptr(of_groups), [own], kind)
+
+    def number(tile: int, group: int, half: int) -> Any:
+        place = (tile * rows + group) * _TILE + half * _EIGHT
+        return llvm.load(kind, utils.getelementptr(pointer, [const(place)], kind))
+
+    return number
+
+
+def _row_sum(row: CompactRow, group: Any, begin: int, size: int) -> Any:
+    """Of so many of the row's whole numbers."""
+    first = arith.addi(_times(group, TOGETHER // SUMMED), const(begin // SUMMED))
+    pointer = utils.getelementptr(utils.memref_ptr(row.sums), [first], i32())
+    sums = [llvm.load(i32(), utils.getelementptr(pointer, [const(i)], i32())) for i in range(size // SUMMED)]
+    return arith.sitofp(ir.F32Type.get(), functools.reduce(arith.addi, sums))
 
 
 def _lane_and_warp() -> tuple[Any, Any]:
