@@ -104,11 +104,18 @@ def choose_tiles(
     takers = most if rows == 1 and halves == 1 else 1  # timed with no more rows
     takes_lines = block_rows <= ROWS_OF_LINES and _divides(_WHOLE_LINE, depth, depth // groups)
     block_depth = _WHOLE_LINE if takes_lines else PART_DEPTH
-    of_column = block_depth // 2 + pl.cdiv(groups * block_depth, depth) * _SCALE_BYTES * (1 + zero_points)
+    groups_of_stage = pl.cdiv(groups * block_depth, depth)
+    of_column = block_depth // 2 + groups_of_stage * _SCALE_BYTES
     steps, sms = pl.cdiv(depth, block_depth), tiles.num_sms()
 
     def stage(width: int) -> int:
         return (0 if whole_row else block_rows * block_depth * _ITEM_BYTES) + width * of_column
+
+    def padding(width: int) -> int:
+        """Bytes of a stage beside these: zero points, and rows behind which a copy may begin."""
+        rows_of = [(size, tiles.aligned_rows(groups_of_stage, width // halves * size)) for size in (2, 4)]
+        scales = max(size * rows for size, rows in rows_of) - groups_of_stage * _SCALE_BYTES
+        return width * (scales + (tiles.aligned_rows(groups_of_stage, width // halves) if zero_points else 0))
 
     def bytes_of_all(width: int, splits: int) -> int:
         steps_of_tile = pl.cdiv(steps, splits) + (_STEPS_MORE if takes_lines else 0)
@@ -128,10 +135,11 @@ def choose_tiles(
     fixed += (takers - 1) * width * block_rows * _SCALE_BYTES
     strips = halves * pl.cdiv(width // halves, WGMMA_ROWS)
     fixed += strips * WGMMA_ROWS * block_rows * sum_bytes if sum_bytes == _ITEM_BYTES else 0
-    stages = min(_MOST_STAGES, (tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed) // stage(width))
+    room = tiles.SHARED_MEMORY_BYTES - tiles.RESERVED_BYTES - fixed
+    stages = min(_MOST_STAGES, room // (stage(width) + padding(width)))
     fits = stages >= 2 * _STAGES_ENOUGH and splits * _WHOLE_LINE <= depth
     fits = fits and depth // groups >= PART_DEPTH and _divides(_WHOLE_LINE, depth, depth // groups)
-    if fits and block_rows == _FEW_ROWS and sum_bytes == _ITEM_BYTES:
+    if fits and block_rows == _FEW_ROWS and sum_bytes == _ITEM_BYTES and not (zero_points and halves > 1):
         block_depth, stages = _WHOLE_LINE, stages // 2
     return Int4Tiles(
         block_rows=block_rows,
