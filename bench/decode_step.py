@@ -24,15 +24,13 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.device_mesh import bytes_on_one, held_by_all, made
 from jattn.kv_pool import KVPool, make_pool
-from jattn.mailbox import connect, mailbox_of
+from jattn.mailbox import connect
 from jattn.matmul import FP8, INT4, MXFP4
-from jattn.on_each import OnEach, apart, each, first_of
 from jattn.page_lists import WindowList, narrower_spans
 from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.serving.config import EngineConfig
-from jattn.serving.executor.first_runs import RUNS
 from jattn.serving.executor.last_sent import LastSent
-from jattn.serving.executor.mesh_plans import devices_apart, on_mesh
+from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.steps.loop_state import LoopState, empty_rows
 from jattn.serving.steps.plain import Steps
@@ -156,16 +154,14 @@ class Setup(NamedTuple):
     """What the engine would hold when every row of a bucket is in the middle of its text.
 
     Attributes:
-        weights, state, pool: As the step takes them: of devices that run programs of their own, apart.
         plans: What it sends with a step, for some steps one after the other: each row opens a page as often as it
             would, and not when its neighbours do.
     """
 
     steps: CompiledSteps
     compile_s: float
-    weights: Any
-    state: LoopState | OnEach
-    pool: KVPool | OnEach
+    state: LoopState
+    pool: KVPool
     plans: np.ndarray
 
 
@@ -212,20 +208,13 @@ def set_up(model: Model, workload: StepWorkload, *, steps: int, implementation: 
     backend = backend_class(EngineConfig().backend).for_model(model.attention_layers, options)
     plans = _plans(np.asarray(page_table), workload.page, num_lists=1 + len(windows))
     decode = functools.partial(Steps(model.graph, backend, parallel=parallel).decode, variant="greedy")
-    devices = devices_apart(parallel)
-    weights, state, pool = (apart(arrays, devices) for arrays in (model.weights, state, pool))
-    plan = StepPlan(decode, (weights, state, pool, plans[0]), donate=(1, 2), unrolled=True)
+    plan = StepPlan(decode, (model.weights, state, pool, plans[0]), donate=(1, 2), unrolled=True)
     (plan,) = on_mesh({StepKey("decode", workload.batch, "greedy"): plan}, parallel).values()
     if default_device().platform == "gpu":
         importlib.import_module("jattn_kernels.mosaic.entry")  # Pallas, a second: a process's, not a bucket's
     start = time.perf_counter()
     compiled = compile_steps({workload.name: plan})
-    compile_s = time.perf_counter() - start
-    if (mailbox := mailbox_of(parallel)) is not None:
-        alone = apart(jax.tree.map(mailbox.looped, model.weights), devices)
-        for _ in range(RUNS):
-            state, pool, _ = jax.block_until_ready(compiled(workload.name, alone, state, pool, plans[0]))
-    return Setup(compiled, compile_s, weights, state, pool, plans)
+    return Setup(compiled, time.perf_counter() - start, state, pool, plans)
 
 
 def _plans(page_table: np.ndarray, page_size: int, *, num_lists: int) -> np.ndarray:
@@ -241,9 +230,10 @@ class Loop:
 
     def __init__(self, model: Model, workload: StepWorkload, setup: Setup):
         self._step = setup.steps[workload.name]
-        self._weights, self._state, self._pool = setup.weights, setup.state, setup.pool
-        sent = LastSent(held_by_all(model.parallel), on_each=devices_apart(model.parallel))
-        self._plans, self._on_device = setup.plans, sent
+        self._weights = model.weights
+        self._state, self._pool = setup.state, setup.pool
+        self._everywhere = held_by_all(model.parallel)
+        self._plans, self._on_device = setup.plans, LastSent(self._everywhere)
         self._on_device.prepare(setup.plans[:1])
         self._ctx = workload.ctx
         self.call_ms: list[float] = []  # of each step, until the host has sent it
@@ -251,12 +241,8 @@ class Loop:
     def rewind(self, steps: int) -> int:
         """Sets every row's length such that `steps` steps see `ctx` keys on the average; returns the length."""
         first_len = self._ctx - 1 - steps // 2
-
-        def rewound(state: LoopState) -> LoopState:
-            lens = np.full(state.seq_lens.shape, first_len, np.int32)
-            return dataclasses.replace(state, seq_lens=jax.device_put(lens, state.seq_lens.sharding))
-
-        self._state = jax.block_until_ready(each(rewound, self._state))
+        lens = jax.device_put(jnp.full(self._state.seq_lens.shape, first_len, jnp.int32), self._everywhere)
+        self._state = jax.block_until_ready(dataclasses.replace(self._state, seq_lens=lens))
         return first_len
 
     def run(self, steps: int) -> None:
@@ -267,11 +253,10 @@ class Loop:
             start = time.perf_counter()
             self._state, self._pool, output = self._step(self._weights, self._state, self._pool, plan)
             self.call_ms.append((time.perf_counter() - start) * 1e3)
-            tokens = first_of(output).tokens
-            tokens.copy_to_host_async()
+            output.tokens.copy_to_host_async()
             if before is not None:
                 np.asarray(before)
-            before = tokens
+            before = output.tokens
         jax.block_until_ready(self._state)
 
     def timed(self, steps: int) -> float:
@@ -284,9 +269,8 @@ class Loop:
         start = time.perf_counter()
         self.run(steps)
         elapsed = time.perf_counter() - start
-        state = first_of(self._state)
-        lens = np.asarray(state.seq_lens)
-        if np.any(lens != first_len + steps) or np.any(np.asarray(state.finished)):
+        lens = np.asarray(self._state.seq_lens)
+        if np.any(lens != first_len + steps) or np.any(np.asarray(self._state.finished)):
             raise RuntimeError(f"Rows must grow by a token a step. Got lengths {lens} after {steps} steps.")
         return elapsed / steps * 1e3
 

@@ -7,10 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jattn.on_each import StepOnEach
-
-type Step = jax.stages.Compiled | StepOnEach
-
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
@@ -22,30 +18,20 @@ class StepPlan:
         donate: Positions of the arguments whose memory the step may reuse.
         unrolled: Whether a GPU runs every loop of known length, and those inside it, two turns at a time, or all where
             devices share the step: for one so short that launching it counts, and whose loops do not multiply.
-        on_each: Devices that share it and each run a program of their own: the function is an `OfOne`, the arguments
-            are one device's, and its number comes last. Where there are none, one program is of all devices.
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     donate: tuple[int, ...] = ()
     unrolled: bool = False
-    on_each: tuple[Any, ...] = ()
 
     def without_arrays(self) -> "StepPlan":
         """The same plan of shapes alone, which holds no memory and outlives arrays that are donated."""
         return dataclasses.replace(self, arguments=jax.tree.map(described, self.arguments))
 
     @property
-    def given(self) -> tuple[Any, ...]:
-        """The arguments of whoever calls the step."""
-        return self.arguments[:-1] if self.on_each else self.arguments
-
-    @property
     def devices(self) -> tuple[Any, ...]:
-        """Those that run it, or that its arguments are tied to; JAX's default where they are tied to none."""
-        if self.on_each:
-            return self.on_each
+        """Those that its arguments are tied to, in their order; JAX's default where they are tied to none."""
         for leaf in jax.tree.leaves(self.arguments):
             sharding = described(leaf).sharding
             if isinstance(sharding, NamedSharding):
@@ -85,7 +71,7 @@ class CompiledSteps:
 
     def __init__(
         self,
-        executables: Mapping[Hashable, Step],
+        executables: Mapping[Hashable, jax.stages.Compiled],
         records: Mapping[Hashable, StepRecord] | None = None,
     ):
         self._executables = dict(executables)
@@ -100,7 +86,7 @@ class CompiledSteps:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._executables
 
-    def __getitem__(self, key: Hashable) -> Step:
+    def __getitem__(self, key: Hashable) -> jax.stages.Compiled:
         """The executable of a bucket.
 
         Raises:

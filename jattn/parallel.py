@@ -1,9 +1,6 @@
 """Parallel: how one model is split over devices, and the only place where a model meets a collective."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -14,7 +11,6 @@ from jattn_kernels import added, peers, rms_norm
 from jattn_kernels.inbox import Inbox
 from jattn_kernels.splits import Splits
 
-_number: ContextVar[Any] = ContextVar("number", default=None)  # of the device, where it is told
 NO_TOKEN = -1  # in a token's place: logits were not finite, or left no token that may come
 
 
@@ -23,8 +19,7 @@ class Parallel:
     """Tensor parallelism as a static fact of a model; the identity on one device.
 
     A model built with it holds this device's share of the heads and of the hidden units. With `axis` set, its methods
-    must run inside `jax.shard_map` over a mesh axis of that name, or, with a table, in a program of one device's own
-    (`numbered`).
+    must run inside `jax.shard_map` over a mesh axis of that name.
 
     Attributes:
         axis: Name of the mesh axis; None on one device.
@@ -71,12 +66,7 @@ class Parallel:
 
     def first_of(self, share: int) -> Int[Array, ""] | int:
         """The number of the first of this device's heads or units, of which each device has `share`."""
-        return 0 if self.axis is None else self._number * share
-
-    @property
-    def _number(self) -> Int[Array, ""] | int:
-        told = _number.get()
-        return jax.lax.axis_index(self.axis) if told is None else told
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * share
 
     def connected(self, table: UInt32[Array, " columns"] | None) -> "Parallel":
         """The same devices, exchanging by a mailbox if there is one."""
@@ -119,7 +109,7 @@ class Parallel:
 
     def once(self, whole: Float[Array, "..."]) -> Float[Array, "..."]:
         """What every device has all of, as a part of what is summed over them: itself on the first, 0 on the others."""
-        return whole if self.axis is None else jnp.where(self._number == 0, whole, 0)
+        return whole if self.axis is None else jnp.where(jax.lax.axis_index(self.axis) == 0, whole, 0)
 
     def gather_logits(self, logits: Float[Array, "B V_local"]) -> Float[Array, "B V"]:
         """Whole rows of logits from each device's part of the vocabulary."""
@@ -149,16 +139,6 @@ class Parallel:
         if self.table is None:
             return jax.lax.all_gather(x, self.axis)
         return peers.all_gather(x, self.table, inbox=self.inbox)
-
-
-@contextlib.contextmanager
-def numbered(number: Int[Array, ""] | int) -> Iterator[None]:
-    """In it a program of one device's own is traced, whose number along the axis is this one."""
-    before = _number.set(number)
-    try:
-        yield
-    finally:
-        _number.reset(before)
 
 
 def _best_of(logits: Float32[Array, "B V"]) -> tuple[Int32[Array, " B"], Float32[Array, " B"]]:

@@ -13,11 +13,8 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jattn.compiled_steps import Step
 from jattn.jax_setting import JaxSetting
-from jattn.on_each import StepOnEach
 from jattn.progress import logger
-from jattn.step_copies import copies_of
 from jattn_kernels.mosaic.runtime import name_runtime
 
 _FOLDER = "jattn-steps"  # in the folder where JAX keeps its own
@@ -41,12 +38,11 @@ class StepCache:
         self._folder = folder
         self._most_bytes = most_bytes
 
-    def load(self, name: str, devices: Sequence[Any], *, on_each: bool = False) -> Step | None:
+    def load(self, name: str, devices: Sequence[Any]) -> jax.stages.Compiled | None:
         """The step of a name, ready to run; None if there is none that can be read.
 
         Args:
             devices: Those that it is compiled for, in their order.
-            on_each: Whether each of them runs a program of its own.
         """
         path = self._folder / f"{name}{_SUFFIX}"
         try:
@@ -54,11 +50,7 @@ class StepCache:
         except OSError:
             return None
         try:
-            written = pickle.loads(_checked(content))
-            if on_each:
-                compiled = StepOnEach(copies_of(written, devices), devices)
-            else:
-                compiled = deserialize_and_load(*written, execution_devices=devices)
+            compiled = deserialize_and_load(*pickle.loads(_checked(content)), execution_devices=devices)
         except Exception as error:  # whatever a file of another make may raise: it is compiled anew
             logger.info("%s is compiled again, as it cannot be loaded: %s", path, error)
             return None
@@ -66,11 +58,10 @@ class StepCache:
             os.utime(path)
         return compiled
 
-    def store(self, name: str, compiled: Step) -> None:
+    def store(self, name: str, compiled: jax.stages.Compiled) -> None:
         """Keeps a step that this process compiled; one that JAX's cache had cannot be written again."""
         try:
-            program = compiled.programs[0] if isinstance(compiled, StepOnEach) else compiled
-            payload = pickle.dumps(serialize(program))
+            payload = pickle.dumps(serialize(compiled))
         except Exception as error:  # a step that cannot be kept is none to fail for
             logger.info("A step is not kept on disk: %s", error)
             return

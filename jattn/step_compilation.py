@@ -10,17 +10,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.serialize_executable import serialize
-from jax.sharding import SingleDeviceSharding
 
-from jattn.compiled_steps import CompiledSteps, Step, StepPlan, StepRecord, described
+from jattn.compiled_steps import CompiledSteps, StepPlan, StepRecord
 from jattn.jax_setting import JaxSetting
 from jattn.kernel_compilation import kernels_beside
 from jattn.lowering import PLACES, LoweringProcesses, processes_for, without_collection
-from jattn.on_each import StepOnEach
 from jattn.progress import logger, shown
 from jattn.step_cache import StepCache, jax_cache_keeps, step_cache, without_jax_cache
-from jattn.step_copies import copies_of
 from jattn.step_keys import StepNames
 from jattn_kernels.traced_once import traced_once
 
@@ -28,7 +24,7 @@ COMPILING_AT_ONCE = min(16, os.cpu_count() or 1)  # XLA compiles outside Python'
 _CORES_A_STEP = 4  # for which its kernels are compiled beside it
 _without_places = JaxSetting(PLACES, 0)
 
-Compilation = Future[tuple[Step, StepRecord]]
+Compilation = Future[tuple[jax.stages.Compiled, StepRecord]]
 
 
 def compile_steps(
@@ -103,17 +99,13 @@ class _Kept(NamedTuple):
         if self.cache is None or not self.names:
             return CompiledSteps({})
         with ThreadPoolExecutor(COMPILING_AT_ONCE, threading.current_thread().name) as pool:
-            load = _timed(self.cache.load)
-            loading = [
-                pool.submit(load, name, plans[key].devices, on_each=bool(plans[key].on_each))
-                for key, name in self.names.items()
-            ]
-            timed = [(key, each.result()) for key, each in zip(self.names, loading, strict=True)]
+            devices = [plans[key].devices for key in self.names]
+            timed = zip(self.names, pool.map(_timed(self.cache.load), self.names.values(), devices), strict=True)
             there = {key: (step, seconds) for key, (step, seconds) in timed if step is not None}
         records = {key: StepRecord(seconds, loaded=True) for key, (_, seconds) in there.items()}
         return CompiledSteps({key: step for key, (step, _) in there.items()}, records)
 
-    def store(self, key: Hashable, step: Step) -> None:
+    def store(self, key: Hashable, step: jax.stages.Compiled) -> None:
         """Keeps a step, if it has a name."""
         if self.cache is not None and key in self.names:
             self.cache.store(self.names[key], step)
@@ -122,8 +114,8 @@ class _Kept(NamedTuple):
 def _in_turn(
     plans: Mapping[Hashable, StepPlan], kept: _Kept, processes: LoweringProcesses, at_once: int
 ) -> Generator[tuple[Hashable, Compilation]]:
-    def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[Step, StepRecord]:
-        step, seconds = _timed(_compiled)(lowered, plans[key])
+    def compiled(key: Hashable, lowered: jax.stages.Lowered, before: float) -> tuple[jax.stages.Compiled, StepRecord]:
+        step, seconds = _timed(lowered.compile)()
         kept.store(key, step)
         return step, StepRecord(before + seconds, loaded=False)
 
@@ -184,38 +176,16 @@ def _names(plans: Mapping[Hashable, StepPlan]) -> dict[Hashable, str]:
     try:
         names = StepNames()
         for key, plan in plans.items():
-            devices = [device.id for device in plan.on_each]
-            found[key] = names.name(plan.function, plan.arguments, plan.donate, _options(plan), devices)
+            found[key] = names.name(plan.function, plan.arguments, plan.donate, _options(plan))
     except Exception as reason:  # not only NoName: a file may not be read, a value not be written
         logger.info("Steps are compiled at each start: %s", reason)
     return found
 
 
-def _lowered(plan: StepPlan, number: int = 0) -> jax.stages.Lowered:
-    """The step, or of programs that devices have for themselves that of one of them."""
+def _lowered(plan: StepPlan) -> jax.stages.Lowered:
     step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=_options(plan))
-    arguments = placed_on(plan.on_each[number], plan.arguments) if plan.on_each else plan.arguments
     with traced_once(), _without_places.held(), without_collection():
-        return step.lower(*arguments)
-
-
-def placed_on(device: Any, arguments: Any) -> Any:
-    """Shapes of arguments that a device has."""
-    place = SingleDeviceSharding(device)
-    return jax.tree.map(lambda leaf: described(leaf).update(sharding=place), arguments)
-
-
-def _compiled(lowered: jax.stages.Lowered, plan: StepPlan) -> Step:
-    """The step; of a program that each device has for itself, a copy for each."""
-    step = lowered.compile()
-    if not plan.on_each:
-        return step
-    try:
-        others = copies_of(serialize(step), plan.on_each[1:])
-    except Exception as error:  # it calls the host, for example, to print
-        logger.warning("A step is compiled for each device, as it cannot be copied: %s", error)
-        others = [_lowered(plan, number).compile() for number in range(1, len(plan.on_each))]
-    return StepOnEach([step, *others], plan.on_each)
+        return step.lower(*plan.arguments)
 
 
 def _options(plan: StepPlan) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import operator
 import threading
 import time
 import weakref
@@ -18,7 +17,6 @@ from jattn.device_mesh import held_by_all, spans_processes
 from jattn.lowering import LoweringProcesses, processes_for
 from jattn.mailbox import mailbox_of
 from jattn.model import CausalLM
-from jattn.on_each import apart, each, first_of
 from jattn.parallel import NO_TOKEN
 from jattn.serving.executor.background import BackgroundCompilation
 from jattn.serving.executor.batches import decode_batch, prefill_batch
@@ -29,7 +27,6 @@ from jattn.serving.executor.last_sent import LastSent
 from jattn.serving.executor.launch import Forward, Launch, LaunchStats, wait_for_all
 from jattn.serving.executor.masks import masks_of
 from jattn.serving.executor.memory import MemoryUse, memory_use
-from jattn.serving.executor.mesh_plans import devices_apart
 from jattn.serving.executor.mixing import LONGEST_MIXED
 from jattn.serving.executor.notes import behind_notes, note_launches
 from jattn.serving.executor.pool_memory import fitting_pool
@@ -90,20 +87,15 @@ class Executor:
         fit_pool: bool = False,
     ):
         served = served_model(model, config, draft_model=draft_model)
-        check_loaded(served.weights, config)
-        self._apart, self._mailbox = devices_apart(config.parallel), mailbox_of(config.parallel)
-        self._first_runs = None
-        if self._mailbox is not None:
-            self._first_runs = FirstRuns(apart(jax.tree.map(self._mailbox.looped, served.weights), self._apart))
-        served = served._replace(weights=apart(served.weights, self._apart))
         self.weights, steps, self._mixed_rows = served.weights, served.steps, served.mixed_rows
+        check_loaded(self.weights, config)
         in_background = compiles_in_background(config)
         have, processes = CompiledSteps({}), LoweringProcesses(_num_processes(config, in_background))
         if fit_pool and not spans_processes(config.parallel):  # where it does, each would find another number
             config, have = beside_steps(served, config, model.vocab_size, processes)
         self.config = config
-        self._make_pool = lambda: apart(fitting_pool(served.kv_groups, config), self._apart)
-        self._make_state = lambda: apart(made_state(config, model.vocab_size), self._apart)
+        self._make_pool = functools.partial(fitting_pool, served.kv_groups, config)
+        self._make_state = functools.partial(made_state, config, model.vocab_size)
         self.state = self._make_state()
         # While steps are compiled the pool's memory is free again: XLA tries their products there.
         shapes = jax.tree.map(described, (self.weights, self.state, self._make_pool()))
@@ -115,8 +107,10 @@ class Executor:
         self._is_prepared = config.structured_steps
         plans |= self._structured_plans() if config.structured_steps else {}
         self._merging = threading.Lock()
+        self._mailbox = mailbox_of(config.parallel)
         self._turn = contextlib.nullcontext() if self._mailbox is None else self._mailbox.turn
         self._emptied = 0 if self._mailbox is None else self._mailbox.emptied
+        self._first_runs = None if self._mailbox is None else FirstRuns(self._mailbox)
         self._expect_first_runs(plans)
         self.compiled_steps, later = _compiled(plans, config, have, processes, in_background)
         self.pool = self._make_pool()
@@ -156,7 +150,7 @@ class Executor:
     def memory_use(self) -> MemoryUse:
         """What the engine has of the device's memory, with the steps that there are by now."""
         assert self.pool is not None
-        return memory_use(first_of(self.weights), first_of(self.pool), first_of(self.state), self.compiled_steps)
+        return memory_use(self.weights, self.pool, self.state, self.compiled_steps)
 
     def submit(self, plan: Plan) -> None:
         """Enqueues a launch, or its forward pass."""
@@ -179,6 +173,7 @@ class Executor:
             self._run_first((forward.sample_key,))
             self.idle_time.look()
             self.state, output = self._enqueue(forward.sample_key, self.weights, self.state, forward.output, masks)
+            self.idle_time.enqueued(output.tokens)
             self._enqueued(forward.sampled(output))
             self._forwards.popleft()
             requests += [request for request in forward.requests if request and request.grammar]
@@ -219,7 +214,7 @@ class Executor:
         self._on_device = self._nothing_sent()  # what was sent may be what failed
 
     def _nothing_sent(self) -> LastSent:
-        sent = LastSent(held_by_all(self.config.parallel), on_each=self._apart)
+        sent = LastSent(held_by_all(self.config.parallel))
         sent.prepare(decode_batch([], size, self.config) for size in self.config.decode_buckets)
         return sent
 
@@ -227,7 +222,8 @@ class Executor:
         key = self._key("decode", len(requests), requests, requests)
         rows = decode_batch(requests, key.size, self.config)
         if self.config.debug_checks:
-            check_decode(first_of(self.state), rows, self.config)
+            assert self.state is not None
+            check_decode(self.state, rows, self.config)
         self._launch(key, Plan(requests), requests, self._on_device(rows))
 
     def _submit_prefill(self, plan: Plan) -> None:
@@ -243,7 +239,8 @@ class Executor:
         rows = decode_batch(plan.decoding, self._mixed_rows, self.config)
         batch = prefill_batch(plan.chunks, key.size, self.config, key.variant)
         if self.config.debug_checks:
-            check_prefill(first_of(self.state), rows, batch, self.config)
+            assert self.state is not None
+            check_prefill(self.state, rows, batch, self.config)
         by_row = {request.row: request for request in giving}
         requests = [by_row.get(row) for row in range(self.config.max_num_seqs)]
         self._launch(key, plan, requests, packed((rows, batch)))
@@ -276,15 +273,15 @@ class Executor:
         self.stats.launches += 1
         self.stats.found_idle += self.idle_time.look()
         self.state, self.pool, output = self._enqueue(key, self.weights, self.state, self.pool, *arguments)
-        hidden = each(operator.attrgetter("prompt_hidden"), output)
-        score = functools.partial(self._enqueue, score_key(self.config), self.weights, hidden)
-        scores = scores_of(plan.chunks, score_key(self.config).size, lambda batch: first_of(score(batch)))
-        output = each(functools.partial(dataclasses.replace, prompt_hidden=None), output)
+        score = functools.partial(self._enqueue, score_key(self.config), self.weights, output.prompt_hidden)
+        scores = scores_of(plan.chunks, score_key(self.config).size, score)
+        output = dataclasses.replace(output, prompt_hidden=None)
         if key.kind in ("forward_decode", "forward_prefill"):
-            self.idle_time.enqueued(first_of(output).hidden)
+            self.idle_time.enqueued(output.hidden)
             self._forwards.append(Forward(output, sample_key(key, self.config), requests, scores))
         else:
-            self._enqueued(Launch.of(output, requests, scores))
+            self.idle_time.enqueued(output.tokens)
+            self._enqueued(Launch(output, requests, scores))
 
     def _enqueue(self, key: StepKey, *arguments: Any) -> Any:
         """Enqueues a step: on all devices before another engine's on any."""
@@ -298,11 +295,11 @@ class Executor:
     def _run_first(self, keys: Iterable[StepKey]) -> None:
         """Runs steps that have not run yet as a first run is to be."""
         if self._first_runs is not None:
+            held = self.weights, self.state, self.pool
             with self._turn:
-                self.state, self.pool = self._first_runs.run(keys, self.compiled_steps, self.state, self.pool)
+                self.state, self.pool = self._first_runs.run(keys, self.compiled_steps, *held)
 
     def _enqueued(self, launch: Launch) -> None:
-        self.idle_time.enqueued(launch.output.tokens)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), (launch.output, launch.logprobs))
         self.in_flight.append(launch)
 

@@ -11,22 +11,23 @@ from typing import Any
 import jax
 
 from jattn.compiled_steps import CompiledSteps, StepPlan
+from jattn.mailbox import Mailbox
 
 _ALONE = "note"  # the kind of step in which devices do not exchange
 _SCORE = "score"  # takes the weights alone
 _CHOICES = ("sample_decode", "sample_prefill")  # those that take weights and state; others take the pool too
-RUNS = 2  # XLA launches kernel by kernel the first time, and a graph from the second on
+_RUNS = 2  # XLA launches kernel by kernel the first time, and a graph from the second on
 
 
 class FirstRuns:
     """Which steps have run, and runs others.
 
     Args:
-        alone: The model's weights with the loopback table in the table's place.
+        mailbox: The devices'.
     """
 
-    def __init__(self, alone: Any):
-        self._alone = alone
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
         self._empty_batches: dict[Any, tuple[Any, ...]] = {}
 
     def expect(self, plans: Mapping[Any, StepPlan]) -> None:
@@ -34,15 +35,15 @@ class FirstRuns:
         for key, plan in plans.items():
             if key.kind != _ALONE:
                 num_held = 1 if key.kind == _SCORE else 2 if key.kind in _CHOICES else 3
-                self._empty_batches[key] = plan.given[num_held:]
+                self._empty_batches[key] = plan.arguments[num_held:]
 
-    def run(self, keys: Iterable[Any], steps: CompiledSteps, state: Any, pool: Any) -> tuple[Any, Any]:
+    def run(self, keys: Iterable[Any], steps: CompiledSteps, weights: Any, state: Any, pool: Any) -> tuple[Any, Any]:
         """Runs those of these steps that have not run, if they are compiled; returns state and pool."""
         for key in keys:
             if key not in self._empty_batches or key not in steps:
                 continue
-            batch, alone = self._empty_batches.pop(key), self._alone
-            for _ in range(RUNS):
+            batch, alone = self._empty_batches.pop(key), jax.tree.map(self._mailbox.looped, weights)
+            for _ in range(_RUNS):
                 if key.kind == _SCORE:
                     jax.block_until_ready(steps(key, alone, *batch))
                 elif key.kind in _CHOICES:

@@ -1,14 +1,12 @@
 """LastSent: an array that most launches take unchanged, kept on the device."""
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import numpy as np
 
 from jattn.device_mesh import sent
-from jattn.on_each import OnEach
 
 
 class LastSent:
@@ -17,18 +15,16 @@ class LastSent:
     A transfer starts when the launches before it have ended, and the next one waits for it: 12 us of a decode step's
     4,371 on an H200 (one request, Llama-3-8B shapes), and 6 of 6,387 with 8 requests.
 
-    For devices of one program an array of a shape is always at the same place: where an argument of a step moves, XLA
-    tells the GPU anew of each kernel of its graph, which for two H200s took the host 2.0 ms of 4.3 (64 requests).
+    For several devices an array of a shape is always at the same place: where an argument of a step moves, XLA tells
+    the GPU anew of each kernel of its graph, which for two H200s took the host 2.0 ms of 4.3 (64 requests).
 
     Args:
         sharding: Where to, of several devices; None is wherever `jax.device_put` puts it.
-        on_each: Devices that run programs of their own, and each get the array; none if one program is of all.
     """
 
-    def __init__(self, sharding: jax.sharding.Sharding | None = None, *, on_each: Sequence[Any] = ()):
-        self._sharding = None if on_each else sharding
-        self._on_each = on_each
-        self._last: tuple[np.ndarray, Any] | None = None
+    def __init__(self, sharding: jax.sharding.Sharding | None = None):
+        self._sharding = sharding
+        self._last: tuple[np.ndarray, jax.Array] | None = None
         self._places: dict[tuple[int, ...], jax.Array] = {}
 
     def prepare(self, arrays: Iterable[np.ndarray]) -> None:
@@ -38,15 +34,13 @@ class LastSent:
                 self._last = None
                 self(array)
 
-    def __call__(self, array: np.ndarray) -> Any:
-        """The array on the device, or on each. Neither it nor what is returned may be changed or donated."""
+    def __call__(self, array: np.ndarray) -> jax.Array:
+        """The array on the device. Neither it nor what is returned may be changed or donated."""
         if self._last is None or not np.array_equal(array, self._last[0]):
             self._last = array, self._sent(array)  # at once: an interrupt may come in between
         return self._last[1]
 
-    def _sent(self, array: np.ndarray) -> Any:
-        if self._on_each:
-            return OnEach(tuple(jax.device_put(array, device) for device in self._on_each))
+    def _sent(self, array: np.ndarray) -> jax.Array:
         there = sent(array, self._sharding)
         if self._sharding is None:
             return there

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jattn.on_each import OnEach, first_of
 from jattn.parallel import NO_TOKEN
 from jattn.serving.executor.scores import Score
 from jattn.serving.executor.step_plans import StepKey
@@ -55,18 +54,11 @@ class Launch:
         output: On the device, or on the host once it is read.
         requests: Whose token the output's row i is; None where the row yields none.
         scores: Log-probabilities of tokens of prompts, with their places in order.
-        elsewhere: The same output on devices that have it apart from the first one's.
     """
 
     output: StepOutput
     requests: Sequence[Request | None]
     scores: Sequence[Score] = ()
-    elsewhere: Sequence[StepOutput] = ()
-
-    @classmethod
-    def of(cls, output: Any, requests: Sequence[Request | None], scores: Sequence[Score]) -> "Launch":
-        """A launch whose output devices may have apart."""
-        return cls(first_of(output), requests, scores, output.parts[1:] if isinstance(output, OnEach) else ())
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
@@ -120,19 +112,18 @@ class Forward:
         requests, scores: The launch's.
     """
 
-    output: Unsampled | OnEach
+    output: Unsampled
     sample_key: StepKey
     requests: Sequence[Request | None]
     scores: Sequence[Score]
 
-    def sampled(self, output: Any) -> Launch:
+    def sampled(self, output: StepOutput) -> Launch:
         """The launch, once its tokens are chosen."""
-        return Launch.of(output, self.requests, self.scores)
+        return Launch(output, self.requests, self.scores)
 
 
 def wait_for_all(launches: Sequence[Launch], forwards: Sequence[Forward]) -> None:
     """Returns once they have run, whether or not they failed."""
     for launch in [*launches, *forwards]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            elsewhere = launch.elsewhere if isinstance(launch, Launch) else ()
-            jax.block_until_ready((launch.output, [score.logprobs for score in launch.scores], elsewhere))
+            jax.block_until_ready((launch.output, [score.logprobs for score in launch.scores]))

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 from jattn.compiled_steps import CompiledSteps, StepPlan
 from jattn.device_mesh import bytes_on_one, memory_stats
 from jattn.lowering import LoweringProcesses
-from jattn.on_each import apart, first_of
-from jattn.serving.executor.mesh_plans import devices_apart
 from jattn.serving.executor.pool_memory import fitting_pool
 from jattn.serving.executor.served_model import ServedModel
 from jattn.serving.executor.state import made_state
@@ -51,9 +49,8 @@ def beside_steps(
     pool_bytes = functools.partial(bytes_of_pool, served.kv_groups, config)
     if config.num_pages > config.max_num_seqs * config.max_pages and pool_bytes(config.num_pages) <= free // 8:
         return config, none
-    devices = devices_apart(config.parallel)
-    state = apart(made_state(config, vocab_size), devices)
-    held = sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(first_of(state))) + _largest_product(served.weights)
+    state = made_state(config, vocab_size)
+    held = sum(bytes_on_one(leaf) for leaf in jax.tree.leaves(state)) + _largest_product(served.weights)
     held += int(_REST * limit)
 
     def fitting(temporaries: int) -> ResolvedConfig:
@@ -62,7 +59,7 @@ def beside_steps(
 
     most_temporaries = free - held - pool_bytes(_FEWEST_PAGES)
     tried = fitting(min(_estimate(served, config, vocab_size), most_temporaries))
-    arrays = served.weights, state, apart(fitting_pool(served.kv_groups, tried), devices)
+    arrays = served.weights, state, fitting_pool(served.kv_groups, tried)
     plans = step_plans(served.steps, arrays, tried, served.mixed_rows)
     largest: dict[Hashable, StepPlan] = {key: plans[key].without_arrays() for key in largest_steps(plans)}
     del state, arrays, plans  # XLA tries products in their memory

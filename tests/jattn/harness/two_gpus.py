@@ -23,13 +23,12 @@ from jattn.backend import BackendOptions, backend_class
 from jattn.compiled_steps import StepPlan
 from jattn.kv_pool import make_pool
 from jattn.mailbox import PeerTable
-from jattn.on_each import OnEach
 from jattn.parallel import Parallel
-from jattn.serving.executor.mesh_plans import of_one, on_mesh
+from jattn.serving.executor.mesh_plans import on_mesh
 from jattn.serving.executor.step_plans import StepKey
 from jattn.serving.steps.loop_state import empty_rows
 from jattn.serving.steps.plain import Steps
-from jattn.step_compilation import compiler_options, placed_on
+from jattn.step_compilation import compiler_options
 from jattn_kernels.call import Device, assume_device
 from jattn_models.llama import LlamaForCausalLM
 
@@ -82,7 +81,7 @@ def gpu_options(*, shared: bool) -> dict[str, Any]:
 
 
 def plan_of(mesh: Mesh, *, connected: bool) -> StepPlan:
-    """A greedy decode step, whose devices exchange by kernels, each in a program of its own, or by XLA in one."""
+    """A greedy decode step, whose devices exchange by kernels or by XLA."""
     config = LlamaForCausalLM.config_class.from_dict(SHAPES)
     make = functools.partial(LlamaForCausalLM, config, dtype=jnp.bfloat16, parallel=PARALLEL)
     model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
@@ -99,17 +98,12 @@ def plan_of(mesh: Mesh, *, connected: bool) -> StepPlan:
     backend = backend_class("paged").for_model(model.attention_layers, options)
     decode = functools.partial(Steps(graph, backend, parallel=PARALLEL).decode, variant="greedy")
 
-    batch = jax.ShapeDtypeStruct((BATCH, 3), jnp.int32)
-    if connected:
-        held = (OnEach((tree,)) for tree in (weights, state, pool))
-        return of_one(StepPlan(decode, (*held, batch), donate=(1, 2)), tuple(mesh.devices.flat))
-
     def placed(leaf, shared):
         shape = (PARALLEL.size * leaf.shape[0], *leaf.shape[1:]) if shared else leaf.shape
         spec = PartitionSpec(PARALLEL.axis) if shared else PartitionSpec()
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    shapes = (weights, True), (state, False), (pool, True), (batch, False)
+    shapes = (weights, True), (state, False), (pool, True), (jax.ShapeDtypeStruct((BATCH, 3), jnp.int32), False)
     arguments = tuple(jax.tree.map(functools.partial(placed, shared=shared), tree) for tree, shared in shapes)
     key = StepKey("decode", BATCH, "greedy")
     return on_mesh({key: StepPlan(decode, arguments, donate=(1, 2))}, PARALLEL)[key]
@@ -126,9 +120,8 @@ def main(folder: Path) -> None:
     with mock.patch.object(device_mesh, "mesh_of", return_value=mesh):
         for name, connected in (("kernels", True), ("xla", False)):
             plan = plan_of(mesh, connected=connected)
-            arguments = placed_on(plan.on_each[0], plan.arguments) if plan.on_each else plan.arguments
             step = jax.jit(plan.function, donate_argnums=plan.donate, compiler_options=options)
-            text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
+            text = step.trace(*plan.arguments).lower(lowering_platforms=("cuda",)).compile().as_text()
             thunks, told = (
                 max(folder.glob(files), key=lambda file: file.stat().st_mtime).read_text(encoding="utf-8")
                 for files in ("*thunk_sequence_after_thunk_passes.txt", "*.debug_options")
