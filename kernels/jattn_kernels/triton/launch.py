@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn_kernels.call import default_device
+from jattn_kernels.triton.short_calls import ShortCalls
 
 # (kernel, operands, arrays to write into, grid=, config=): writes what the kernel does, arrays being NumPy's.
 Interpreter = Callable[..., None]
@@ -78,13 +79,15 @@ def _compute_capability() -> int | None:
 
 @functools.cache
 def _triton_call() -> Any:
-    """jax-triton's, which asks triton's driver for a name that is gone from triton 3.6."""
+    """jax-triton's, which asks triton's driver for a name that is gone from triton 3.6; its calls are short."""
     import triton.backends.nvidia.driver as driver
 
     if not hasattr(driver, "TMA_TF32"):
         driver.TMA_TF32 = 0  # read for tensor descriptors of float32 alone, which no kernel here has
     import jax_triton
+    from jax_triton import triton_lib
 
+    triton_lib.triton_kernel_call_lib = ShortCalls(triton_lib.triton_kernel_call_lib)
     return jax_triton.triton_call
 
 
