@@ -258,10 +258,10 @@ class _Product:
                     kernel = scratch.kernel.at[stage]
                     if sizes.halves > 1:
                         kernel = scratch.kernel.at[stage, pl.ds(half * width, width)]
+                    place = stage * sizes.halves + half, pl.ds(0, self.products.groups)
                     plgpu.copy_gmem_to_smem(operands.kernel.at[layer, columns, depth], kernel, full)
                     for factors, target in zip(operands.of_groups, scratch.of_groups, strict=True):
-                        own = target.at[stage * sizes.halves + half, pl.ds(0, self.products.groups)]
-                        plgpu.copy_gmem_to_smem(factors.at[layer, groups, columns], own, full)
+                        plgpu.copy_gmem_to_smem(factors.at[layer, groups, columns], target.at[place], full)
                 if not self.whole:
                     plgpu.copy_gmem_to_smem(operands.x.at[rows, depth], scratch.x.at[stage], full)
 
