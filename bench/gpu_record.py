@@ -34,6 +34,7 @@ PARTS = (
     "decode_step_moe",
     "decode_step_latent",
     "decode_step_quantized",
+    "decode_step_awq",
     "decode_step_moe_quantized",
     "moe_layer",
     "moe_layer_torch",

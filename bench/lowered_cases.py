@@ -1,6 +1,8 @@
 """What of jattn is lowered to tell whether a GPU record is of the code as it is: every case of the kernels' tests."""
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,19 +156,22 @@ def _products() -> Iterator[tuple[str, Hashed]]:
         "splits": jattn_kernels.matmul_splits,
         "gated": functools.partial(jattn_kernels.matmul_gated, activation=silu_gate),
     }
-    for name, face in in_int4.items():
-        case = functools.partial(lowered_hash, face, x, held, layer_index=array((), "int32"))
-        yield f"matmul/int4_64_{name}", case
+    as_awq = dataclasses.replace(held, zero_points=array((2, 32, 6144), "int8"))
+    for (name, face), (suffix, kernel) in itertools.product(in_int4.items(), (("", held), ("_awq", as_awq))):
+        case = functools.partial(lowered_hash, face, x, kernel, layer_index=array((), "int32"))
+        yield f"matmul/int4_64_{name}{suffix}", case
     yield "matmul/int4_1_mlp_of_sum", _mlp_of_sum
+    yield "matmul/int4_1_mlp_of_sum_awq", functools.partial(_mlp_of_sum, zero_points=True)
 
 
-def _mlp_of_sum() -> str:
+def _mlp_of_sum(*, zero_points: bool = False) -> str:
     """One token of a layer of Llama-3-8B in int4, behind its attention."""
     layer, width = array((), "int32"), 4096
 
     def held(columns: int, depth: int) -> QuantizedKernel:
         values, scales = array((2, columns, depth), "int4"), array((2, depth // 128, columns), "bfloat16")
-        return QuantizedKernel(values=values, scales=scales, interleaved=True)
+        taken = array(scales.shape, "int8") if zero_points else None
+        return QuantizedKernel(values=values, scales=scales, zero_points=taken, interleaved=True)
 
     row, scale = array((1, width), "bfloat16"), array((2, width), "bfloat16")
     left = Splits(parts=array((1, 16, width), "float32"), num_rows=1, dtype=jnp.dtype("bfloat16"))

@@ -134,13 +134,16 @@ LATENT_STEPS: tuple[tuple[StepWorkload, ...], ...] = tuple(
 
 # Also over keys and values in fp8, where these are much of what is read.
 _OVER_FP8 = tuple(dataclasses.replace(step, kv="float8_e4m3fn") for step in STEPS if step.batch >= 64)
-QUANTIZED_STEPS: tuple[tuple[str, tuple[StepWorkload, ...]], ...] = tuple(
-    (
-        weights,
-        tuple(dataclasses.replace(step, model=f"Llama-3-8B shapes, random {weights}") for step in (*STEPS, *_OVER_FP8)),
-    )
-    for weights in ("fp8", "int4")
-)
+_QuantizedSteps = tuple[str, tuple[StepWorkload, ...]]  # by what weights are held in
+
+
+def _quantized(weights: str, steps: tuple[StepWorkload, ...]) -> _QuantizedSteps:
+    model = f"Llama-3-8B shapes, random {weights}"
+    return weights, tuple(dataclasses.replace(step, model=model) for step in steps)
+
+
+QUANTIZED_STEPS = tuple(_quantized(weights, (*STEPS, *_OVER_FP8)) for weights in ("fp8", "int4"))
+AWQ_STEPS = (_quantized("awq", STEPS),)
 
 _QWEN3 = MixtureShapes(model="Qwen3-30B-A3B", num_experts=128, per_token=8, hidden_size=2048, units=768, layers=4)
 _MIXTRAL = MixtureShapes(model="Mixtral-8x7B", num_experts=8, per_token=2, hidden_size=4096, units=14336, layers=2)

@@ -48,6 +48,7 @@ _IN_PARTS = {
         "decode over fp8",
         "decode of projections",
     },
+    "decode_step_awq": {"products in few bits", "products", "norms", "decode of projections"},
     "decode_step_moe_quantized": {
         "experts in few bits",
         "experts",

@@ -31,7 +31,8 @@ def record_steps(recorder: Measures, part: str, *, quick: bool) -> None:
     Args:
         part: `decode_step` of a model without experts, `decode_step_moe` with them, `decode_step_latent` of models
             whose layers read latents, `decode_step_quantized` of one whose projections are held in fewer bits,
-            `decode_step_moe_quantized` of models whose experts are.
+            `decode_step_awq` of one in int4 with zero points, `decode_step_moe_quantized` of models whose experts are
+            in fewer bits.
     """
     options: dict[str, Any] = {"steps": 50, "repeats": 1} if quick else {}
     recorder.measure(part, _JOBS[part](options))
@@ -52,8 +53,8 @@ def _latent(options: dict[str, Any]) -> Iterator[Job]:
         yield from _of_model(functools.partial(decode_step.random_model, *model), table, options)
 
 
-def _quantized(options: dict[str, Any]) -> Iterator[Job]:
-    for weights, table in named_workloads.QUANTIZED_STEPS:
+def _quantized(options: dict[str, Any], steps: Any = named_workloads.QUANTIZED_STEPS) -> Iterator[Job]:
+    for weights, table in steps:
         model = decode_step.random_model(quantization=weights)
         for workload in table:
             measure = functools.partial(quantized_step.measured, model, weights, workload, **options)
@@ -92,5 +93,6 @@ _JOBS: dict[str, Callable[[dict[str, Any]], Iterator[Job]]] = {
     "decode_step_moe": _mixture,
     "decode_step_latent": _latent,
     "decode_step_quantized": _quantized,
+    "decode_step_awq": functools.partial(_quantized, steps=named_workloads.AWQ_STEPS),
     "decode_step_moe_quantized": _quantized_mixture,
 }

@@ -23,6 +23,7 @@ _DENSE = {"jax-attention_mgpu": "`attention_mgpu`", "jax-cudnn": "cuDNN"}  # col
 NOTHING_RECORDED = "No measurements on a GPU are recorded yet."
 
 _ABSORBED = {None: "absorbed", "fp8_e4m3": "absorbed, fp8", "fp8_ds_mla": "absorbed, fp8 with scales of tiles"}
+_IN_FEWER_BITS = ("decode_step_quantized", "decode_step_awq")
 _LATENT_RATES = ("GB/s", "TFLOP/s")
 
 
@@ -97,9 +98,10 @@ def section(record: Path = RECORD) -> str:
         ),
         _table(
             "The step of Llama-3-8B shapes with its projections in fewer bits: fp8 with a scale for each output, rows "
-            "rounded by token, and int4 in groups of 128; keys and values in bf16, or e4m3 without scales.",
+            "rounded by token, and int4 in groups of 128, as awq with zero points; keys and values in bf16, or e4m3 "
+            "without scales.",
             ("weights", "keys", "batch", "context", "jattn", "of the roofline", "compile"),
-            map(quantized_cells, read_rows(record / "decode_step_quantized.jsonl")),
+            map(quantized_cells, [row for part in _IN_FEWER_BITS for row in read_rows(record / f"{part}.jsonl")]),
         ),
         _table(
             "The step of models whose experts are held in fewer bits: gpt-oss-20b shapes, 32 experts in mxfp4 of which "
