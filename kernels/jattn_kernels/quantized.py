@@ -39,7 +39,7 @@ class QuantizedKernel:
             SF = SD = 1 one for the whole tensor. Of int4 [*L, G, F], bfloat16 and float16 too: one for each group of
             D / G inputs of an output, those of neighbouring outputs together, as they are read; of mxfp4 likewise, of
             32 inputs, uint8: exponents of two, 127 more.
-        zero_points: Of int4, as many: what is taken from a number before it is scaled; None of 0 alone.
+        zero_points: Of int4, as many: what is taken from a number before it is scaled, -128 to 120; None of 0 alone.
         interleaved: Of int4, whether the inputs lie in the order of `interleaved.py`; static. Rows do not.
     """
 
