@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.record_files import ROOT, Row, code_sha, read_rows
 
 _RESULTS = ROOT / "bench" / "results"
-_CODE = ("inbox.py", "triton/launch.py", "triton/peers/*.py")
+_CODE = ("inbox.py", "triton/launch.py", "triton/short_calls.py", "triton/peers/*.py")
 _ROWS = [1, 64, 256, 2048, 8192]
 _SIZES = (2, 4, 8)  # devices that share the model; the largest is all
 _PROMPT = 8192

@@ -12,7 +12,13 @@ from typing import Any
 from bench.record_files import RECORD, ROOT, code_sha, read_rows
 
 PACKAGE = Path("kernels", "jattn_kernels", "triton")
-_ATTENTION = ("attention/*.py", "fp8.py", "launch.py", "gpus.py")  # all that most rows run, and nearly all of a step
+_ATTENTION = (
+    "attention/*.py",
+    "fp8.py",
+    "launch.py",
+    "short_calls.py",
+    "gpus.py",
+)  # all that most rows run, and nearly all of a step
 _COMPILING_THREADS = 8
 _STEP_BATCHES = (1, 64)
 

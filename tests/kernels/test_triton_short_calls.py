@@ -2,6 +2,9 @@
 
 from types import SimpleNamespace
 
+import pytest
+
+from jattn_kernels.triton import launch
 from jattn_kernels.triton.short_calls import ShortCalls, without_debugging
 
 PTX = """//
@@ -57,6 +60,15 @@ def test_code_is_left_as_it_is():
     ]
     assert without_debugging(short) == short
     assert without_debugging("/tmp//rows.hsaco") == "/tmp//rows.hsaco"
+
+
+def test_what_makes_calls_is_replaced_where_there_is_one(monkeypatch):
+    triton_lib = pytest.importorskip("jax_triton.triton_lib")
+    library = SimpleNamespace()
+    for there, kind in ((library, ShortCalls), (None, type(None))):
+        monkeypatch.setattr(triton_lib, "triton_kernel_call_lib", there)
+        launch._triton_call.__wrapped__()
+        assert type(triton_lib.triton_kernel_call_lib) is kind
 
 
 def test_calls_are_made_of_short_code_and_all_else_is_jaxlibs():

@@ -87,7 +87,8 @@ def _triton_call() -> Any:
     import jax_triton
     from jax_triton import triton_lib
 
-    triton_lib.triton_kernel_call_lib = ShortCalls(triton_lib.triton_kernel_call_lib)
+    if triton_lib.triton_kernel_call_lib is not None:  # None where jaxlib has nothing for GPUs
+        triton_lib.triton_kernel_call_lib = ShortCalls(triton_lib.triton_kernel_call_lib)
     return jax_triton.triton_call
 
 
