@@ -20,6 +20,7 @@ from jattn.serving.steps.drafting import NgramDrafting
 from jattn_kernels.call import Device
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.tiny import CONFIG, VOCAB, all_variants, one_variant, run, tiny_model
+from tests.often import slow
 
 MIXED = dataclasses.replace(CONFIG, mixed_steps=True, prefill_seqs=2)
 
@@ -73,7 +74,7 @@ RULED = SamplingParams(
 
 
 @pytest.mark.parametrize(
-    "params", [(GREEDY,), (GREEDY, DRAWN), (RULED, GREEDY, DRAWN)], ids=["greedy", "plain", "full"]
+    "params", [slow((GREEDY,)), slow((GREEDY, DRAWN)), (RULED, GREEDY, DRAWN)], ids=["greedy", "plain", "full"]
 )
 def test_mixed_crowd_with_preemption_gives_each_request_its_tokens_alone(launches, params):
     requests = crowd(params, 12)
