@@ -129,6 +129,7 @@ def test_no_compilation_in_200_steps_of_mixed_traffic(launches):
     assert sum(kind == "prefill" and num_decodes > 0 for kind, num_decodes, _ in launches) > 30
 
 
+@pytest.mark.slow  # test_surfaces holds its mixed batches against the oracle
 def test_flashinfers_surface_serves_the_same_text_mixed():
     with one_variant("plain"):
         other = Engine(tiny_model(), dataclasses.replace(MIXED, backend="flashinfer", full_sampling=False))

@@ -9,7 +9,6 @@ import pytest
 
 from jattn_kernels import AttentionSpec, merge_state, paged_extend, ragged_extend, write_pages
 from jattn_kernels.call import default_device
-from tests.often import slow
 
 PAGE, HEAD_DIM = 16, 64
 Q_LENS, KV_LENS = (40, 1, 7), (300, 1, 129)  # the second has no keys from before
@@ -43,7 +42,8 @@ def in_one_and_in_two(implementation, dtype, **facts):
     return one, merge_state(*past, *own)
 
 
-@pytest.mark.parametrize("facts", [{}, slow({"logits_soft_cap": 5.0})], ids=str)
+@pytest.mark.slow  # test_flashinfer_prefill merges prompts in parts
+@pytest.mark.parametrize("facts", [{}, {"logits_soft_cap": 5.0}], ids=str)
 def test_two_passes_give_what_one_gives(facts):
     one, two = in_one_and_in_two("xla", jnp.float32, **facts)
     for a, b in zip(one, two, strict=True):

@@ -145,7 +145,7 @@ def rounded_by_the_norm(x, addition, scale, *, rounded, **options):
     [
         ("gqa", True),
         slow("smollm3", True),
-        ("granite", False),
+        slow("granite", False),
         *(slow(*each) for each in (("llama4", True), ("gemma3", False))),
     ],
 )

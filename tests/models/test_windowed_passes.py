@@ -165,8 +165,8 @@ VARIED = {
     "flash_attention": {"backend": "flash_attention"},
     "flashinfer": {"backend": "flashinfer"},
 }
-# Drafts are verified beside windows in test_gpt_oss.
-OFTEN = [("gpt_oss", "few_pages"), ("llama4", "chunks")]
+# Drafts are verified beside windows in test_gpt_oss, prompts in chunks over chunks of keys in test_decoder.
+OFTEN = [("gpt_oss", "few_pages")]
 
 
 @pytest.mark.parametrize("varied", often(itertools.product(("gemma3", "gpt_oss", "llama4"), VARIED), OFTEN), ids=str)
