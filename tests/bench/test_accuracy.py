@@ -9,12 +9,13 @@ from bench import accuracy
 from bench.accuracy import measured
 from bench.workloads import AttentionWorkload
 from jattn_kernels import paged_extend
+from tests.often import slow
 
 PROMPT = AttentionWorkload(batch=1, ctx=200, q_tokens=200, hq=4, hkv=2, d=16, page=8)
 DECODE = dataclasses.replace(PROMPT, batch=3, ctx=70, q_tokens=None)
 
 
-@pytest.mark.parametrize("workload", [PROMPT, DECODE], ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", [slow(PROMPT), DECODE], ids=lambda workload: workload.name)
 def test_rounding_to_fp8_is_told_apart(workload):
     rounded = []
     for q in (None, "fp8_e4m3"):
@@ -28,7 +29,7 @@ def test_rounding_to_fp8_is_told_apart(workload):
     assert 0.035 < rounded[0] < rounded[1] < 0.07
 
 
-@pytest.mark.parametrize("workload", [PROMPT, DECODE], ids=lambda workload: workload.name)
+@pytest.mark.parametrize("workload", [PROMPT, slow(DECODE)], ids=lambda workload: workload.name)
 def test_nothing_was_rounded_in_bf16(workload):
     row, _ = measured(workload, "xla")
     assert 0.0005 < row["error"] < 0.01

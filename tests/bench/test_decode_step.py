@@ -85,6 +85,7 @@ def test_loop_notices_rows_that_stand_still(model):
         loop.timed(4)
 
 
+@pytest.mark.slow
 def test_loop_of_a_model_with_windows_has_a_table_for_each_page_list():
     windowed = random_model(
         TOY | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 16}, GptOssForCausalLM

@@ -65,6 +65,7 @@ def test_command_prints_a_row_a_batch(monkeypatch, capsys):
     assert row.items() >= {"model": "toy, random bf16", "batch": 1, "ctx": 20, "page": 8, "impl": "jattn-xla"}.items()
 
 
+@pytest.mark.slow
 def test_latents_may_be_packed(monkeypatch, capsys):
     shapes = {
         "deepseek-v2-lite": family_step.Shapes(
@@ -80,6 +81,7 @@ def test_latents_may_be_packed(monkeypatch, capsys):
     assert rows["fp8_ds_mla"]["roofline_ms"] <= rows["bfloat16"]["roofline_ms"]
 
 
+@pytest.mark.slow
 def test_command_cuts_layers(monkeypatch, capsys):
     shapes = {"deepseek-v2-lite": family_step.Shapes("toy", TOY, DeepseekV2ForCausalLM)}
     monkeypatch.setattr(family_step, "SHAPES", shapes)

@@ -10,6 +10,7 @@ from tests.bench.test_decode_step import TOY
 from tests.jattn.harness.tiny import one_variant
 
 
+@pytest.mark.slow  # test_inter_token drives an engine likewise
 def test_measured_waits_for_the_prompts_first_token():
     with one_variant("greedy"):
         row = measured(random_model(TOY), prompt=100, prefill_tokens=32)

@@ -41,6 +41,7 @@ def test_a_window_is_read_and_no_more():
     assert model.seen_share(32) == (8 + 32) / 64
 
 
+@pytest.mark.slow  # test_family_step has the command of other models
 def test_command_prints_a_row_a_batch(monkeypatch, capsys):
     monkeypatch.setitem(family_step.SHAPES, "gpt-oss-20b", family_step.Shapes("toy", TOY, GptOssForCausalLM))
     family_step.main(["--shapes", "gpt-oss-20b", "--batch", "1", "--ctx", "20", "--page", "8", "--steps", "4"])

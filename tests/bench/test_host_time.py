@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from bench import host_time
 from bench.step_workload import LLAMA_3_8B
 from jattn.serving.engine import Engine
@@ -19,6 +21,7 @@ def test_parts_of_a_step_are_measured(capsys, monkeypatch):
     assert all(re.search(rf"\b{part} \d+\.\d", line) for part in ("plan", "arrays", "call", "take"))
 
 
+@pytest.mark.slow
 def test_a_model_of_random_weights_may_be_measured(capsys, monkeypatch):
     shapes = {
         "vocab_size": 128,

@@ -10,11 +10,12 @@ from bench.prefix_cache import Traffic, measured
 from bench.step_workload import LLAMA_3_8B
 from tests.bench.test_decode_step import TOY
 from tests.jattn.harness.tiny import one_variant
+from tests.often import slow
 
 TRAFFIC = Traffic(groups=2, of_group=3, shared=96, own=20, out=3, running=2, prefill_tokens=64)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", [True, slow(False)])
 def test_measured_counts_what_was_not_computed(enabled):
     with one_variant("greedy"):
         row = measured(random_model(TOY), TRAFFIC, enable_prefix_caching=enabled)

@@ -24,6 +24,7 @@ def test_rows_say_what_weights_there_were(monkeypatch, capsys):
         quantized_step.main(["--weights", "int3"])
 
 
+@pytest.mark.slow
 def test_keys_in_fp8_are_half_the_bytes_and_the_rows_say_so(monkeypatch, capsys):
     monkeypatch.setattr(quantized_step, "random_model", functools.partial(random_model, TOY))
     batch = ["--weights", "fp8", "--batch", "2:512", "--steps", "4"]

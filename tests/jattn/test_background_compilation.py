@@ -15,6 +15,7 @@ from jattn.serving.executor.step_plans import StepKey, in_order_of_need, largest
 from jattn.serving.resolved_config import resolved
 from jattn_kernels.call import Device
 from tests.jattn.harness.tiny import CONFIG, one_variant, plans_of, run, sampled, tiny_model
+from tests.often import slow
 
 SMALLER = {StepKey("decode", 2, "plain"), StepKey("prefill", 8, "plain")}
 SIZES = dataclasses.replace(
@@ -61,7 +62,7 @@ def test_larger_steps_serve_until_the_smaller_ones_are_there(held, monkeypatch):
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(step_compilation, "_lowered"), (step_compilation._Kept, "store")],
+    [slow(step_compilation, "_lowered"), (step_compilation._Kept, "store")],
     ids=["lowering", "compiling"],
 )
 def test_step_that_cannot_be_compiled_is_told_and_done_without(monkeypatch, caplog, owner, name):

@@ -23,7 +23,8 @@ from jattn.serving.structured.params import StructuredOutputsParams
 from jattn_kernels.call import Device
 from tests.jattn.harness.clients import checkpoint
 from tests.jattn.harness.several_devices import assert_all_hold_the_same, engine_of, write_llama
-from tests.jattn.harness.tiny import CONFIG, run, tiny_model
+from tests.jattn.harness.tiny import CONFIG, plans_of, run, tiny_model
+from tests.often import slow
 
 ASKED = SamplingParams(max_tokens=10, temperature=0.0, logprobs=3, ignore_eos=True)
 DRAWN = dataclasses.replace(ASKED, temperature=0.8, seed=3, logprobs=None)
@@ -59,7 +60,7 @@ def test_sums_and_logits_of_devices_have_the_same_bits_on_each_and_for_any_numbe
         np.testing.assert_array_equal(bits(few[1]), bits(gathered[begin:end]))
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [slow(1), 2])
 def test_neighbours_change_no_bit_of_a_request(tmp_path, devices):
     """They have prompts in chunks, draw, and have rules; without the promise their steps would be others."""
     small = {"smallest_decode_bucket": 1, "smallest_prefill_bucket": 4}  # would be steps of many sizes
@@ -153,8 +154,8 @@ def test_models_whose_results_depend_on_a_batch_are_refused(monkeypatch):
         resolved(config, tiny_model())
 
 
-def test_structured_output_is_refused(tmp_path):
-    engine = engine_of(Checkpoint(write_llama(tmp_path / "llama")), 1, batch_invariant=True)
+def test_structured_output_is_refused():
+    engine = plans_of(dataclasses.replace(CONFIG, batch_invariant=True))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"]))
     with pytest.raises(ValueError, match="`structured_outputs` must be None where `batch_invariant` is True"):
         engine.make_request([1, 2], params)

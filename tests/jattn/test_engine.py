@@ -22,7 +22,7 @@ from jattn.serving.request import SamplingParams
 from tests.jattn.harness import one_pass, tiny
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.tiny import CONFIG, VOCAB, run, sampled
-from tests.often import slow
+from tests.often import often, slow
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
@@ -144,7 +144,7 @@ def interrupt_after(steps, calls):
     return call
 
 
-@pytest.mark.parametrize("calls", [1, 2, 9, 30])
+@pytest.mark.parametrize("calls", [1, slow(2), slow(9), 30])
 def test_interrupted_launch_loses_no_request(engine, monkeypatch, calls):
     prompts = random_prompts(12, longest=40, seed=7)
     expected = run(engine, [engine.make_request(prompt, GREEDY) for prompt in prompts])
@@ -157,7 +157,7 @@ def test_interrupted_launch_loses_no_request(engine, monkeypatch, calls):
     assert all(request.finish_reason == "length" for request in requests)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", often(range(8), range(3)))
 def test_interrupts_at_random_lines_lose_no_request(engine, seed):
     files = {module.__file__ for module in (engine_module, executor_module, kv_cache, launch, scheduler)}
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ import pytest
 from jattn.serving.config import EngineConfig
 from jattn.serving.request import SamplingParams
 from tests.jattn.harness.simulated_device import SimulatedDevice
+from tests.often import slow
 
 LONG = 2**15
 BUDGET = 512
@@ -46,7 +47,7 @@ def inter_token_times(monkeypatch, long_len=LONG, **changes):
     ("changes", "chunk"),
     [
         ({"mixed_steps": True}, BUDGET - 8),
-        ({"max_chunk_tokens": 128}, 128),
+        slow({"max_chunk_tokens": 128}, 128),
         ({"mixed_steps": False}, BUDGET),
         ({"mixed_steps": True, "max_chunk_tokens": 128}, 128),
         ({"mixed_steps": True, "prefill_tokens": 16, "long_len": 512}, 8),

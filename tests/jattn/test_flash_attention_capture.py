@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -16,6 +17,7 @@ from jattn.kv_pool import KVGroupSpec, make_pool
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.sglang_requests import MAX_CONTEXT, NOWHERE, NUM_REQUESTS, random_requests
+from tests.often import often_together, slow
 
 NUM_DRAFT, STEPS, BATCHES = 3, 3, 30
 LAYER = AttentionLayer(
@@ -128,8 +130,12 @@ def test_multi_step_replay_has_the_trees_and_avals_of_the_capture():
     assert not compiled
 
 
-@pytest.mark.parametrize("latent", [False, True])
-@pytest.mark.parametrize("name", ["decode", "verify", "extend"])
+@pytest.mark.parametrize(
+    ("name", "latent"),
+    often_together(
+        itertools.product(("decode", "verify", "extend"), (False, True)), [("decode", True), ("extend", False)]
+    ),
+)
 def test_step_updates_the_donated_pool_in_place(name, latent):
     arch = "MLA" if latent else "MHA"
     config = dataclasses.replace(CONFIG, layers=(), is_encoder_decoder=False, attention_arch=arch)
@@ -164,7 +170,7 @@ def test_step_updates_the_donated_pool_in_place(name, latent):
     assert memory.temp_size_in_bytes < pool_bytes / 4  # less than one layer's keys
 
 
-@pytest.mark.parametrize("name", ["decode", "draft_decode", "draft_tree", "idle", "verify"])
+@pytest.mark.parametrize("name", [slow("decode"), slow("draft_decode"), "draft_tree", slow("idle"), "verify"])
 def test_whole_step_replays_500_random_batches_without_compiling(name):
     mode, spec_info, q_len, backend = MODES[name]
     pool = make_pool(

@@ -1,6 +1,7 @@
 """Layers of cross attention read their encoder's keys, and the others the decoder's that follow on a new page."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jattn.flash_attention import FlashAttentionBackend, FlashAttentionConfig
 from jattn.forward_batch import ForwardMode
 from jattn_kernels.spec import AttentionSpec
 from tests.jattn.harness.sglang_requests import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
+from tests.often import often_together
 
 N, K, H = 4, 2, 16
 SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=K, head_dim=H, sm_scale=0.25)
@@ -38,8 +40,13 @@ def nothing_but_metadata(forward_batch):
     return make_backend(16).init_forward_metadata(forward_batch)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize(
+    ("mode", "page_size"),
+    often_together(
+        itertools.product((ForwardMode.DECODE, ForwardMode.EXTEND), (1, 16, 64)),
+        [(ForwardMode.DECODE, 16), (ForwardMode.EXTEND, 1), (ForwardMode.EXTEND, 64)],
+    ),
+)
 def test_encoders_and_decoders_keys_agree_with_the_oracle(mode, page_size):
     requests, rng = random_requests(3, page_size, encoder=True), np.random.default_rng(3)
     backend, rows = make_backend(page_size), Rows(requests, rng, SELF, jnp.float32)

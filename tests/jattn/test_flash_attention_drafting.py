@@ -19,6 +19,7 @@ from jattn.forward_batch import ForwardMode
 from jattn.spec_info import EagleDraftInput, EagleVerifyInput
 from jattn_kernels.spec import AttentionSpec
 from tests.jattn.harness.sglang_requests import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
+from tests.often import slow
 
 N, K, H, STEPS, NUM_DRAFT = 4, 2, 16, 3, 5
 SPEC = AttentionSpec(num_q_heads=N, num_kv_heads=K, head_dim=H, sm_scale=0.25)
@@ -55,10 +56,10 @@ def up_to_the_end(requests, longest):
     ("layer", "topk", "page_size", "longest"),
     [
         (PLAIN, 1, 16, 100),
-        (PLAIN, 2, 1, 100),
-        (PLAIN, 2, 64, 100),
+        slow(PLAIN, 2, 1, 100),
+        slow(PLAIN, 2, 64, 100),
         (PLAIN, 2, 16, 191),
-        (LATENT, 1, 16, 100),
+        slow(LATENT, 1, 16, 100),
         (LATENT, 2, 16, 100),
     ],
 )

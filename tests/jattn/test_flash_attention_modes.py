@@ -13,6 +13,7 @@ from jattn.forward_batch import ForwardMode
 from jattn.kv_pool import KVPool
 from jattn_kernels.spec import AttentionSpec
 from tests.jattn.harness.sglang_requests import LAYER, MAX_CONTEXT, NOWHERE, Rows, normal, oracle, random_requests
+from tests.often import slow
 
 N, K, H, HV, NUM_DRAFT, CHUNK = 4, 2, 16, 8, 3, 64
 LAYER_OF = AttentionLayer(
@@ -100,9 +101,9 @@ def step(backend, q, k, v, layer, batch, pool: KVPool):
         ("mla", "decode", 1),
         ("mla", "verify", 16),
         ("mla_fp8", "decode", 16),
-        ("mla", "extend", 64),
+        slow("mla", "extend", 64),
         ("mla", "draft_extend", 16),
-        ("mla_fp8", "verify", 1),
+        slow("mla_fp8", "verify", 1),
         ("mla_fp8", "extend", 16),
         ("mla_chunks", "extend", 16),
         ("mla_capped", "decode", 16),

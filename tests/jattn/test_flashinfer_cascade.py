@@ -11,6 +11,7 @@ from jattn.flashinfer import (
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
     MultiLevelCascadeAttentionWrapper,
 )
+from tests.often import slow
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -36,7 +37,7 @@ def over_all(q, rows, **facts):
     return wrapper.run(q, PAGES)
 
 
-@pytest.mark.parametrize("facts", [{"causal": True}, {"logits_soft_cap": 2.0, "sm_scale": 0.9}], ids=str)
+@pytest.mark.parametrize("facts", [{"causal": True}, slow({"logits_soft_cap": 2.0, "sm_scale": 0.9})], ids=str)
 def test_cascade_is_attention_over_all_levels(facts):
     wrapper, q = MultiLevelCascadeAttentionWrapper(2, None), normal(5, 4, 8)
     plans = wrapper.plan(*LEVELS, *SIZES, **F32, **facts)
@@ -80,7 +81,7 @@ def test_cascade_refuses_by_name_and_keeps_the_plans_before():
         MultiLevelCascadeAttentionWrapper(0, None)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", [slow("NHD"), "HND"])
 def test_shared_prefix_is_attended_with_ones_own_keys(layout):
     def laid_out(arrays):
         return arrays if layout == "NHD" else tuple(jnp.swapaxes(array, -3, -2) for array in arrays)

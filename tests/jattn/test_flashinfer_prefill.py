@@ -23,6 +23,7 @@ from jattn_kernels import reference
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.flashinfer_calls import SPEC, assert_base2_close, facts, numbers, page_lists, scales
 from tests.kernels.harness.case import Case
+from tests.often import often
 
 FP8 = "float8_e4m3fn"
 
@@ -89,7 +90,13 @@ def plan_paged(wrapper, case, inputs, packed=False):
     )
 
 
-@pytest.mark.parametrize("case", PAGED, ids=lambda case: case.name)
+# A mask, rope and fp8 are also in the cases of test_flashinfer_older_names, test_flashinfer_decode and test_surfaces.
+SELDOM = ("mask", "rope", "fp8")
+
+
+@pytest.mark.parametrize(
+    "case", often(PAGED, [case for case in PAGED if case.name not in SELDOM]), ids=lambda case: case.name
+)
 def test_paged_prefill_agrees_with_the_oracle(case):
     inputs = numbers(case)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(None, case.spec.page_layout)

@@ -26,6 +26,7 @@ from tests.jattn.harness.pymllm_requests import (
     padded_to,
     random,
 )
+from tests.often import slow
 
 
 def random_rows(rng, bs):
@@ -123,7 +124,7 @@ def whole_step(backend, mode):
     return jax.jit(run, donate_argnums=0)
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
+@pytest.mark.parametrize("mode", [slow(ForwardMode.DECODE), ForwardMode.TARGET_VERIFY])
 def test_whole_step_replays_500_random_batches_without_compiling(mode):
     """The keys of requests are in the pool before their tokens, and the last batch's answers are the oracle's."""
     drafted = 3 if mode.is_target_verify() else 0

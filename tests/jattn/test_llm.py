@@ -12,6 +12,7 @@ import pytest
 
 import jattn
 from jattn.serving.frontend.chat import ChatTemplate
+from tests.often import slow
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,12 @@ def test_one_prompt_may_stand_alone_as_text_or_tokens(llm):
 
 @pytest.mark.parametrize(
     "prompts",
-    [np.array([5, 6, 7]), np.array([[5, 6, 7]]), [np.int64(5), np.int64(6), np.int64(7)], [np.array([5, 6, 7])]],
+    [
+        slow(np.array([5, 6, 7])),
+        np.array([[5, 6, 7]]),
+        [np.int64(5), np.int64(6), np.int64(7)],
+        slow([np.array([5, 6, 7])]),
+    ],
     ids=["array", "rows", "scalars", "list_of_arrays"],
 )
 def test_token_ids_may_come_from_numpy(llm, prompts):
@@ -230,7 +236,7 @@ def test_sequences_without_a_seed_differ(llm):
     assert [len({completion.text for completion in output.outputs}) for output in outputs] == [3, 3]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, slow(2)])
 def test_stop_string_ends_a_text_before_it(llm, seed):
     """Any part of the text without it will do: cut from the middle, it spans tokens."""
     params = dataclasses.replace(SAMPLED, seed=seed)

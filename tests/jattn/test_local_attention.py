@@ -18,7 +18,6 @@ from jattn.local_attention import (
 from jattn_kernels import AttentionSpec, paged_decode, paged_extend
 from jattn_kernels.call import Device
 from tests.kernels.harness.extend_calls import interpreted_in_few_blocks
-from tests.often import slow
 
 padded = jax.jit(pad_local_attention_virtual_batches, static_argnums=(0, 4, 5))
 
@@ -171,8 +170,9 @@ def test_extend_over_virtual_batches_is_chunked_attention(rules):
     assert np.isfinite(whole[1]).any()
 
 
-# Extend's own tests have chunks without a window.
-@pytest.mark.parametrize("rules", [slow({}), {"window_left": 40}], ids=["plain", "window"])
+# Extend's own tests have chunks, and the tests above virtual batches by XLA.
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [{}, {"window_left": 40}], ids=["plain", "window"])
 def test_hoppers_extend_over_virtual_batches_is_chunked_attention(monkeypatch, rules):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     chunk_size, page_size, tokens = 64, 16, 40

@@ -20,6 +20,7 @@ from jattn.serving.steps.drafting import NgramDrafting
 from jattn_kernels.call import Device
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.tiny import CONFIG, VOCAB, all_variants, one_variant, run, tiny_model
+from tests.often import slow
 
 MIXED = dataclasses.replace(CONFIG, mixed_steps=True, prefill_seqs=2)
 
@@ -73,7 +74,7 @@ RULED = SamplingParams(
 
 
 @pytest.mark.parametrize(
-    "params", [(GREEDY,), (GREEDY, DRAWN), (RULED, GREEDY, DRAWN)], ids=["greedy", "plain", "full"]
+    "params", [slow((GREEDY,)), slow((GREEDY, DRAWN)), (RULED, GREEDY, DRAWN)], ids=["greedy", "plain", "full"]
 )
 def test_mixed_crowd_with_preemption_gives_each_request_its_tokens_alone(launches, params):
     requests = crowd(params, 12)
@@ -128,6 +129,7 @@ def test_no_compilation_in_200_steps_of_mixed_traffic(launches):
     assert sum(kind == "prefill" and num_decodes > 0 for kind, num_decodes, _ in launches) > 30
 
 
+@pytest.mark.slow  # test_surfaces holds its mixed batches against the oracle
 def test_flashinfers_surface_serves_the_same_text_mixed():
     with one_variant("plain"):
         other = Engine(tiny_model(), dataclasses.replace(MIXED, backend="flashinfer", full_sampling=False))

@@ -18,7 +18,7 @@ from jattn.serving.request import SamplingParams
 from jattn.serving.steps.draft_model import DraftModel
 from jattn.serving.steps.drafting import NgramDrafting
 from tests.jattn.harness.tiny import CONFIG, VOCAB, drafting_engine, one_variant, run
-from tests.often import often
+from tests.often import often, slow
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PARAMS = {
@@ -90,7 +90,7 @@ def test_the_prompts_share_pages_and_not_all_of_them():
     assert 2 * SIZES.page_size < shared < min(map(len, prompts()))
 
 
-@pytest.mark.parametrize("name", often(PARAMS, ("greedy", "penalties")))
+@pytest.mark.parametrize("name", often(PARAMS, ("penalties",)))
 def test_warm_text_is_the_cold_one(engine, name):
     """In one launch, when all have ended, and as a conversation that goes on."""
     params = PARAMS[name]
@@ -109,7 +109,7 @@ def test_warm_text_is_the_cold_one(engine, name):
             )
 
 
-@pytest.mark.parametrize("max_chunk_tokens", [5, 24])
+@pytest.mark.parametrize("max_chunk_tokens", [5, slow(24)])
 def test_warm_text_is_the_cold_one_in_chunks(engine, monkeypatch, max_chunk_tokens):
     """Requests that advance side by side take over what another one computes ahead of them."""
     expected = [cold(engine, prompt, GREEDY) for prompt in prompts()]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jattn.serving.steps.sampler import SamplingState, sample
+from tests.often import slow
 
 jitted = jax.jit(sample, static_argnames="greedy_only")
 
@@ -204,7 +205,7 @@ def pick(batch, index):
     return logits[index], jax.tree.map(lambda leaf: leaf[index], params), positions[index]
 
 
-@pytest.mark.parametrize("vocab_size", [97, 4096])
+@pytest.mark.parametrize("vocab_size", [97, slow(4096)])
 def test_sample_row_depends_on_no_other_row(vocab_size):
     batch = mixed_batch(48, vocab_size)
     tokens = draw(*batch)

@@ -8,6 +8,7 @@ import pytest
 
 from jattn.server.tools.registry import check_parsers
 from tests.jattn.harness.http_server import CHAT
+from tests.often import often, slow
 
 CHATS = "/v1/chat/completions"
 PLACE = {
@@ -82,7 +83,7 @@ def both(server, body):
     return found
 
 
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("parallel", [True, slow(False)])
 def test_required_calls_are_made_with_arguments_of_their_schemas(http_server, parallel):
     body = SAMPLED | {"tool_choice": "required", "n": 3, "parallel_tool_calls": parallel}
     body |= {"logit_bias": {"93": -2}}  # clock takes any object: let it end
@@ -118,7 +119,7 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("parser", WRITTEN)
+@pytest.mark.parametrize("parser", often(WRITTEN, ("hermes", "mistral")))
 def test_calls_are_read_from_what_the_model_writes(told, parser):
     text, content = WRITTEN[parser]
     server = told(enable_auto_tool_choice=True, tool_call_parser=parser)

@@ -88,7 +88,8 @@ def variant():
         yield
 
 
-@pytest.fixture(params=["ngram", "draft_model"])
+# Prompt lookup is in the slow tests; of the default ones test_drafting, test_speculative_rules, test_gpt_oss have it.
+@pytest.fixture(params=[slow("ngram"), "draft_model"])
 def engine(request):
     return engine_of(request.param)
 
@@ -135,7 +136,7 @@ def crowd(name, sampling):
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     [
-        ("ngram", "filtered"),
+        slow("ngram", "filtered"),
         ("draft_model", "filtered"),
         slow("ngram", "greedy"),
         slow("draft_model", "greedy"),
@@ -150,6 +151,7 @@ def test_crowd_with_preemption_has_the_text_of_plain_decode(drafter, sampling):
     assert sum(request.drafts.accepted for request in found)
 
 
+@pytest.mark.slow
 def test_repetitive_text_comes_several_tokens_a_step():
     (request,) = served(engine_of("ngram"), [encode(REPETITIVE)], [dataclasses.replace(GREEDY, max_tokens=100)])
     assert request.drafts.tokens_per_step > 2
@@ -203,7 +205,7 @@ def test_abort_at_any_stage_frees_its_pages_and_harms_no_neighbour(engine):
             assert request.generated == tokens[: len(request.generated)]
 
 
-@pytest.mark.parametrize(("drafter", "calls"), [("ngram", 2), ("draft_model", 9)])
+@pytest.mark.parametrize(("drafter", "calls"), [slow("ngram", 2), ("draft_model", 9)])
 def test_interrupted_launch_loses_no_request(drafter, monkeypatch, calls):
     engine = engine_of(drafter)
     prompts, expected = mixed_prompts(), expected_of_mixed_prompts()
@@ -254,6 +256,7 @@ def test_no_compilation_in_60_steps_of_changing_batches(engine):
         jax.monitoring.unregister_event_duration_listener(count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 2, 60])
 def test_counts_of_prompt_lookup_are_those_of_a_hand_count(max_tokens):
     for prompt in mixed_prompts()[:6]:

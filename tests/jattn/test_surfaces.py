@@ -8,28 +8,28 @@ import pytest
 from tests.jattn.harness.common_batches import Case, make_batch
 from tests.jattn.harness.compile_log import compilations
 from tests.jattn.harness.every_surface import SURFACES, surfaces_of
-from tests.often import slow
+from tests.often import often_together, slow
 
 # Float32 sums of up to 160 terms in another order, of numbers of size about 1.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 BATCHES = 3
 CASES = (
     Case(mode="decode"),
-    Case(mode="decode", page_size=1, page_layout="HND", window_left=5, logits_soft_cap=2.0),
-    Case(mode="decode", page_size=1, cross=True),
     Case(mode="draft_decode", page_size=1, kv_cache_dtype="fp8_e4m3"),
-    Case(mode="draft_decode", page_size=16, window_left=9),
     Case(mode="idle", page_size=1),
     Case(mode="verify", page_size=16, chunk_size=16),
     Case(mode="verify", page_size=64, page_layout="HND", kv_cache_dtype="fp8_e5m2"),
     Case(mode="extend", page_size=64, page_layout="HND"),
-    Case(mode="extend", page_size=16, kv_cache_dtype="fp8_e4m3"),
     Case(mode="extend", page_size=64, cross=True, logits_soft_cap=2.0),
     Case(mode="draft_extend", page_size=1, logits_soft_cap=2.0),
     Case(mode="mixed", page_size=16, window_left=5, logits_soft_cap=2.0),
 )
 # What is theirs is in the cases above, though not together.
 SLOW = (
+    Case(mode="decode", page_size=1, page_layout="HND", window_left=5, logits_soft_cap=2.0),
+    Case(mode="decode", page_size=1, cross=True),
+    Case(mode="draft_decode", page_size=16, window_left=9),
+    Case(mode="extend", page_size=16, kv_cache_dtype="fp8_e4m3"),
     Case(mode="decode", page_size=64, kv_cache_dtype="fp8_e4m3"),
     Case(mode="mixed", page_size=16, chunk_size=32, page_layout="HND"),
     Case(mode="decode", page_size=16, chunk_size=32),
@@ -63,8 +63,14 @@ def test_surfaces_agree_with_the_oracle_and_with_each_other(case, monkeypatch):
             np.testing.assert_allclose(said[one], said[other], **CLOSE, err_msg=f"{one} and {other}")
 
 
-@pytest.mark.parametrize("mode", ["decode", "verify", "extend"])
-@pytest.mark.parametrize("name", SURFACES)
+# Each surface, each mode at least twice.
+MODES = ("extend", "decode", "verify")
+STEPS = list(itertools.product(SURFACES, MODES))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), often_together(STEPS, [*zip(SURFACES, itertools.cycle(MODES)), (list(SURFACES)[-1], "extend")])
+)
 def test_whole_step_of_a_surface_does_not_copy_the_donated_pool(name, mode, monkeypatch):
     case = Case(mode=mode, page_size=16)
     pool_bytes, memory = surfaces_of(case, monkeypatch)[name].memory(make_batch(case, 0), num_pages=2048)

@@ -87,7 +87,7 @@ def test_where_nobody_draws_no_logits_go_between_devices(two):
         ]
 
 
-@pytest.mark.parametrize(("case", "by_expert"), [("olmoe", False), ("glm4_moe", False), ("glm4_moe", True)])
+@pytest.mark.parametrize(("case", "by_expert"), [("olmoe", False), slow("glm4_moe", False), ("glm4_moe", True)])
 def test_each_exchange_waits_for_the_one_before_it(case, by_expert):
     """Two that do not could run at once, and take each other's parts: norms of queries and keys, a shared expert."""
     config = dataclasses.replace(CONFIG, tensor_parallel=2, expert_parallel=by_expert, greedy_steps=True)
@@ -276,7 +276,7 @@ def test_steps_run_twice_on_an_empty_batch_before_devices_wait_for_each_other(ll
     assert texts(engine, PROMPTS, GREEDY) + texts(engine, PROMPTS, DRAWN) == on_one
 
 
-@pytest.mark.parametrize("by_another", [False, True])
+@pytest.mark.parametrize("by_another", [slow(False), True])
 def test_a_device_that_waited_in_vain_starts_the_engine_over(llama, on_one, fake_mailbox, monkeypatch, by_another):
     """What it computed since is NaN; the mailbox is emptied before anything runs again, if not by another engine."""
     engine = engine_of(llama, 2)

@@ -13,6 +13,7 @@ from jattn.vllm import v0
 from jattn_kernels import AttentionSpec, reference
 from jattn_kernels.call import Device
 from tests.jattn.harness.vllm_surfaces import Places
+from tests.often import slow
 
 LONGEST, ENCODER_LONGEST, BLOCKS = 40, 24, 24
 HEADS = {"num_heads": 4, "head_size": 32, "scale": 0.25, "num_kv_heads": 2}
@@ -123,7 +124,7 @@ def step(impl, layer, q, k, v, cache, metadata):
 SLOPES = (0.5, 0.25, 0.1, 0.05)
 
 
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("padded", [True, slow(False)])
 def test_decoder_with_alibi_writes_then_agrees_with_the_oracle(padded):
     unpadded = {"num_prefills": None, "num_prefill_tokens": None}
     metadata = make_batch(7, config_of()) if padded else make_unpadded(config_of(**unpadded))

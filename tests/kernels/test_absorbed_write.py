@@ -11,6 +11,7 @@ from jattn_kernels import RawLatents, RawQueries, absorb_and_write, mla_write
 from jattn_kernels.call import Device, default_device
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.splits import splits_of
+from tests.often import slow
 
 HEADS, NOPE, LAYERS, LAYER = 3, 128, 2, 1
 
@@ -69,7 +70,13 @@ def hopper(monkeypatch):
 
 @pytest.mark.parametrize(
     ("tokens", "splits", "dtype"),
-    [(1, 3, "bfloat16"), (5, 2, "float16"), (8, 2, "bfloat16"), (13, None, "bfloat16"), (13, 2, "float16")],
+    [
+        (1, 3, "bfloat16"),
+        slow(5, 2, "float16"),
+        slow(8, 2, "bfloat16"),
+        slow(13, None, "bfloat16"),
+        (13, 2, "float16"),
+    ],
 )
 def test_mosaic_absorbs_and_writes_without_races(hopper, tokens, splits, dtype):
     assert_absorbs(*given(tokens, dtype=dtype, splits=splits))

@@ -23,6 +23,7 @@ from tests.kernels.test_experts_of_sum import (
     following,
     given,
     is_one_kernel,
+    lowers_to_one_kernel,
 )
 from tests.often import slow
 
@@ -86,7 +87,7 @@ def in_turn(rows, implementation="xla"):
 @pytest.mark.parametrize(
     ("sizes", "seq_len", "page_size", "dtype"),
     [
-        (FEW, 200, 16, "bfloat16"),
+        slow(FEW, 200, 16, "bfloat16"),
         (WITH_SHARED, 64, 64, "bfloat16"),
         slow(FEW, 2500, 32, "float16"),
         slow(FEW, 1, 128, "bfloat16"),
@@ -133,14 +134,17 @@ def test_one_tokens_mixture_with_latent_attention_has_the_same_bits_again():
         assert have_same_bits(run(with_attention(x, rows), kernels), first), f"run {number}"
 
 
-def test_one_tokens_mixture_with_latent_attention_is_one_kernel(whole_hopper):
+@pytest.mark.parametrize("columns", [3648, slow(None)])
+def test_one_tokens_mixture_with_latent_attention_is_one_kernel(whole_hopper, columns):
+    """With the next layer's product, or as the last layer's."""
     x, kernels = jax.eval_shape(functools.partial(operands, LITE))
     rows = jax.eval_shape(functools.partial(unattended, LITE, 4096, compressed=512))
     run = functools.partial(attended_mixture, routing=LITE.routing())
-    for product in (None, jax.eval_shape(lambda: following(LITE, columns=3648))):
-        args = with_attention(x, rows), kernels, product
-        assert misplaced_copies(jax.jit(run).trace(*args).jaxpr.jaxpr)[1] == []
-        assert is_one_kernel(run, *args)
+    product = None if columns is None else jax.eval_shape(lambda: following(LITE, columns=columns))
+    args = with_attention(x, rows), kernels, product
+    traced = jax.jit(run).trace(*args)
+    assert misplaced_copies(traced.jaxpr.jaxpr)[1] == []
+    assert lowers_to_one_kernel(traced)
 
 
 def test_what_is_left_has_room_for_the_next_layers_attention(whole_hopper):
@@ -156,7 +160,13 @@ def test_what_is_left_has_room_for_the_next_layers_attention(whole_hopper):
 
 
 @pytest.mark.parametrize(
-    "change", [{"window_left": 100}, {"logits_soft_cap": 30.0}, {"batch_invariant": True}, {"page_layout": "HND"}]
+    "change",
+    [
+        {"window_left": 100},
+        slow({"logits_soft_cap": 30.0}),
+        slow({"batch_invariant": True}),
+        slow({"page_layout": "HND"}),
+    ],
 )
 def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(whole_hopper, change):
     x, kernels = jax.eval_shape(functools.partial(operands, LITE))

@@ -23,10 +23,12 @@ from tests.kernels.test_experts_of_sum import (
     following,
     given,
     is_one_kernel,
+    lowers_to_one_kernel,
 )
-from tests.often import slow
+from tests.often import often_together, slow
 
 SMALL, MEDIUM = Sizes(1024, 2048, 128, 64, 8), Sizes(2048, 4096, 128, 64, 8)
+FEW_HEADS = SMALL._replace(attended=1024, per_token=4)
 WIDTH = 128
 
 
@@ -92,18 +94,21 @@ def in_turn(rows, implementation="xla"):
 
 
 @pytest.mark.parametrize(
-    ("seq_len", "page_size", "layout", "dtype", "group"),
+    ("sizes", "seq_len", "page_size", "layout", "dtype", "group"),
     [
-        (100, 16, "NHD", "bfloat16", 8),
-        slow(700, 64, "HND", "float16", 4),
-        slow(64, 128, "NHD", "bfloat16", 8),
-        slow(0, 8, "NHD", "bfloat16", 8),
+        (FEW_HEADS, 100, 16, "NHD", "bfloat16", 4),
+        slow(SMALL, 100, 16, "NHD", "bfloat16", 8),
+        slow(SMALL, 700, 64, "HND", "float16", 4),
+        slow(SMALL, 64, 128, "NHD", "bfloat16", 8),
+        slow(SMALL, 0, 8, "NHD", "bfloat16", 8),
     ],
 )
-def test_one_tokens_mixture_with_its_attention_agrees_with_float64(hopper, seq_len, page_size, layout, dtype, group):
-    x, kernels = given(SMALL, dtype)
-    rows = unattended(SMALL, seq_len, dtype, page_size=page_size, layout=layout, group=group)
-    routing, product = Routing(num_experts=SMALL.experts, per_token=SMALL.per_token), following(SMALL, dtype)
+def test_one_tokens_mixture_with_its_attention_agrees_with_float64(
+    hopper, sizes, seq_len, page_size, layout, dtype, group
+):
+    x, kernels = given(sizes, dtype)
+    rows = unattended(sizes, seq_len, dtype, page_size=page_size, layout=layout, group=group)
+    routing, product = sizes.routing(), following(sizes, dtype)
     with interpreted():
         run = functools.partial(attended_mixture, routing=routing, implementation="mosaic")
         out, total, after, pages = jax.jit(run)(with_attention(x, rows), kernels, following=product)
@@ -163,23 +168,31 @@ def test_one_tokens_mixture_with_its_attention_has_the_bits_of_its_parts_in_turn
         assert have_same_bits(run(with_attention(x, rows), kernels), first), f"run {number}"
 
 
-def test_one_tokens_mixture_with_its_attention_is_one_kernel(monkeypatch):
+@pytest.mark.parametrize("columns", [5120, slow(None)])
+def test_one_tokens_mixture_with_its_attention_is_one_kernel(monkeypatch, columns):
+    """With the next layer's product, or as the last layer's."""
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
     x, kernels = jax.eval_shape(functools.partial(given, LARGE))
     rows = jax.eval_shape(functools.partial(unattended, LARGE, 1024))
     routing = Routing(num_experts=LARGE.experts, per_token=LARGE.per_token, normalised=True)
     run = functools.partial(attended_mixture, routing=routing)
-    for product in (None, jax.eval_shape(lambda: following(LARGE, columns=5120))):
-        args = with_attention(x, rows), kernels, product
-        assert misplaced_copies(jax.jit(run).trace(*args).jaxpr.jaxpr)[1] == []
-        assert is_one_kernel(run, *args)
+    product = None if columns is None else jax.eval_shape(lambda: following(LARGE, columns=columns))
+    args = with_attention(x, rows), kernels, product
+    traced = jax.jit(run).trace(*args)
+    assert misplaced_copies(traced.jaxpr.jaxpr)[1] == []
+    assert lowers_to_one_kernel(traced)
 
 
-@pytest.mark.parametrize("normed", [True, False])
+UNFIT = [{"window_left": 100}, {"logits_soft_cap": 30.0}, {"group": 16}, {"batch_invariant": True}]
+
+
 @pytest.mark.parametrize(
-    "change",
-    [{"window_left": 100}, {"logits_soft_cap": 30.0}, {"group": 16}, {"batch_invariant": True}],
-    ids=lambda change: "-".join(change),
+    ("change", "normed"),
+    often_together(
+        [(change, normed) for change in UNFIT for normed in (True, False)],
+        [(UNFIT[0], True), (UNFIT[1], False), (UNFIT[2], False), (UNFIT[3], True)],
+    ),
+    ids=lambda value: str(value) if isinstance(value, bool) else "-".join(value),
 )
 def test_attention_that_does_not_fit_the_kernel_is_computed_before_it(monkeypatch, change, normed):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))

@@ -83,11 +83,11 @@ def hopper(monkeypatch):
 
 # A depth of 320 is two stages of four bits, and of 256 of eight.
 INTERPRETED = [
-    ("channel", ExpertCase(name="strays", tokens=9, choice="strays", units=128)),
     ("block", ExpertCase(name="block", tokens=3, hidden=256, units=128, biases=True, clamped=True, layers=2)),
     ("mxfp4", ExpertCase(name="mxfp4", tokens=7, per_token=3, biases=True, clamped=True, hidden=320, units=320)),
 ]
 SLOW = [
+    ("channel", ExpertCase(name="strays", tokens=9, choice="strays", units=128)),
     ("channel", ExpertCase(name="one_token", tokens=1, hidden=256, units=256, layers=2)),
     ("channel", ExpertCase(name="weighs_inputs", tokens=64, units=128, weighs_inputs=True)),
     ("channel", ExpertCase(name="groups_by_xla", tokens=300, per_token=1, units=128)),
@@ -120,7 +120,7 @@ FEW_TOKENS = [
     ExpertCase(name="tiles_of_16", tokens=14, per_token=3, hidden=320, units=640, layers=2, biases=True, clamped=True),
     ExpertCase(name="twice_16", tokens=20, experts=4, per_token=1, hidden=320, units=320, choice="same"),
 ]
-FEW_TOKENS_OFTEN = [case for case in FEW_TOKENS if case.name not in ("tiles_of_8", "tiles_of_16")]
+FEW_TOKENS_OFTEN = [case for case in FEW_TOKENS if case.name in ("split", "strays")]
 
 
 @pytest.mark.parametrize("case", often(FEW_TOKENS, FEW_TOKENS_OFTEN), ids=lambda case: case.name)
@@ -142,7 +142,7 @@ def test_tiles_of_prompts(hopper, monkeypatch, kind, width):
     assert_near(mixed(inputs), inputs)
 
 
-@pytest.mark.parametrize("kind", ["channel", "block", "mxfp4"])
+@pytest.mark.parametrize("kind", [slow("channel"), "block", "mxfp4"])
 def test_xla_agrees_with_the_oracle(kind):
     inputs = quantised(ExpertCase(name="xla", tokens=70, hidden=256, units=128, layers=2, biases=True), kind)
     assert_near(mixed(inputs, "xla"), inputs)

@@ -112,7 +112,7 @@ def assert_fp8(depth, columns, count, dtype, lost):
 @pytest.mark.parametrize(
     ("depth", "columns", "group_size", "count", "options"),
     [
-        (1024, 64, 128, 1, {}),
+        slow(1024, 64, 128, 1, {}),
         (2048, 128, 32, 2, {"dtype": "float16", "zero_points": True}),  # two of four consumers share the row
         (1024, 256, 64, 1, {}),  # one has all of it
         slow(4096, 256, 64, 2, {}),  # four
@@ -123,7 +123,7 @@ def test_int4_product_of_a_sum_without_races(hopper, depth, columns, group_size,
         assert_int4(depth, columns, group_size, count, options)
 
 
-@pytest.mark.parametrize(("depth", "columns", "count", "options"), [(1024, 1344, 1, {}), (2048, 576, 2, {})])
+@pytest.mark.parametrize(("depth", "columns", "count", "options"), [(1024, 1344, 1, {}), slow(2048, 576, 2, {})])
 def test_gated_product_of_a_sum_without_races(hopper, depth, columns, count, options):
     with interpreted():
         assert_gated(depth, columns, count, options)
@@ -144,7 +144,9 @@ def test_a_gated_product_of_what_is_no_sum_gets_a_sentence(hopper):
         matmul_gated_of_sum(unnormed(x), kernel, of_int4.silu_gate, layer_index=1)
 
 
-@pytest.mark.parametrize(("depth", "columns", "count", "dtype"), [(1024, 128, 2, "bfloat16"), (3072, 64, 1, "float16")])
+@pytest.mark.parametrize(
+    ("depth", "columns", "count", "dtype"), [(1024, 128, 2, "bfloat16"), slow(3072, 64, 1, "float16")]
+)
 def test_fp8_product_of_a_sum_without_races(hopper, depth, columns, count, dtype):
     with interpreted():
         assert_fp8(depth, columns, count, dtype, of_fp8.SUMS_IN_F32)
@@ -171,7 +173,7 @@ def test_product_of_a_sum_lowers_for_cuda(monkeypatch, depth, columns, in_fp8):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
 
 
-@pytest.mark.parametrize("depth", [4096 + 1024, 1024 + 128])
+@pytest.mark.parametrize("depth", [slow(4096 + 1024), 1024 + 128])
 def test_rows_too_long_or_uneven_are_summed_before(hopper, depth):
     x, kernel = of_int4.operands(1, depth, 64, 128)
     given, total = to_be_summed(x, 1)

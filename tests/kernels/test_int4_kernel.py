@@ -13,7 +13,7 @@ from jattn_kernels.interleaved import in_turn
 from jattn_kernels.ungated import Ungated
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import of_last_layer
-from tests.often import slow
+from tests.often import often_together, slow
 
 
 def operands(
@@ -63,16 +63,16 @@ def hopper(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "group_size", "options"),
     [
-        (1, 512, 128, 128, {}),
+        slow(1, 512, 128, 128, {}),
         (1, 1024, 128, 32, {}),  # a row that is in shared memory all the time
-        (1, 1024, 64, 64, {"is_interleaved": False}),
+        slow(1, 1024, 64, 64, {"is_interleaved": False}),
         (24, 1024, 256, 128, {}),  # consumers take turns
         (40, 640, 448, 128, {"is_interleaved": False}),
         (2, 1024, 320, 128, {}),  # blocks have even shares, five blocks of columns
         (3, 256, 64, 32, {"dtype": "float16", "zero_points": True}),
         (1, 1024, 128, 128, {"zero_points": True}),
         (20, 512, 320, 128, {"zero_points": True}),
-        (20, 256, 192, 64, {"scales": "float32"}),
+        slow(20, 256, 192, 64, {"scales": "float32"}),
         (140, 128, 128, 128, {}),  # two blocks of rows
         (8, 384, 64, 384, {"scales": "float16"}),  # a scale for each output
     ],
@@ -116,7 +116,7 @@ def assert_gated(rows, depth, columns, options):
         (64, 384, 128, {"dtype": "float16", "zero_points": True}),  # a strip of each
         slow(64, 128, 1280, {"is_interleaved": False}),  # two work tiles a block
         (1, 1024, 896, {"zero_points": True}),  # a row that is in shared memory all the time, a work tile a block
-        (1, 1024, 1024, {"dtype": "float16"}),
+        slow(1, 1024, 1024, {"dtype": "float16"}),
     ],
 )
 def test_gated_product_without_races(hopper, rows, depth, columns, options):
@@ -124,7 +124,7 @@ def test_gated_product_without_races(hopper, rows, depth, columns, options):
         assert_gated(rows, depth, columns, options)
 
 
-@pytest.mark.parametrize(("rows", "depth"), [slow(56, 256), (65, 256), (1, 1024), (1, 512)])
+@pytest.mark.parametrize(("rows", "depth"), [slow(56, 256), slow(65, 256), (1, 1024), (1, 512)])
 def test_other_rows_are_activated_by_who_reads_them(hopper, rows, depth):
     """Of one row those whose work tiles do not come out even, and those that are too short to be shared."""
     x, kernel = operands(rows, depth, 448, 128)
@@ -142,8 +142,21 @@ def test_splits_add_up_to_the_product(hopper):
     np.testing.assert_array_equal(splits.parts[:, 3:], 0)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 256])
-@pytest.mark.parametrize(("depth", "columns", "group_size"), [(4096, 6144, 128), (11008, 4096, 32), (640, 64, 640)])
+# Each number of rows, each size.
+LOWERED = [(1, 11008, 4096, 32), (16, 640, 64, 640), (64, 4096, 6144, 128), (256, 4096, 6144, 128)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns", "group_size"),
+    often_together(
+        [
+            (rows, *sizes)
+            for rows in (1, 16, 64, 256)
+            for sizes in ((4096, 6144, 128), (11008, 4096, 32), (640, 64, 640))
+        ],
+        LOWERED,
+    ),
+)
 def test_kernel_is_lowered_for_cuda(monkeypatch, rows, depth, columns, group_size):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
     values = jax.ShapeDtypeStruct((2, columns, depth), jnp.int4)

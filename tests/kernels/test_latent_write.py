@@ -12,6 +12,7 @@ from jattn_kernels.call import Device, default_device
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.latent_rows import LAYER, PACKED, arguments, assert_packs, packed_arguments
 from tests.kernels.harness.splits import splits_of
+from tests.often import slow
 
 
 def expected(latents, pages, slots):
@@ -47,7 +48,7 @@ def test_rows_are_normed_turned_and_written(dtype):
     assert_writes(arguments(dtype=dtype), "xla")
 
 
-@pytest.mark.parametrize(("compressed", "dtype"), [(512, "bfloat16"), (384, "float16"), (128, "bfloat16")])
+@pytest.mark.parametrize(("compressed", "dtype"), [(512, "bfloat16"), (384, "float16"), slow(128, "bfloat16")])
 def test_mosaic_makes_and_writes_rows_without_races(hopper, compressed, dtype):
     assert_writes(arguments(compressed, dtype=dtype), "mosaic")
 
@@ -120,8 +121,7 @@ def test_mosaic_refuses_with_a_sentence(hopper, pages_dtype, compressed, sentenc
         mla_write(latents, pages.astype(pages_dtype), slots, layer_index=LAYER, implementation="mosaic")
 
 
-@pytest.mark.parametrize("skipped", [8, 12])
-@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize(("splits", "skipped"), [(None, 8), slow(None, 12), slow(3, 8), (3, 12)])
 def test_mosaic_writes_rows_behind_other_numbers_alike(hopper, skipped, splits):
     """By whole vectors of a thread, or not."""
     latents, pages, slots = arguments()

@@ -15,6 +15,7 @@ from tests.kernels.harness.copy_places import misplaced_copies
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import assert_product_of_normed, of_last_layer, operands, unnormed
 from tests.kernels.harness.splits import splits_of
+from tests.often import slow
 
 
 def assert_product(out, x, kernel):
@@ -95,7 +96,7 @@ def assert_biased_product(out, x, kernel, bias):
     assert_product(out, np.concatenate([np.asarray(x, np.float64), ones], axis=1), with_bias)
 
 
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 320, 32), (3, 512, 64)])
+@pytest.mark.parametrize(("rows", "depth", "columns"), [slow(1, 320, 32), (3, 512, 64)])
 def test_kernel_adds_a_bias_once_without_races(hopper, rows, depth, columns):
     x, kernel, bias = biased_operands(rows, depth, columns)
     with interpreted():
@@ -137,7 +138,7 @@ def test_kernel_rounds_once(hopper):
 
 @pytest.mark.parametrize(
     ("rows", "depth", "columns", "dtype"),
-    [(1, 512, 128, "bfloat16"), (8, 384, 64, "float16"), (3, 128, 192, "bfloat16"), (2, 192, 64, "bfloat16")],
+    [(1, 512, 128, "bfloat16"), (8, 384, 64, "float16"), slow(3, 128, 192, "bfloat16"), slow(2, 192, 64, "bfloat16")],
 )
 def test_kernel_norms_rows_without_races(hopper, rows, depth, columns, dtype):
     x, kernel = operands(rows, depth, columns, dtype=dtype)
@@ -155,7 +156,7 @@ def test_rows_that_the_kernel_does_not_norm_are_normed_before(hopper, rows, dept
     np.testing.assert_array_equal(out, matmul_splits(taken(x, implementation="xla"), kernel[0], implementation="xla"))
 
 
-@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+@pytest.mark.parametrize("implementation", ["mosaic", slow("xla")])
 def test_experts_take_logits_in_splits(hopper, implementation):
     x, kernel = operands(3, 64, 32)
     rng = np.random.default_rng(1)

@@ -31,7 +31,7 @@ def summed(x, additions):
 @pytest.mark.parametrize(
     ("rows", "depth", "dtype", "implementation"),
     [
-        (1, 1024, "bfloat16", "mosaic"),
+        slow(1, 1024, "bfloat16", "mosaic"),
         (1, 1088, "bfloat16", "mosaic"),  # half of a stage more
         slow(1, 1152, "float16", "mosaic"),
         (2, 1024, "bfloat16", "mosaic"),

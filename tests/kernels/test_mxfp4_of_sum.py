@@ -26,6 +26,7 @@ from tests.kernels.harness.expert_cases import ExpertInputs, clamped_swiglu
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.products import assert_product_of_normed, unnormed
 from tests.kernels.test_few_bits_experts import assert_near, in_few_bits
+from tests.often import slow
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 32, 4
 ROUTING = Routing(num_experts=EXPERTS, per_token=PER_TOKEN, scoring="softmax_of_chosen")
@@ -115,7 +116,7 @@ def is_one_kernel(run, *args):
 SMALL = {"width": 1344, "attended": 256, "columns": 320}
 
 
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("biased", [True, slow(False)])
 def test_one_tokens_mixture_agrees_with_the_oracle(monkeypatch, biased):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 22))
     x, options, following = given(**SMALL, biased=biased)
@@ -126,11 +127,13 @@ def test_one_tokens_mixture_agrees_with_the_oracle(monkeypatch, biased):
     assert_next_product(product, out, total, following)
 
 
-def test_it_is_one_kernel(monkeypatch):
+# test_step_kernels lowers it in a whole step.
+@pytest.mark.slow
+@pytest.mark.parametrize("is_last", [False, True])
+def test_it_is_one_kernel(monkeypatch, is_last):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 132))
     x, options, following = jax.eval_shape(lambda: given(width=2880, attended=4096, columns=5120))
-    assert is_one_kernel(mixture, x, options, following)
-    assert is_one_kernel(mixture, x, options)
+    assert is_one_kernel(mixture, x, options, None if is_last else following)
 
 
 @pytest.mark.gpu

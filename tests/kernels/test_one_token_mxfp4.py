@@ -13,6 +13,7 @@ from tests.kernels.harness.expert_cases import ExpertInputs, clamped_swiglu
 from tests.kernels.harness.interpreter import interpreted
 from tests.kernels.harness.short_rows import take_short_rows
 from tests.kernels.test_few_bits_experts import assert_near, in_few_bits, shapes_of
+from tests.often import slow
 
 
 def assert_mixture(width, per_token, experts=32, biases=True):
@@ -37,7 +38,7 @@ def assert_mixture(width, per_token, experts=32, biases=True):
     assert_near(added(out), ExpertInputs((x, *routed(logits, routing, None), *kernels), facts))
 
 
-@pytest.mark.parametrize(("per_token", "biases"), [(4, True), (3, False)])
+@pytest.mark.parametrize(("per_token", "biases"), [(4, True), slow(3, False)])
 def test_kernel_without_races(monkeypatch, per_token, biases):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0), 3))
     take_short_rows(monkeypatch)

@@ -21,7 +21,7 @@ CASE = next(case for case in KERNEL_SIZED if case.operation == "paged_decode")
 EFFECTS = ("nvvm.", "llvm.inline_asm", "memref.store", "vector.store", "llvm.store")
 
 
-def lowered(monkeypatch, lower) -> list[collections.Counter[str]]:
+def lowered(lower) -> list[collections.Counter[str]]:
     """The operations of each kernel that a decode lowers to, by their names."""
     kernels = []
 
@@ -36,12 +36,13 @@ def lowered(monkeypatch, lower) -> list[collections.Counter[str]]:
         module.operation.walk(count)
         kernels.append(names)
 
-    monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
-    monkeypatch.setattr(mosaic_core, "lower_mgpu_module", noted)
     args, kwargs = build(CASE)
     attend = functools.partial(getattr(jattn_kernels, CASE.operation), spec=kwargs.pop("spec"), implementation="mosaic")
     jax.clear_caches()
-    jax.jit(attend).trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
+        patch.setattr(mosaic_core, "lower_mgpu_module", noted)
+        jax.jit(attend).trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
     return kernels
 
 
@@ -50,14 +51,14 @@ def test_whoever_imports_the_kernels_lowers_so():
     assert mosaic_core.lower_mgpu_module is repeated_operations.lower_mgpu_module
 
 
-@pytest.fixture
-def ours(monkeypatch):
-    return lowered(monkeypatch, repeated_operations.lower_mgpu_module)
+@pytest.fixture(scope="module")
+def ours():
+    return lowered(repeated_operations.lower_mgpu_module)
 
 
-@pytest.fixture
-def jaxs(monkeypatch):
-    return lowered(monkeypatch, repeated_operations._lower)
+@pytest.fixture(scope="module")
+def jaxs():
+    return lowered(repeated_operations._lower)
 
 
 def test_less_than_two_thirds_of_a_kernels_operations_are_left(ours, jaxs):

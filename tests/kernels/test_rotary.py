@@ -24,6 +24,7 @@ from tests.kernels.harness.rotary_cases import (
     normed,
 )
 from tests.kernels.harness.splits import splits_of
+from tests.often import often_together
 
 ONES = {"q_scale": jnp.ones(64), "k_scale": jnp.ones(64)}
 
@@ -47,8 +48,15 @@ def test_rotate_and_write_turns_pairs_and_writes_slots(num_q_heads, num_kv_heads
     assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+def with_each(*values):
+    """Shapes with each of the values; in the default tests each shape has one, in turn."""
+    chosen = [(*shape, values[number % len(values)]) for number, shape in enumerate(SHAPES)]
+    return often_together([(*shape, value) for shape in SHAPES for value in values], chosen)
+
+
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim", "layout", "dtype"), with_each("bfloat16", "float16")
+)
 def test_mosaic_rotate_and_write_agrees_without_races(monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, dtype):
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout, dtype=dtype)
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
@@ -71,8 +79,9 @@ def assert_writes_fp8(num_q_heads, num_kv_heads, head_dim, layout, *, kv_dtype):
     assert float(jnp.min(results[2].astype(jnp.float32))) == -float(jnp.finfo(kv_dtype).max)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim", "layout", "kv_dtype"), with_each("float8_e5m2", "float8_e4m3fn")
+)
 def test_mosaic_rotate_and_write_into_fp8_without_races(
     monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, kv_dtype
 ):
@@ -127,8 +136,7 @@ def test_rotate_and_write_norms_heads_before_they_turn(kind, dtype):
     assert_norms_then_turns(given, head_norms(128, dtype=dtype, kind=kind), 2, "NHD", implementation="xla")
 
 
-@pytest.mark.parametrize("kind", NORM_KINDS)
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout", "kind"), with_each(*NORM_KINDS))
 def test_mosaic_rotate_and_write_norms_heads_without_races(
     monkeypatch, num_q_heads, num_kv_heads, head_dim, layout, kind
 ):
@@ -160,8 +168,7 @@ def test_mosaic_rotate_and_write_of_many_tokens_takes_more_heads_a_block(monkeyp
         assert_agrees(results, expected(2, "NHD", 1, *given))
 
 
-@pytest.mark.parametrize("norms", [None, "layers"])
-@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout"), SHAPES)
+@pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim", "layout", "norms"), with_each("layers", None))
 def test_mosaic_rotate_and_write_lowers_for_cuda_in_place(num_q_heads, num_kv_heads, head_dim, layout, norms):
     spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_layout=layout)
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout)

@@ -64,10 +64,10 @@ def assert_splits(monkeypatch, form, rows, depth, columns) -> Any:
     [
         ("int4", 20, 512, 192, 192),
         slow("int4", 64, 512, 192, 192),  # 256 inputs a stage
-        ("int4", 33, 256, 448, 224),  # of four strips the last two share 32 columns
+        slow("int4", 33, 256, 448, 224),  # of four strips the last two share 32 columns
         slow("int4", 140, 128, 128, 128),  # two blocks of rows
         ("fp8", 20, 1024, 384, 96),  # two strips share 32 columns
-        ("fp8", 64, 256, 896, 112),  # and 16, of a result that is not split
+        slow("fp8", 64, 256, 896, 112),  # and 16, of a result that is not split
         slow("fp8", 140, 1024, 256, 128),
     ],
 )

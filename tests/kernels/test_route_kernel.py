@@ -13,7 +13,7 @@ from jattn_kernels.lowering.routing import routed
 from jattn_kernels.mosaic.sm90.experts import choice, route, route_few
 from tests.kernels.harness.expert_cases import ExpertCase, build
 from tests.kernels.harness.interpreter import interpreted
-from tests.often import slow
+from tests.often import often_together, slow
 
 EXPERTS, BLOCK_ROWS = 16, 8
 
@@ -48,19 +48,24 @@ SCORINGS = {
 }
 
 
-@pytest.mark.parametrize("shared", [0, 2])
+ROUTED = [
+    (3, "softmax", False, False),
+    (70, "sigmoid", True, True),
+    (3, "softmax_of_chosen", False, True),
+    (11, "softmax", True, False),
+    (70, "softmax_normalised", False, False),
+    (3, "sigmoid", False, False),
+    (70, "softmax_of_chosen", False, False),
+    (3, "softmax_normalised", True, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "scoring", "biased", "rows_of_choices"),
-    [
-        slow(3, "softmax", False, False),
-        (70, "sigmoid", True, True),
-        (3, "softmax_of_chosen", False, True),
-        (11, "softmax", True, False),
-        slow(70, "softmax_normalised", False, False),
-        slow(3, "sigmoid", False, False),
-        slow(70, "softmax_of_chosen", False, False),
-        slow(3, "softmax_normalised", True, True),
-    ],
+    ("tokens", "scoring", "biased", "rows_of_choices", "shared"),
+    often_together(
+        [(*case, shared) for case in ROUTED for shared in (0, 2)],
+        [(70, "sigmoid", True, True, 2), (11, "softmax", True, False, 0)],
+    ),
 )
 def test_route_and_group_is_routing_then_grouping(tokens, scoring, biased, rows_of_choices, shared):
     routing = Routing(num_experts=EXPERTS, per_token=3, shared=shared, **SCORINGS[scoring])
@@ -84,9 +89,7 @@ FEW_TOKENS = [
     (3, 32, 12, "softmax", True, True),
     (64, 64, 1, "sigmoid", False, False),
 ]
-of_few_tokens = pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "scoring", "biased", "rows_of_choices"), FEW_TOKENS
-)
+FACTS = ("tokens", "experts", "per_token", "scoring", "biased", "rows_of_choices")
 
 
 def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices, shared=0):
@@ -105,14 +108,14 @@ def assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_c
     assert_groups(groups, compiled_grouping(chosen, experts + shared, **facts))
 
 
-@of_few_tokens
+@pytest.mark.parametrize(FACTS, often_together(FEW_TOKENS, [FEW_TOKENS[number] for number in (0, 2, 3, 4)]))
 def test_few_tokens_are_routed_and_grouped(tokens, experts, per_token, scoring, biased, rows_of_choices):
     with interpreted():
         assert_few_are_routed(tokens, experts, per_token, scoring, biased, rows_of_choices)
 
 
 @pytest.mark.gpu
-@of_few_tokens
+@pytest.mark.parametrize(FACTS, FEW_TOKENS)
 def test_gpu_few_tokens_are_routed_and_grouped(tokens, experts, per_token, scoring, biased, rows_of_choices):
     if scoring in ("sigmoid", "softmax") and biased:
         pytest.skip("scores of approximate exponentials may choose another of nearly equal experts")
@@ -120,12 +123,9 @@ def test_gpu_few_tokens_are_routed_and_grouped(tokens, experts, per_token, scori
 
 
 SHARED = [(8, 64, 6, "softmax", False, False, 2), (3, 32, 3, "sigmoid", True, True, 1)]
-beside_shared = pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "scoring", "biased", "rows_of_choices", "shared"), SHARED
-)
 
 
-@beside_shared
+@pytest.mark.parametrize((*FACTS, "shared"), often_together(SHARED, SHARED[:1]))
 def test_few_tokens_are_routed_beside_shared_experts(
     tokens, experts, per_token, scoring, biased, rows_of_choices, shared
 ):
@@ -134,7 +134,7 @@ def test_few_tokens_are_routed_beside_shared_experts(
 
 
 @pytest.mark.gpu
-@beside_shared
+@pytest.mark.parametrize((*FACTS, "shared"), SHARED)
 def test_gpu_few_tokens_are_routed_beside_shared_experts(
     tokens, experts, per_token, scoring, biased, rows_of_choices, shared
 ):
@@ -164,11 +164,16 @@ def test_few_tokens_of_infinities_and_no_numbers_harm_no_other():
     assert all(len(set(row)) == 8 for row in found.tolist())
 
 
+CHOSEN = [(70, "softmax_normalised", False), (3, "sigmoid", True), (130, "softmax", True), (70, "softmax", False)]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "scoring", "biased"),
-    [(70, "softmax_normalised", False), (3, "sigmoid", True), slow(130, "softmax", True), slow(70, "softmax", False)],
+    ("tokens", "scoring", "biased", "shared"),
+    often_together(
+        [(*case, shared) for case in CHOSEN for shared in (0, 1)],
+        [(70, "softmax_normalised", False, 0), (3, "sigmoid", True, 1)],
+    ),
 )
-@pytest.mark.parametrize("shared", [0, 1])
 def test_choose_experts_is_routing(tokens, scoring, biased, shared):
     routing = Routing(num_experts=EXPERTS, per_token=3, shared=shared, **SCORINGS[scoring])
     bias = jnp.asarray(np.tile([0.3, 0.3, -0.2, 0.1], EXPERTS // 4), jnp.float32) if biased else None
@@ -183,7 +188,7 @@ def test_choose_experts_is_routing(tokens, scoring, biased, shared):
 @pytest.mark.parametrize(
     ("tokens", "who", "rows_of_choices"),
     [
-        (3, "any", True),
+        slow(3, "any", True),
         (70, "strays", False),
         slow(70, "strays", True),
         slow(128, "same", False),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jattn_kernels import AttentionSpec, make_schedule
 from jattn_kernels.lowering.split_schedule import split_at_multiples, split_evenly
+from tests.often import slow
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
@@ -117,7 +118,7 @@ def test_split_cuts_little_to_no_less_than_a_least_share(tiles, facts, share):
     assert (parts[:, 2] - parts[:, 1]).tolist() == [min(share, tiles - first) for first in range(0, tiles, share)]
 
 
-@pytest.mark.parametrize("lens", [(640, 70, 0, 33), (0, 0), (16,), (320, 320, 320)])
+@pytest.mark.parametrize("lens", [(640, 70, 0, 33), (0, 0), slow((16,)), slow((320, 320, 320))])
 def test_split_at_multiples_cuts_every_sequence_there(lens):
     ends = jnp.array(lens, jnp.int32)
     schedule = split_at_multiples(jnp.zeros_like(ends), ends, block_kv=16, tiles_per_split=4, max_keys=640, workers=3)

@@ -15,6 +15,7 @@ from jattn_kernels.call import Device, default_device
 from jattn_kernels.mosaic.sm90.decode import split_kv as paged
 from tests.kernels.harness.case_table import Case, Inputs, assert_close, build
 from tests.kernels.harness.interpreter import interpreted
+from tests.often import slow
 
 PAGE_SIZE = 8
 SUFFIXES = (3, 9, 2, 8)
@@ -87,14 +88,14 @@ TREE = {"q_len": 4, "suffixes": (4, 9, 6), "tree": (-1, 0, 0, 1), "padded": 0}
         (0, {}),
         (21, {"q_len": 1, "dtype": "bfloat16"}),
         (21, {"spec": spec_of(window_left=5)}),
-        (21, {"spec": spec_of(chunk_size=8)}),
+        slow(21, {"spec": spec_of(chunk_size=8)}),
         (21, {"spec": spec_of(logits_soft_cap=2.0, sm_scale=1.0), "sinks": True}),
         (21, {"spec": spec_of(rope_theta=1e4), "alibi": True}),
-        (21, {"spec": spec_of(causal=False, window_left=9, window_right=1)}),
+        slow(21, {"spec": spec_of(causal=False, window_left=9, window_right=1)}),
         (8, {"spec": spec_of(causal=False, window_right=0), "q_len": 1, "suffixes": (3, 3, 3, 3)}),
         (16, {**TREE, "spec": spec_of(window_left=6)}),
         (16, {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn", "kv_scale": "heads", "q_scale": "scalar"}),
-        (16, {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2", "sinks": True}),
+        slow(16, {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e5m2", "sinks": True}),
     ],
     ids=lambda value: "" if value == {} else str(value) if isinstance(value, int) else "-".join(value),
 )
@@ -134,7 +135,7 @@ def calls_of(monkeypatch, **options):
         ({}, False),
         ({"spec": spec_of(causal=False, window_right=1)}, False),
         ({"spec": spec_of(window_left=5)}, True),
-        ({"spec": spec_of(chunk_size=8)}, True),
+        slow({"spec": spec_of(chunk_size=8)}, True),
         ({"spec": spec_of(rope_theta=1e4)}, True),
         ({"alibi_slopes": jnp.ones(4)}, True),
     ],
@@ -190,6 +191,7 @@ def test_schedule_has_a_work_list_for_each_pass(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, suffix, expected)
 
 
+@pytest.mark.slow  # what is done with results is XLA's above, and the two kernels have tests of their own
 def test_shared_prefix_runs_on_the_hopper_kernels(monkeypatch):
     monkeypatch.setattr("jattn_kernels.call.default_device", lambda: Device("gpu", (9, 0)))
     monkeypatch.setattr(paged, "num_sms", lambda: 3)  # few parts: the interpreter is slow

@@ -16,6 +16,7 @@ from jattn_kernels.mosaic.sm90.common.fp8_queries import split_queries, supports
 from jattn_kernels.mosaic.sm90.common.merge_splits import SplitResults, merge_splits
 from jattn_kernels.mosaic.sm90.decode.tile_sizes import choose_decode_tiles, turns_values
 from tests.kernels.harness.interpreter import interpreted
+from tests.often import often_together, slow
 
 _SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
@@ -76,15 +77,21 @@ def test_the_parts_of_queries_sum_to_them(q_dtype, dtype, parts, size):
     assert (error <= 2.0**-16 * largest).all()
 
 
+SPLIT = [
+    ("bfloat16", "float8_e4m3fn", (8, 2, 64)),
+    ("float16", "float8_e5m2", (8, 2, 128)),
+    ("bfloat16", "float8_e5m2", (2, 2, 256)),
+]
+FACTORS = (6, 1, None)
+
+
 @pytest.mark.parametrize(
-    ("q_dtype", "dtype", "heads"),
-    [
-        ("bfloat16", "float8_e4m3fn", (8, 2, 64)),
-        ("float16", "float8_e5m2", (8, 2, 128)),
-        ("bfloat16", "float8_e5m2", (2, 2, 256)),
-    ],
+    ("q_dtype", "dtype", "heads", "factors"),
+    often_together(
+        [(*case, factors) for case in SPLIT for factors in FACTORS],
+        [(*case, factors) for case, factors in zip(SPLIT, FACTORS, strict=True)],
+    ),
 )
-@pytest.mark.parametrize("factors", [None, 1, 6])
 def test_one_kernel_splits_queries_as_xla_does(q_dtype, dtype, heads, factors):
     num_q_heads, num_kv_heads, head_dim = heads
     spec = AttentionSpec(num_q_heads=num_q_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
@@ -131,7 +138,7 @@ def random_parts(num_parts):
     return outs, lses
 
 
-@pytest.mark.parametrize(("num_seqs", "num_parts", "end"), [(2, 21, 21), (1, 21, 21), (1, 21, 6), (1, 60, 60)])
+@pytest.mark.parametrize(("num_seqs", "num_parts", "end"), [(2, 21, 21), slow(1, 21, 21), slow(1, 21, 6), (1, 60, 60)])
 def test_many_parts_of_a_sequence_are_merged_by_their_weights(num_seqs, num_parts, end):
     outs, lses = random_parts(num_parts)
     outs[end:], lses[end:] = np.nan, np.nan

@@ -10,6 +10,7 @@ from jattn_kernels import AttentionSpec, paged_decode, paged_extend
 from jattn_kernels.call import AttentionCall, Device
 from jattn_kernels.triton import launch
 from jattn_kernels.triton.attention.tile_sizes import choose_tiles
+from tests.often import slow
 
 SPEC = AttentionSpec(num_q_heads=8, num_kv_heads=2, head_dim=64)
 
@@ -34,8 +35,15 @@ def configs(face, dtype="bfloat16", kv_dtype=None, spec=SPEC, capability=None):
     return found
 
 
-@pytest.mark.parametrize("face", [paged_decode, paged_extend])
-@pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("bfloat16", "tf32")])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "face"),
+    [
+        slow("float32", "ieee", paged_decode),
+        ("float32", "ieee", paged_extend),
+        ("bfloat16", "tf32", paged_decode),
+        slow("bfloat16", "tf32", paged_extend),
+    ],
+)
 def test_products_of_float32_are_not_rounded_to_tf32(face, dtype, precision):
     assert configs(face, dtype)[0].precision == precision
 

@@ -28,15 +28,15 @@ SMALL = {"hidden": 64, "units": 32}
 CASES = [
     ExpertCase(name="one_token", tokens=1, layers=2, **SMALL),
     ExpertCase(name="float16", tokens=9, choice="strays", dtype="float16", **SMALL),
-    ExpertCase(name="float32", tokens=5, per_token=3, biases=True, clamped=True, dtype="float32", **SMALL),
     ExpertCase(name="odd_sizes", tokens=5, experts=6, hidden=20, units=12, dtype="float32", biases=True),
     ExpertCase(name="odd_blocks", tokens=3, experts=3, hidden=200, units=72, biases=True, layers=2),
     ExpertCase(name="weighs_inputs", tokens=9, weighs_inputs=True, choice="strays", **SMALL),
     ExpertCase(name="twice", tokens=5, choice="twice", biases=True, **SMALL),
     ExpertCase(name="two_tiles", tokens=40, experts=20, per_token=1, choice="same", **SMALL),
-    ExpertCase(name="tiles_of_32", tokens=40, experts=5, per_token=2, choice="strays", **SMALL),
 ]
 SLOW = [
+    ExpertCase(name="float32", tokens=5, per_token=3, biases=True, clamped=True, dtype="float32", **SMALL),
+    ExpertCase(name="tiles_of_32", tokens=40, experts=5, per_token=2, choice="strays", **SMALL),
     *(ExpertCase(name=f"tokens_{tokens}", tokens=tokens, experts=16, per_token=3) for tokens in (1, 9, 64, 300)),
     ExpertCase(name="wide", tokens=64, hidden=512, units=320, biases=True, clamped=True, layers=3, choice="strays"),
     ExpertCase(name="weighs_inputs_300", tokens=300, weighs_inputs=True, choice="strays", dtype="float16"),
@@ -66,7 +66,7 @@ def test_kernels_agree_with_the_oracle(case):
 PROMPT = ExpertCase(name="prompt", tokens=70, choice="same", biases=True, layers=2, hidden=320, units=72)
 
 
-QUICK = ((64, (8, 6), "bfloat16"), (128, (9, 0), "bfloat16"))
+QUICK = ((128, (9, 0), "bfloat16"),)
 PROMPT_TILES = [
     pytest.param(*facts, marks=() if facts in QUICK else pytest.mark.slow)
     for facts in itertools.product((64, 128), ((8, 6), (9, 0)), ("bfloat16", "float32"))
@@ -126,7 +126,7 @@ def swish(gate: Any, up: Any) -> Any:
     return gate / (1 + np.exp(-gate)) * up if isinstance(gate, np.ndarray) else jax.nn.silu(gate) * up
 
 
-@pytest.mark.parametrize("activation", [gelu_tanh, gelu_erf, squared_relu, swish, clamped_swiglu])
+@pytest.mark.parametrize("activation", [gelu_tanh, gelu_erf, slow(squared_relu), slow(swish), clamped_swiglu])
 def test_activations_agree_with_the_oracle(activation):
     assert (steps_of(activation) is None) == (activation is gelu_tanh)
     case = ExpertCase(name=activation.__name__, tokens=9, choice="strays", biases=True, dtype="float32", **SMALL)
@@ -158,7 +158,7 @@ def test_activation_of_other_operations_is_no_program(activation):
     assert steps_of(activation) is None
 
 
-@pytest.mark.parametrize("sizes", [{"experts": 8}, {"experts": 5, "choice": "same"}], ids=["any", "same"])
+@pytest.mark.parametrize("sizes", [{"experts": 8}, slow({"experts": 5, "choice": "same"})], ids=["any", "same"])
 def test_tokens_result_does_not_depend_on_its_neighbours(sizes):
     """It stands in other slots, of other tiles, beside other rows, or beside none."""
     case = ExpertCase(name="bits", tokens=40, **SMALL, **sizes)

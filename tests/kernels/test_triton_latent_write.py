@@ -12,9 +12,10 @@ import pytest
 from jattn_kernels import mla_write
 from tests.kernels.harness.latent_rows import LAYER, PACKED, arguments, assert_packs, packed_arguments
 from tests.kernels.harness.splits import splits_of
+from tests.often import often_together
 
 
-@pytest.mark.parametrize(("compressed", "dtype"), PACKED)
+@pytest.mark.parametrize(("compressed", "dtype"), often_together(PACKED, [(132, "float32")]))
 def test_triton_packs_rows(compressed, dtype):
     with interpreted():
         assert_packs(packed_arguments(compressed, dtype=dtype), "triton")

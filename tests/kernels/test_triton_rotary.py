@@ -24,6 +24,7 @@ from tests.kernels.harness.rotary_cases import (
     head_norms,
     normed,
 )
+from tests.often import often_together, slow
 
 
 def run(given, num_kv_heads, layout="NHD", **facts):
@@ -47,10 +48,18 @@ def test_triton_rotate_and_write_turns_pairs_and_writes_slots(half, num_q_heads,
     assert_agrees(results, expected(num_kv_heads, layout, 1, *given))
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+OFTEN = [
+    (5, 1, 80, None, 1, "NHD"),
+    (12, 3, 72, 9, 3, "HND"),
+    (1, 1, 8, None, 5, "NHD"),
+    (7, 7, 96, 0, 16, "NHD"),
+    (16, 2, 512, None, 32, "HND"),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim", "half", "page_size"),
-    [(5, 1, 80, None, 1), (12, 3, 72, 9, 3), (1, 1, 8, None, 5), (7, 7, 96, 0, 16), (16, 2, 512, None, 32)],
+    ("num_q_heads", "num_kv_heads", "head_dim", "half", "page_size", "layout"),
+    often_together([(*case[:-1], layout) for case in OFTEN for layout in ("NHD", "HND")], OFTEN),
 )
 def test_triton_rotate_and_write_of_any_heads_and_pages(num_q_heads, num_kv_heads, head_dim, half, page_size, layout):
     given = arguments(num_q_heads, num_kv_heads, head_dim, layout, dtype="float32", half=half, page_size=page_size)
@@ -61,13 +70,13 @@ def test_triton_rotate_and_write_of_any_heads_and_pages(num_q_heads, num_kv_head
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
-        ("bfloat16", "float16"),
+        slow("bfloat16", "float16"),
         ("float16", "bfloat16"),
-        ("float16", "float32"),
-        ("float32", "bfloat16"),
+        slow("float16", "float32"),
+        slow("float32", "bfloat16"),
         ("bfloat16", "float8_e4m3fn"),
         ("float16", "float8_e5m2"),
-        ("float32", "float8_e4m3fn"),
+        slow("float32", "float8_e4m3fn"),
     ],
 )
 def test_triton_rotate_and_write_rounds_to_the_dtype_of_the_pages(dtype, kv_dtype):
@@ -75,9 +84,15 @@ def test_triton_rotate_and_write_rounds_to_the_dtype_of_the_pages(dtype, kv_dtyp
     assert_agrees(run(given, 2, layer_index=1), expected(2, "NHD", 1, *given))
 
 
-@pytest.mark.parametrize("kind", NORM_KINDS)
+NORMED = [(64, None, "bfloat16"), (72, 9, "float32"), (96, 0, "float16")]
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "half", "dtype"), [(64, None, "bfloat16"), (72, 9, "float32"), (96, 0, "float16")]
+    ("head_dim", "half", "dtype", "kind"),
+    often_together(
+        [(*case, kind) for case in NORMED for kind in NORM_KINDS],
+        [(*case, kind) for case, kind in zip(NORMED, NORM_KINDS, strict=True)],
+    ),
 )
 def test_triton_rotate_and_write_norms_heads_before_they_turn(head_dim, half, dtype, kind):
     given = arguments(6, 2, head_dim, "NHD", dtype=dtype, half=half)

@@ -42,6 +42,7 @@ def in_one_and_in_two(implementation, dtype, **facts):
     return one, merge_state(*past, *own)
 
 
+@pytest.mark.slow  # test_flashinfer_prefill merges prompts in parts
 @pytest.mark.parametrize("facts", [{}, {"logits_soft_cap": 5.0}], ids=str)
 def test_two_passes_give_what_one_gives(facts):
     one, two = in_one_and_in_two("xla", jnp.float32, **facts)

@@ -1,6 +1,7 @@
 """The `xla` implementation against the oracle, over the table of cases and at random."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jattn_kernels.lowering import rope
 from jattn_kernels.reference.scores import rotate
 from jattn_kernels.xla import attention, fetch, tiles
 from tests.kernels.harness.case_table import CASES, assert_close, build, by_name, random_cases
-from tests.often import often
+from tests.often import often, often_together, slow
 
 SPEC = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16)
 
@@ -52,10 +53,12 @@ def attend(case, inputs, implementation):
 
 # Extend has one code for paged and for ragged keys, and what a case has is in another of the table too.
 MET_ELSEWHERE = {
-    "paged_extend": "alibi chunk custom_mask kv_start kv_start_and_window rope sinks_and_window soft_cap "
-    "soft_cap_and_mask window window_and_chunk",
+    "paged_extend": "alibi chunk custom_mask fp8 group_1_dim_80 kv_start kv_start_and_window plain rope sinks "
+    "sinks_and_window soft_cap soft_cap_and_mask window window_and_chunk",
     "ragged_extend": "alibi bfloat16 chunk custom_mask kv_start narrow_values not_causal q_positions rope sinks "
     "soft_cap window window_of_both_sides",
+    "paged_decode": "bfloat16 custom_mask group_1_dim_64 group_5 hnd kv_start layers soft_cap window",
+    "mla_extend": "plain",
     "paged_decode_verify": "alibi_and_soft_cap kv_start_and_window mask_and_window rope_and_kv_start "
     "soft_cap_and_mask window_and_chunk",
 }
@@ -99,8 +102,13 @@ def queries(seed, *leading, dtype=jnp.float32):
 TABLE = jnp.arange(1, 41, dtype=jnp.int32).reshape(2, 20)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("neighbour", [0, 5, 160])
+@pytest.mark.parametrize(
+    ("neighbour", "dtype"),
+    often_together(
+        itertools.product((0, 5, 160), (jnp.float32, jnp.bfloat16)),
+        [(0, jnp.float32), (5, jnp.float32), (160, jnp.bfloat16)],
+    ),
+)
 def test_decode_does_not_change_a_bit_with_a_longer_neighbour(small_tiles, dtype, neighbour):
     arguments = queries(0, 2, 1, dtype=dtype), *pool_of(1, dtype=dtype), TABLE
     alone = paged_decode(*arguments, jnp.array([21, 21], jnp.int32), spec=SPEC, return_lse=True)
@@ -109,7 +117,7 @@ def test_decode_does_not_change_a_bit_with_a_longer_neighbour(small_tiles, dtype
         np.testing.assert_array_equal(one[0], other[0])
 
 
-@pytest.mark.parametrize("neighbour", [7, 160])
+@pytest.mark.parametrize("neighbour", [slow(7), 160])
 def test_extend_does_not_change_a_bit_with_a_longer_neighbour(small_tiles, neighbour):
     arguments = queries(0, 14), *pool_of(1), TABLE
     alone = paged_extend(*arguments, jnp.array([21, 0], jnp.int32), jnp.array([0, 7, 7], jnp.int32), spec=SPEC)
@@ -147,7 +155,7 @@ def test_decode_lets_nan_of_a_visible_key_reach_the_output():
     assert jnp.isfinite(out[1]).all()
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("bad", [jnp.nan, slow(jnp.inf)])
 def test_value_that_is_not_finite_does_not_reach_other_sequences(small_tiles, bad):
     k_pages, v_pages = pool_of(1)
     lens, offsets = jnp.array([21, 12], jnp.int32), jnp.array([0, 7, 14], jnp.int32)
@@ -162,7 +170,9 @@ def test_value_that_is_not_finite_does_not_reach_other_sequences(small_tiles, ba
         assert not jnp.isfinite(out[: others.start]).all()
 
 
-@pytest.mark.parametrize("rules", [{"window_left": 2**31 - 1}, {"window_right": 2**31 - 1}, {"chunk_size": 2**31 - 1}])
+@pytest.mark.parametrize(
+    "rules", [{"window_left": 2**31 - 1}, slow({"window_right": 2**31 - 1}), {"chunk_size": 2**31 - 1}]
+)
 def test_extend_treats_the_largest_window_as_none(rules):
     whole = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, causal=False)
     arguments = queries(0, 14), *pool_of(1), TABLE, jnp.array([21, 4], jnp.int32), jnp.array([0, 7, 14], jnp.int32)

@@ -10,6 +10,7 @@ from jattn.parallel import ONE_DEVICE, Parallel
 from jattn.routing import Routing
 from jattn_models.experts import ClampedSwiGLU, Experts, MixtureOfExperts
 from tests.models.harness.plain_mixture import plain_mixture, sigmoid
+from tests.often import slow
 
 WIDTH, UNITS, COUNT = 8, 6, 5
 
@@ -63,14 +64,16 @@ def assert_is_plain(made, x, weights_of, out=None):
     np.testing.assert_allclose(applied(made, x) if out is None else out, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-@pytest.mark.parametrize("per_token", [1, 2, COUNT])
+@pytest.mark.parametrize(
+    ("per_token", "normalised"),
+    [slow(1, True), (1, False), (2, True), slow(2, False), slow(COUNT, True), (COUNT, False)],
+)
 def test_mixture_is_the_weighted_sum_of_chosen_experts(per_token, normalised):
     made = mixture(routing_to(per_token, normalised=normalised))
     assert_is_plain(made, tokens(13), softmax_of(per_token, normalised=normalised))
 
 
-@pytest.mark.parametrize("per_token", [1, 2])
+@pytest.mark.parametrize("per_token", [slow(1), 2])
 def test_inputs_weighed_by_sigmoids_beside_a_shared_expert(per_token):
     made = mixture(routing_to(per_token, scoring="sigmoid"), weighs_inputs=True, shared_size=UNITS)
     assert_is_plain(
@@ -179,7 +182,7 @@ def test_router_of_bfloat16_rounds_no_logit():
     np.testing.assert_allclose(weights[0], expected[chosen[0]], rtol=40 * np.finfo(np.float32).eps)
 
 
-@pytest.mark.parametrize("shared_size", [None, UNITS])
+@pytest.mark.parametrize("shared_size", [slow(None), UNITS])
 def test_two_devices_count_each_bias_once(shared_size):
     whole, x, parallel = filled(gpt_oss(shared_size=shared_size)), tokens(13), Parallel("tensor", 2)
     graph = nnx.graphdef(gpt_oss(shared_size=shared_size, parallel=parallel))

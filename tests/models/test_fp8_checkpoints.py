@@ -14,6 +14,7 @@ from jattn_models.quantization import BlockScales, ChannelScales
 from jattn_models.quantization_config import read_quantization
 from tests.models.harness.goldens import GOLDEN
 from tests.models.harness.in_fp8 import KINDS, MODELOPT, TRANSFORMERS, compressed_tensors, copies, is_projection
+from tests.often import slow
 
 TENSOR = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
@@ -53,7 +54,7 @@ def test_every_writers_weights_are_held_as_they_are_stored(tmp_path, kind):
     ("case", "kind", "in_few_bits", "rank"),
     [
         ("deepseek_v3", "compressed_channel", 8, 1),
-        ("phi3", "transformers", 4, 0),
+        slow("phi3", "transformers", 4, 0),
         ("glm4", "modelopt", 4, 0),
         ("glm4", "modelopt", 4, 1),
     ],

@@ -16,6 +16,7 @@ from jattn_models.rope_scaling import YarnScaling
 from tests.models.harness.goldens import GOLDEN, TOLERANCE, dense_logits, golden
 from tests.models.harness.served import assert_served_greedily
 from tests.models.harness.smallest import SMALLEST
+from tests.often import slow
 
 # gpt-oss-20b's config.json, but for what it says of weights in few bits.
 PUBLISHED = {
@@ -75,8 +76,8 @@ def test_published_and_absent_fields_say_the_same_of_layers_and_experts(config):
 @pytest.mark.parametrize(
     ("activation", "sinks"),
     [
-        (ClampedSwiGLU(limit=7.0, alpha=1.702), None),
-        (ClampedSwiGLU(limit=1.0, alpha=1.0), None),
+        slow(ClampedSwiGLU(limit=7.0, alpha=1.702), None),
+        slow(ClampedSwiGLU(limit=1.0, alpha=1.0), None),
         (ClampedSwiGLU(limit=1.0, alpha=1.702), 0.0),
     ],
 )

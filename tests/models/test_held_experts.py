@@ -1,5 +1,6 @@
 """Experts in few bits are held as they are stored where a kernel multiplies them, and stand for what was stored."""
 
+import itertools
 import json
 
 import jax.numpy as jnp
@@ -17,8 +18,11 @@ from tests.models.harness import in_mxfp4
 from tests.models.harness.goldens import GOLDEN
 from tests.models.harness.smallest import SMALLEST
 from tests.models.test_block_scales import FP8, quantised
+from tests.often import often, often_together
 
 WIDTH, UNITS, EXPERTS, LAYERS = 128, 256, 2, 2
+SPLIT, BY_EXPERT = Parallel("tensor", 2), Parallel("tensor", 2, by_expert=True)
+KINDS = (ONE_DEVICE, SPLIT, BY_EXPERT)
 
 
 @pytest.fixture
@@ -81,8 +85,10 @@ def qwen3_moe(folder, block):
     return checkpoints
 
 
-@pytest.mark.parametrize("block", [None, (128, 128)], ids=["channels", "blocks"])
-@pytest.mark.parametrize("parallel", [ONE_DEVICE, Parallel("tensor", 2), Parallel("tensor", 2, by_expert=True)])
+HELD = list(itertools.product(KINDS, (None, (128, 128))))
+
+
+@pytest.mark.parametrize(("parallel", "block"), often_together(HELD, [HELD[1], HELD[2], HELD[5]]))
 def test_experts_in_fp8_are_held_as_stored(tmp_path, hopper, block, parallel):
     in_fp8, wide = qwen3_moe(tmp_path, block)
     for rank in range(parallel.size):
@@ -105,7 +111,7 @@ def test_experts_are_rounded_to_fp8_while_they_load(tmp_path, hopper):
     assert np.linalg.norm(off) < 2**-8 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("parallel", [ONE_DEVICE, Parallel("tensor", 2), Parallel("tensor", 2, by_expert=True)])
+@pytest.mark.parametrize("parallel", often(KINDS, [SPLIT]))
 def test_experts_in_mxfp4_are_held_as_stored(tmp_path, hopper, parallel):
     folder = tmp_path / "wider"
     folder.mkdir()

@@ -50,7 +50,7 @@ def of_layers(name, tensor):
 
 
 # A gate of one output, experts and biases beside projections; parts of heads.
-@pytest.mark.parametrize("case", ["qwen2_moe", "gqa", slow("deepseek_v3")])
+@pytest.mark.parametrize("case", [slow("qwen2_moe"), "gqa", slow("deepseek_v3")])
 def test_quantised_while_loading_is_what_is_stored_so(tmp_path, case):
     def chosen(name, tensor):
         return of_layers(name, tensor) and "kv_b_proj" not in name
@@ -144,8 +144,8 @@ def rounded_by_the_norm(x, addition, scale, *, rounded, **options):
     ("case", "is_left"),
     [
         ("gqa", True),
-        ("smollm3", True),
-        ("granite", False),
+        slow("smollm3", True),
+        slow("granite", False),
         *(slow(*each) for each in (("llama4", True), ("gemma3", False))),
     ],
 )
@@ -161,6 +161,7 @@ def test_what_products_leave_to_norms_is_added_up_and_rounded_by_them(monkeypatc
     assert any(call.kwargs["rounded"] for call in norm.call_args_list) == is_left
 
 
+@pytest.mark.slow  # weights are equal by a test above, and test_held_in_int4 has an engine's text
 def test_text_is_that_of_the_checkpoint_stored_in_fp8_from_half_the_bytes(tmp_path):
     stored, _ = copies(GOLDEN / "gqa", tmp_path)
     models = [load_model(each, dtype=jnp.bfloat16) for each in (Checkpoint(GOLDEN / "gqa").quantized("fp8"), stored)]

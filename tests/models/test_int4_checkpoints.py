@@ -52,7 +52,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[path], leaf, err_msg=str(path))
 
 
-OFTEN = ("awq", "gptq", "compressed_zero_points", "compressed_channel")  # the last one's are interleaved
+OFTEN = ("awq", "compressed_zero_points", "compressed_channel")  # the last one's are interleaved
 
 
 @pytest.mark.parametrize("kind", [kind if kind in OFTEN else slow(kind) for kind in KINDS])

@@ -36,6 +36,7 @@ def folder(tmp_path):
     return of_case
 
 
+@pytest.mark.slow  # test_latent_engine has the oracle's tokens of such a pool
 def test_latents_in_fp8_with_scales_of_tiles_give_nearly_the_same_probabilities(folder):
     """Through the whole engine: prompts in parts, prefixes that are read back, drafts."""
     (row,) = golden("deepseek_v3", "tokens")[:1]

@@ -28,10 +28,11 @@ from tests.models.harness.goldens import (
     prompts,
     sequence,
 )
-from tests.often import slow
+from tests.often import often, slow
 
 
-@pytest.mark.parametrize("case", LLAMA_CASES)
+# As many heads of keys as queries change nothing else; tied weights and bfloat16 have tests below.
+@pytest.mark.parametrize("case", often(LLAMA_CASES, ("biased", "gqa", "llama3_rope", "yarn")))
 def test_paged_logits_match_transformers(case):
     assert_run_is_golden(case, page_size=8)
 
@@ -42,7 +43,7 @@ def test_paged_logits_over_larger_pages_match_transformers(case):
     assert_run_is_golden(case, page_size=16)
 
 
-@pytest.mark.parametrize("case", ["gqa", "llama3_rope"])
+@pytest.mark.parametrize("case", ["gqa", slow("llama3_rope")])
 def test_prefill_in_two_chunks_matches_transformers(case):
     run = paged_run(case, page_size=8)
     first = run.extend([row[: len(row) // 2] for row in prompts(case)])

@@ -27,6 +27,7 @@ from jattn_models.gpt_oss import GptOssForCausalLM
 from jattn_models.llama import LlamaForCausalLM
 from jattn_models.quantization import Mxfp4
 from jattn_models.qwen3_moe import Qwen3MoeForCausalLM
+from tests.often import slow
 
 PAGE, PAGES = 16, 80
 
@@ -159,7 +160,7 @@ def test_products_are_left_to_a_mixture_with_their_biases(
         return routed_experts_of_sum(x, *weights, router_bias=router_bias, following=following, **options)
 
     monkeypatch.setattr("jattn_models.experts.routed_experts_of_sum", noted)
-    model = two_layers(model_class, shapes, layers=4)
+    model = two_layers(model_class, shapes)
     step_of_model(model, "greedy")
     layers, width = model.layers[0].attention.o_proj.bias.get_value().shape
     assert given
@@ -223,7 +224,7 @@ def test_a_step_that_draws_asks_nothing_of_the_device(hopper, monkeypatch):
     assert not re.search(r"stablehlo\.(case|if|while)\b", step)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 3 + 2 + 1), (8, 6 + 10 + 1)])
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 6 + 3 + 2 + 1), slow(8, 6 + 10 + 1)])
 def test_kernels_of_latent_layers_and_shared_experts(hopper, rows, kernels):
     """Of a dense layer and two sparse ones of DeepSeek-V2-Lite, which are a loop's body where there are several tokens.
 

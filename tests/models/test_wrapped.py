@@ -17,12 +17,15 @@ from tests.models.harness.goldens import (
     golden,
     load,
 )
+from tests.often import slow
+
+LONGEST = 2
 
 
+@pytest.mark.parametrize("prompt", [slow(0), slow(1), LONGEST])
 @pytest.mark.parametrize("case", WRAPPED_CASES)
-def test_logits_match_transformers(case):
-    for tokens, expected in zip(golden(case, "tokens"), golden(case), strict=True):
-        assert_golden(dense_logits(load(case), tokens), expected)
+def test_logits_match_transformers(case, prompt):
+    assert_golden(dense_logits(load(case), golden(case, "tokens")[prompt]), golden(case)[prompt])
 
 
 @pytest.mark.slow
