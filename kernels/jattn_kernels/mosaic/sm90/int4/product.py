@@ -6,7 +6,7 @@ grid (blocks)            an SM each; takes every blocks-th work tile: some colum
   full                   producer -> consumers: a stage has arrived
   empty                  consumers -> producer: the stage may be overwritten
 
-The numbers of a group are multiplied as they are, exactly, and their sum with the group's scale. The depth is split so
+The numbers of a group, less its zero point, are multiplied exactly, and their sum with its scale. The depth is split so
 that all SMs have as much to read (split-K): each split's sums stand by themselves, in float32, or rounded: those of
 many rows are what a product waits for most, and leave as whole tiles then, by TMA.
 
