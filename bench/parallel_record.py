@@ -3,7 +3,7 @@
 python -m bench.parallel_record [--only PART ...] [--out DIR]    on a machine of two H200s, or of four or eight
 
 A row bears a hash of the code of the kernels that exchange; the other kernels are those of the record of one H200. Each
-step and prompt is measured on one of the GPUs too, in the same run, and on two, four of more.
+step and prompt is measured on one of the GPUs too, in the same run; of more than two also on two, and so on.
 """
 
 import argparse

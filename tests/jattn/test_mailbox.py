@@ -134,7 +134,8 @@ def test_a_gpu_that_waits_in_vain_says_so_and_goes_on_once_the_mailbox_is_emptie
     part, table = jax.device_put((arguments[0][0], row), first)
     waited = jax.jit(alone)(part, table)  # the other devices run nothing
     assert np.isnan(np.asarray(waited).astype(np.float32)).all()
-    with pytest.raises(RuntimeError, match=f"Device 0 of {parallel.size} that share the model waited"):
+    sentence = f"Device 0 of {parallel.size} that share the model waited some seconds for another one"
+    with pytest.raises(RuntimeError, match=sentence):
         mailbox.check()
     mailbox.empty()
     mailbox.check()

@@ -139,7 +139,8 @@ def choose_tiles(
     stages = min(_MOST_STAGES, room // (stage(width) + padding(width)))
     fits = stages >= 2 * _STAGES_ENOUGH and splits * _WHOLE_LINE <= depth
     fits = fits and depth // groups >= PART_DEPTH and _divides(_WHOLE_LINE, depth, depth // groups)
-    if fits and block_rows == _FEW_ROWS and sum_bytes == _ITEM_BYTES and not (zero_points and halves > 1):
+    spills = zero_points and halves > 1  # registers, where a stage has two parts
+    if fits and block_rows == _FEW_ROWS and sum_bytes == _ITEM_BYTES and not spills:
         block_depth, stages = _WHOLE_LINE, stages // 2
     return Int4Tiles(
         block_rows=block_rows,

@@ -49,8 +49,8 @@ def unpacked(packed: jax.Array, begin: int, depth: int, dtype: Any, zero_points:
         packed: As `load_packed` has loaded it.
         begin, depth: Of the inputs, multiples of 32.
         dtype: bfloat16 or float16.
-        zero_points: What is taken from them, as `load_zero_points` has loaded it; None is 0. It costs nothing: there
-            is a number to be taken from the bits in any case.
+        zero_points: What is taken from them, as `load_zero_points` has loaded it; None is 0. A number is taken from the
+            bits in any case: what they cost is to be there and in the weights' dtype, once for all of these inputs.
     """
     if tiles.interpret_params() is not None:
         weights = in_turn(packed[:, begin : begin + depth]).astype(dtype)

@@ -1,10 +1,9 @@
 """One row in shared memory as whole numbers of 16 bits, in two digits of 8, with a factor for each 128 of them.
 
 A bfloat16 number has eight bits and a float16 number eleven; what is rounded here is 1/65,024 of the largest of the
-128 at most. A row has no
-others beside it, as it would in a tile: the digits are two columns of a product (mma.sync, 16 x 8 x 32). Of 32 inputs
-each of a quad's four threads multiplies 8, in the order in which `interleaved.py` has them: those of its bytes' lower
-four bits, then those of the upper ones.
+128 at most. A row has no others beside it, as it would in a tile: the digits are two columns of a product (mma.sync,
+16 x 8 x 32). Of 32 inputs each of a quad's four threads multiplies 8, in the order in which `interleaved.py` has them:
+those of its bytes' lower four bits, then those of the upper ones.
 """
 
 import functools

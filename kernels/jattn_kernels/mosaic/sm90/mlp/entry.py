@@ -76,7 +76,6 @@ def mlp_of_sum(call: MlpCall, operands: HostOperands) -> tuple[Splits, Float[Arr
         activation=call.gate_up.gate,
         dtype=jnp.dtype(call.norm.dtype),
         group_size=call.down.group_size,
-        of_groups=(jnp.dtype(call.scales_dtype), *([jnp.dtype(jnp.int8)] if call.down.zero_points else [])),
         eps=(norms[0].eps, norms[1].eps),
         offset=(norms[0].offset, norms[1].offset),
         rows_left=rows_of_room(call.norm.columns, call.down.depth),

@@ -59,7 +59,6 @@ class Mlp:
         output, gated, down, next: Its products; there may be no next one.
         dtype: The token's.
         group_size: Inputs that share a scale.
-        of_groups: Dtypes of what groups have: of scales, and of zero points if there are some.
         eps, offset: Of the first norm, and of the next one.
         rows_left: Of each split of the result, all but the first of which are 0.
         phases: Which are this launch's.
@@ -72,7 +71,6 @@ class Mlp:
     activation: Callable[[Any, Any], Any]
     dtype: Any
     group_size: int
-    of_groups: tuple[Any, ...]
     eps: tuple[float, float]
     offset: tuple[float, float]
     rows_left: int
@@ -148,23 +146,24 @@ class Mlp:
                 weights = [(product, of_product) for _, product, of_product, _ in self._weights(operands)]
                 tiles.by_warps(SHARES, lambda shares, _: copy_all(weights, scratch, shares, self.group_size))
 
-        pl.run_scoped(warpgroup, self._scratch(), collective_axes="warpgroup")
+        pl.run_scoped(warpgroup, self._scratch(operands), collective_axes="warpgroup")
 
     @property
     def _result(self) -> MlpResult:
         total = sum((product.count for _, product in self.products()), jnp.int32(0))
         return MlpResult(columns=self.columns, activation=self.activation, dtype=self.dtype, total=total)
 
-    def _scratch(self) -> Scratch:
-        longest, has_zero_points = max(self.output.depth, self.down.depth), len(self.of_groups) > 1
+    def _scratch(self, operands: MlpOperands) -> Scratch:
+        longest, of_groups = max(self.output.depth, self.down.depth), operands.output.of_groups
+        has_zero_points = len(of_groups) > 1
         rows = [CompactRow.scratch(inputs, with_sums=has_zero_points) for inputs in (longest, self.columns)]
         return Scratch(
             kernel=packed_tile((STAGES, WGMMA_ROWS, _SHARE), jnp.int4),
-            of_groups=tuple(map(self._of_stages, self.of_groups)),
+            of_groups=tuple(self._of_stages(each.dtype) for each in of_groups),
             rows=tuple(rows),
             total=plgpu.SMEM((self.columns,), self.dtype),
             sums=plgpu.SMEM((BUFFERS, CONSUMERS, SUMS), jnp.float32),
-            full=plgpu.Barrier(num_arrivals=COPIES + SHARES * len(self.of_groups), num_barriers=STAGES),
+            full=plgpu.Barrier(num_arrivals=COPIES + SHARES * len(of_groups), num_barriers=STAGES),
             empty=plgpu.Barrier(num_barriers=STAGES),
             row_full=plgpu.Barrier(num_arrivals=CONSUMERS),
             summed=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=BUFFERS),
